@@ -7,7 +7,7 @@ batch shares are summed within each layer.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from .._compat import (
 from .._static import Static
 from .forward import forward, primal
 from .gradient import (
-    LeafVisitor,
     Mask,
     Perturbed,
     merge,
@@ -35,6 +34,7 @@ from .gradient import (
 )
 from .reverse import pull_back
 from .rules import (
+    Bound,
     Differentiable,
     as_arrays,
     compiled,
@@ -65,7 +65,7 @@ class Sweep(Differentiable):
         super().__init__()
 
     def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> Any:
-        return compiled(_Primal(self.spec))(init, xs, shared)
+        return compiled(Bound("sweep", primal, (self.spec,)))(init, xs, shared)
 
     def dce(self, used: Any, *live: Any) -> Any:
         return (True, True, self) if self.effects else super().dce(used, *live)
@@ -143,36 +143,19 @@ def sweep_of(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[
     return Sweep(spec, init, xs, shared)(init, xs, shared)
 
 
-@dataclass(frozen=True)
-class _Primal:
-    """The forward loops that keep nothing, as a function."""
-
-    spec: SweepSpec
-    __name__ = "sweep"
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return primal(self.spec, init, xs, shared)
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """A plain scan, each layer checkpointed, as a function."""
-
-    spec: SweepSpec
-    checkpoint: Checkpoint
-    __name__ = "scan"
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return self.spec.plain(init, xs, shared, self.checkpoint)
-
-
 def plain_scan(
     spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays]:
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
-    run = _Plain(spec, checkpoint)
+    run = Bound("scan", _plain, (spec, checkpoint))
     is_eager = all(map(is_concrete, (*init, *xs, *shared)))
     return (compiled(run) if is_eager else run)(init, xs, shared)
+
+
+def _plain(
+    spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
+) -> tuple[Carry, Arrays]:
+    return spec.plain(init, xs, shared, checkpoint)
 
 
 def _mapped_layers(
@@ -206,20 +189,20 @@ class Rule(Differentiable):
     `gives`; other outputs are placeholders.
     """
 
-    fn: Callable[..., Any]
-    reference: Callable[..., Any]
+    fn: Bound
+    reference: Bound
     reads: Mask
     gives: Mask
 
     def __init__(
-        self, fn: Any, reference: Any, reads: Mask, gives: Mask, types: Any, out_types: Any, effects: Any
+        self, fn: Bound, reference: Bound, reads: Mask, gives: Mask, types: Any, out_types: Any, effects: Any
     ) -> None:
         self.in_avals, self.out_aval, self.effects = types, out_types, effects
         self.params = {"fn": fn, "reference": reference, "reads": reads, "gives": gives}
         super().__init__()
 
     @staticmethod
-    def of(fn: Any, reference: Any, reads: Mask, gives: Callable[[Any], Mask], *args: Any) -> "Rule":
+    def of(fn: Bound, reference: Bound, reads: Mask, gives: Callable[[Any], Mask], *args: Any) -> "Rule":
         """The rule for arguments like these."""
         closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
         out_types = jax.tree.unflatten(jax.tree.structure(found), closed.out_avals)
@@ -253,7 +236,7 @@ class Rule(Differentiable):
         if not_mapped(self, axis, dims):
             return self(*args), self.out_tree.unflatten([None] * self.out_tree.num_leaves)
         flat = Static((tuple(self.in_tree.flatten_up_to(dims)), self.in_tree))
-        fn, reference = (_Mapped(fn, axis, flat) for fn in (self.fn, self.reference))
+        fn, reference = (Bound("mapped", _mapped, (fn, axis, flat)) for fn in (self.fn, self.reference))
         rule = Rule.of(fn, reference, self.reads, lambda _: self.gives, *args)
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
@@ -263,92 +246,52 @@ class Rule(Differentiable):
         return tuple(any(nonzero) and is_ and of_ for is_, of_ in every)
 
     def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
+        active = self.active(nonzero)
         functions = _for_tangents(self.fn), self.reference
-        fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
-        gives = tuple(pick(self.gives, self.active(nonzero)))
+        fn, reference = (Bound("tangent", _tangent, (fn, nonzero, active)) for fn in functions)
+        gives = tuple(pick(self.gives, active))
         return Rule.of(
             fn, reference, (*self.reads, *pick(self.reads, nonzero)), lambda _: gives, primals, tangents
         )(primals, tangents)
 
 
-@dataclass(frozen=True)
-class _Mapped:
-    """A function mapped over an axis; each result has it in front."""
-
-    fn: Callable[..., Any]
-    axis: Any
-    dims: Static
-    __name__ = "mapped"
-
-    def __call__(self, *args: Any) -> Any:
-        dims, tree = self.dims.value
-        return mapped(self.fn, self.axis, tree.unflatten(dims))(*args)
+def _mapped(fn: Callable[..., Any], axis: Any, flat: Static, *args: Any) -> Any:
+    """`fn` mapped over an axis; each result has it in front."""
+    dims, tree = flat.value
+    return mapped(fn, axis, tree.unflatten(dims))(*args)
 
 
-@dataclass(frozen=True)
-class _Tangent:
-    """The tangents of some outputs of a function, from those of some inputs."""
+def _tangent(fn: Callable[..., Any], nonzero: Mask, active: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    """The tangents of some outputs of `fn`, from those of some inputs."""
+    leaves, tree = jax.tree.flatten(primals)
 
-    fn: Callable[..., Any]
-    nonzero: Mask
-    active: Mask
-    __name__ = "tangent"
+    def outputs(part: Arrays) -> Arrays:
+        return pick(jax.tree.leaves(fn(*tree.unflatten(merge(leaves, part, nonzero)))), active)
 
-    def __call__(self, primals: Any, tangents: Arrays) -> Arrays:
-        leaves, tree = jax.tree.flatten(primals)
-
-        def active(part: Arrays) -> Arrays:
-            return pick(
-                jax.tree.leaves(self.fn(*tree.unflatten(merge(leaves, part, self.nonzero)))), self.active
-            )
-
-        return jax.jvp(active, (pick(leaves, self.nonzero),), (tangents,))[1]
+    return jax.jvp(outputs, (pick(leaves, nonzero),), (tangents,))[1]
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """The forward sweep that keeps checkpoints."""
-
-    spec: SweepSpec
-    perturbed: Perturbed
-    __name__ = "sweep_forward"
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
-        return forward(self.spec, self.perturbed, init, xs, shared)
-
-
-def _depends(fn: Any, masks: Any, out_types: Any) -> Sequence[bool]:
+def _depends(fn: Bound, masks: Any, out_types: Any) -> Sequence[bool]:
     """Which outputs of a function of a sweep, or one that calls it, depend on the inputs in the masks."""
-    if isinstance(fn, _Mapped):
-        return _depends(fn.fn, masks, out_types)
-    if not isinstance(fn, _Forward):
+    if fn.fn is _mapped:
+        return _depends(fn.bound[0], masks, out_types)
+    if fn.fn is not forward:
         return [True] * len(jax.tree.leaves(out_types))
-    found = fn.spec.perturbed(*map(tuple, masks), ys=())
-    return [*found.carry, *fn.spec.active_outputs(found), *out_types[2].of_carry(found.carry)]
+    spec = fn.bound[0]
+    found = spec.perturbed(*map(tuple, masks), ys=())
+    return [*found.carry, *spec.active_outputs(found), *out_types[2].of_carry(found.carry)]
 
 
-def _for_tangents(fn: Any) -> Any:
+def _for_tangents(fn: Bound) -> Bound:
     """A function of a sweep, or one that calls it, for its derivatives in forward mode alone."""
-    if isinstance(fn, _Mapped):
-        return replace(fn, fn=_for_tangents(fn.fn))
-    if isinstance(fn, _Forward | _Backward):
-        fn = replace(fn, spec=by_rules(fn.spec, fn.perturbed))
-    return replace(fn, visitor=write_tangents) if isinstance(fn, _Backward) else fn
-
-
-@dataclass(frozen=True)
-class _ForwardReference:
-    """The same by the plain scan, with the first carry as the only checkpoint."""
-
-    spec: SweepSpec
-    perturbed: Perturbed
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
-        # As the forward pass of a gradient: custom rules compute it, and their code is differentiated.
-        masks = self.perturbed.init, self.perturbed.xs, self.perturbed.shared
-        carry, ys = jax.vjp(*_of_part(self.spec, masks, (init, xs, shared)))[0]
-        like = jax.eval_shape(compiled(_Forward(self.spec, self.perturbed)), init, xs, shared)[2]
-        return carry, ys, like.from_first(init)
+    first, *rest = fn.bound
+    if fn.fn is _mapped:
+        return replace(fn, bound=(_for_tangents(first), *rest))
+    if fn.fn is forward:
+        return replace(fn, bound=(by_rules(first, *rest), *rest))
+    if fn.fn is pull_back:
+        return replace(fn, bound=(by_rules(first, rest[0]), rest[0], write_tangents))
+    return fn
 
 
 def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> tuple[Any, ...]:
@@ -360,6 +303,17 @@ def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> 
     return run, *(pick(arg, mask) for arg, mask in zip(args, masks, strict=True))
 
 
+def _forward_reference(
+    spec: SweepSpec, perturbed: Perturbed, *args: Arrays
+) -> tuple[Carry, Arrays, Checkpoints]:
+    """The forward sweep by the plain scan, with the first carry as the only checkpoint."""
+    # As the forward pass of a gradient: custom rules compute it, and their code is differentiated.
+    masks = perturbed.init, perturbed.xs, perturbed.shared
+    carry, ys = jax.vjp(*_of_part(spec, masks, args))[0]
+    like = jax.eval_shape(compiled(Bound("sweep_forward", forward, (spec, perturbed))), *args)[2]
+    return carry, ys, like.from_first(args[0])
+
+
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
 
@@ -368,49 +322,38 @@ def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple
         kept = zip(is_first, floats(found[2]), strict=True)
         return (*floats(found[:2]), *(first and is_ for first, is_ in kept))
 
-    fn, reference = _Forward(spec, perturbed), _ForwardReference(spec, perturbed)
+    bound = spec, perturbed
+    fn = Bound("sweep_forward", forward, bound)
+    reference = Bound("sweep_forward", _forward_reference, bound)
     return Rule.of(fn, reference, floats(args), gives, *args)(*args)
 
 
-@dataclass(frozen=True)
-class _Backward:
-    """The reverse sweep to gradients."""
+def _backward_reference(
+    spec: SweepSpec,
+    perturbed: Perturbed,
+    checkpoints: Checkpoints,
+    xs: Arrays,
+    shared: Arrays,
+    carry_ct: Carry,
+    ys_ct: Arrays,
+) -> tuple[Carry, Arrays, Arrays]:
+    """The reverse sweep by the plain scan's pullback, from the first carry."""
+    masks = perturbed.init, perturbed.xs, perturbed.shared
+    run, *parts = _of_part(spec, masks, (checkpoints.first(), xs, shared))
 
-    spec: SweepSpec
-    perturbed: Perturbed
-    visitor: LeafVisitor = write_gradients
-    __name__ = "sweep_backward"
+    def with_ct(*parts: Arrays) -> tuple[Carry, Arrays]:
+        carry, ys = run(*parts)
+        return pick(carry, perturbed.carry), pick(ys, perturbed.ys)
 
-    def __call__(self, checkpoints: Checkpoints, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
-        return pull_back(self.spec, self.perturbed, checkpoints, *rest, visitor=self.visitor)
-
-
-@dataclass(frozen=True)
-class _BackwardReference:
-    """The same by the plain scan's pullback, from the first carry."""
-
-    spec: SweepSpec
-    perturbed: Perturbed
-
-    def __call__(
-        self, checkpoints: Checkpoints, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays
-    ) -> tuple[Carry, Arrays, Arrays]:
-        perturbed = self.perturbed
-        masks = perturbed.init, perturbed.xs, perturbed.shared
-        run, *parts = _of_part(self.spec, masks, (checkpoints.first(), xs, shared))
-
-        def with_ct(*parts: Arrays) -> tuple[Carry, Arrays]:
-            carry, ys = run(*parts)
-            return pick(carry, perturbed.carry), pick(ys, perturbed.ys)
-
-        _, pullback = jax.vjp(with_ct, *parts)
-        return pullback((carry_ct, ys_ct))
+    _, pullback = jax.vjp(with_ct, *parts)
+    return pullback((carry_ct, ys_ct))
 
 
 def sweep_backward(
     spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: Any
 ) -> tuple[Carry, Arrays, Arrays]:
     """Sweep back to the cotangents of the perturbed inputs, from `xs, shared, carry_ct, ys_ct`."""
-    fn, reference = _Backward(spec, perturbed), _BackwardReference(spec, perturbed)
+    fn = Bound("sweep_backward", pull_back, (spec, perturbed, write_gradients))
+    reference = Bound("sweep_backward", _backward_reference, (spec, perturbed))
     reads = (*jax.tree.leaves(checkpoints.is_first()), *floats(rest))
     return Rule.of(fn, reference, reads, floats, checkpoints, *rest)(checkpoints, *rest)

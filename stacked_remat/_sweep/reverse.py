@@ -24,7 +24,6 @@ from .gradient import (
     Perturbed,
     pick,
     scatter_leaves,
-    write_gradients,
     zero_gradients,
 )
 from .kinds import Kind
@@ -36,14 +35,14 @@ from .store import empty_stack, read, read_before_writes, settle, write
 def pull_back(
     spec: SweepSpec,
     perturbed: Perturbed,
+    visitor: LeafVisitor,
     checkpoints: Checkpoints,
     xs: Arrays,
     shared: Arrays,
     carry_ct: Carry,
     ys_ct: Arrays,
-    visitor: LeafVisitor = write_gradients,
 ) -> tuple[Carry, Arrays, Arrays]:
-    """Sweep back to the cotangents of the perturbed leaves of init, xs and shared."""
+    """Sweep back to the cotangents of the perturbed leaves of init, xs and shared, which a visitor writes."""
     carry_ct, (shared_ct, xs_ct) = sweep_back(
         spec,
         perturbed,

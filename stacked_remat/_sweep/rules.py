@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,22 @@ from .._compat import HiPrim, canonical, named_axes
 from .._static import Static
 from .gradient import Mask, merge, pick
 from .slots import Arrays
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A function with its first arguments: a `functools.partial` that equals another with equal ones."""
+
+    name: str
+    fn: Callable[..., Any]
+    bound: tuple[Any, ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fn(*self.bound, *args)
 
 
 @functools.lru_cache(maxsize=512)

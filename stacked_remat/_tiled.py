@@ -212,8 +212,8 @@ def _plan(
     whole, *traced = (_trace(caller, fn, cut, n, given, dims) for n in (None, *cut.lengths))
     for one, n in zip(traced, cut.lengths, strict=True):
         _check_part(caller, one, n * parts, whole, size)
-    outputs, later = [output.dim for output in traced[0].outputs], [False] * len(dims)
-    return whole, *Tiling.of(cut, [one.closed for one in traced], dims, outputs, later)
+    outputs = [output.dim for output in traced[0].outputs]
+    return whole, *Tiling.of(cut, [one.closed for one in traced], dims, outputs)
 
 
 def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:

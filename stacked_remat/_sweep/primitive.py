@@ -264,7 +264,7 @@ class Rule(Differentiable):
 
     def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         functions = _for_tangents(self.fn), self.reference
-        fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
+        fn, reference = (Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
         gives = tuple(pick(self.gives, self.active(nonzero)))
         return Rule.of(
             fn, reference, (*self.reads, *pick(self.reads, nonzero)), lambda _: gives, primals, tangents
@@ -286,7 +286,7 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
-class _Tangent:
+class Tangent:
     """The tangents of some outputs of a function, from those of some inputs."""
 
     fn: Callable[..., Any]

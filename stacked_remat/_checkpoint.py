@@ -14,8 +14,8 @@ from jax.core import eval_jaxpr
 from jaxtyping import Array, PRNGKeyArray
 
 from ._compat import KeptApart, nothing_is_traced
-from ._jax_policies import JaxPolicy, policy_with_names
-from ._policy import ScanCheckpointPolicy, checkpoint_names, saved_internals
+from ._policy import ScanCheckpointPolicy, kept_internals
+from ._remat import EVERYTHING, JaxPolicy
 from ._scan.marks import is_array
 from ._schedule import Tree, whole_number
 from ._static import Static
@@ -81,27 +81,18 @@ def checkpoint(
         if not isinstance(value, kinds):
             meaning = "True or False" if field == "prevent_cse" else "a string or None"
             raise TypeError(f"{field} is {meaning}; got {value!r}.")
-    internals = saved_internals("save", save)
-    offloaded = checkpoint_names("offload", offload)
-    saved = internals if isinstance(internals, tuple) else ()
-    if both := sorted(set(saved) & set(offloaded)):
-        raise ValueError(f"{both} are in both save and offload; keep each in one.")
-    if internals is True and offloaded:
-        raise ValueError(
-            f"save=True keeps everything on the device, so offload={list(offloaded)} cannot be obeyed. Name "
-            "the values to keep instead: save=[...]."
-        )
+    kept = kept_internals(save=save, offload=offload)
 
     @functools.wraps(fun, updated=())
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
         if nothing_is_traced():
             return fun(*args, **kwargs)
         with jax.named_scope(name) if name else contextlib.nullcontext():
-            if internals is True:
+            if kept == EVERYTHING:
                 return fun(*args, **kwargs)
-            policy = policy_with_names(internals, saved, offloaded, field="save")
-            run = recomputed(fun, KeptApart.of(policy), prevent_cse=prevent_cse, offloads=bool(offloaded))
-            with saving_internals((*saved, *offloaded)), _hint_at_python_values():
+            policy, offloads = KeptApart.of(kept.policy()), bool(kept.offloaded)
+            run = recomputed(fun, policy, prevent_cse=prevent_cse, offloads=offloads)
+            with saving_internals(kept.names), _hint_at_python_values():
                 return run(*args, **kwargs)
 
     return checkpointed

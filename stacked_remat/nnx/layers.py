@@ -48,36 +48,38 @@ def stack(modules: Sequence[M], *, transform_metadata: Mapping[str, Any] = _UNNA
                     f"Layers {owners[id(variable)]} and {index} share {'.'.join(map(str, path))}. Give each "
                     "a variable of its own; for Rngs, rngs.fork()."
                 )
-    graphdef, first = nnx.split(modules[0])
-    states = [nnx.split(module) for module in modules]
-    leaves = {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(first)}
-    for index, (other_graphdef, state) in enumerate(states):
-        others = {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
-        for path in {**leaves, **others}:
-            here, there = (
-                None if path not in found else (jnp.shape(found[path]), jnp.result_type(found[path]))
-                for found in (leaves, others)
-            )
-            if here != there:
+    (graphdef, first), states = nnx.split(modules[0]), []
+    for index, module in enumerate(modules):
+        other_graphdef, state = nnx.split(module)
+        states.append(state)
+        here, there = _types(first), _types(state)
+        for path in {**here, **there}:
+            if here.get(path) != there.get(path):
                 raise ValueError(
-                    f"{path} is {here} in layer 0 and {there} in layer {index}. Make them alike."
+                    f"{path} is {here.get(path)} in layer 0 and {there.get(path)} in layer {index}. Make "
+                    "them alike."
                 )
         if other_graphdef != graphdef:
             raise ValueError(
                 f"Layer {index} has other static attributes than layer 0: "
-                f"{_difference(modules[0], modules[index])}. Make them alike."
+                f"{_difference(modules[0], module)}. Make them alike."
             )
-    state = jax.tree.map(lambda *parts: jnp.stack(parts), *(state for _, state in states))
+    state = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
     stacked = nnx.merge(graphdef, state)
     nnx.spmd.add_axis(nnx.state(stacked), 0, transform_metadata)
     return stacked
+
+
+def _types(state: nnx.State) -> dict[str, Any]:
+    leaves = jtu.tree_leaves_with_path(state)
+    return {jtu.keystr(path): (jnp.shape(leaf), jnp.result_type(leaf)) for path, leaf in leaves}
 
 
 def _difference(first: nnx.Module, other: nnx.Module) -> str:
     """The first static attribute, or metadata of a variable, that differs between two modules."""
     here, there = _static(first), _static(other)
     for name in {**here, **there}:
-        if name not in here or name not in there or here[name] != there[name]:
+        if here.get(name, "missing") != there.get(name, "missing"):
             return f"{name} is {here.get(name, 'missing')!r} and {there.get(name, 'missing')!r}"
     return "what they share among themselves"
 
@@ -169,23 +171,16 @@ class Stacked(nnx.Module):
                     )
             return result
 
-        axes = (
-            nnx.Carry,
-            0,
-            tuple(map(_argument_axes, args)),
-            {name: _argument_axes(value) for name, value in kwargs.items()},
-        )
-        options = {"length": self.length, "transform_metadata": dict(self.transform_metadata)}
-        return remat_scan(apply, policy=self.policy, in_axes=axes, out_axes=nnx.Carry, **options)(
-            x, self.layers, args, kwargs
-        )
+        metadata = dict(self.transform_metadata)
+        axes = (nnx.Carry, 0, *jax.tree.map(_argument_axis, (args, kwargs), is_leaf=is_node))
+        options = {"length": self.length, "policy": self.policy, "transform_metadata": metadata}
+        run = remat_scan(apply, in_axes=axes, out_axes=nnx.Carry, **options)
+        return run(x, self.layers, args, kwargs)
 
 
-def _argument_axes(argument: Any) -> Any:
-    """What becomes of an argument that all layers get, in `in_axes`."""
-    if not any(map(is_node, jax.tree.leaves(argument, is_leaf=is_node))):
-        return None
-    return jax.tree.map(lambda leaf: _ARGUMENT if is_node(leaf) else None, argument, is_leaf=is_node)
+def _argument_axis(leaf: Any) -> Any:
+    """What becomes of a part of the arguments that all layers get."""
+    return _ARGUMENT if is_node(leaf) else None
 
 
 def _weights(arguments: tuple[Any, Mapping[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ def checkpoint(
     save: bool | Iterable[str] | JaxPolicy = False,
     offload: Iterable[str] = (),
     prevent_cse: bool = True,
-    name: str | None = None,
 ) -> Callable[P, R]:
     """A function whose intermediate values are computed again in the backward pass, not kept for it.
 
@@ -58,7 +57,6 @@ def checkpoint(
         prevent_cse: keep XLA from merging the recomputation with the forward pass, which would keep
             everything after all. `False` saves a barrier where a loop already does: in the body of
             `lax.scan`.
-        name: a scope for the operations of `fun` in profiles and compiled programs.
 
     Returns:
         The function, with the signature of `fun`.
@@ -77,23 +75,18 @@ def checkpoint(
             f"checkpoint takes a function; got {type(fun).__name__}. Its arguments come after it: "
             "checkpoint(fun)(x)."
         )
-    for field, value, kinds in (("prevent_cse", prevent_cse, bool), ("name", name, str | None)):
-        if not isinstance(value, kinds):
-            meaning = "True or False" if field == "prevent_cse" else "a string or None"
-            raise TypeError(f"{field} is {meaning}; got {value!r}.")
+    if not isinstance(prevent_cse, bool):
+        raise TypeError(f"prevent_cse is True or False; got {prevent_cse!r}.")
     kept = kept_internals(save=save, offload=offload)
 
     @functools.wraps(fun, updated=())
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-        if nothing_is_traced():
+        if nothing_is_traced() or kept == EVERYTHING:
             return fun(*args, **kwargs)
-        with jax.named_scope(name) if name else contextlib.nullcontext():
-            if kept == EVERYTHING:
-                return fun(*args, **kwargs)
-            policy, offloads = KeptApart.of(kept.policy()), bool(kept.offloaded)
-            run = recomputed(fun, policy, prevent_cse=prevent_cse, offloads=offloads)
-            with saving_internals(kept.names), _hint_at_python_values():
-                return run(*args, **kwargs)
+        policy, offloads = KeptApart.of(kept.policy()), bool(kept.offloaded)
+        run = recomputed(fun, policy, prevent_cse=prevent_cse, offloads=offloads)
+        with saving_internals(kept.names), _hint_at_python_values():
+            return run(*args, **kwargs)
 
     return checkpointed
 
@@ -124,7 +117,7 @@ def checkpoint_sequential(
         layers: an `eqx.nn.Sequential`, or functions and modules of one argument.
         x: what the first layer takes, any tree.
         state: of layers that keep some (`eqx.nn.BatchNorm`), as `eqx.nn.Sequential` takes it.
-        every: the number of layers in a segment. 1 keeps the input of every layer.
+        every: at most so many layers in a segment. 1 keeps the input of every layer.
         segments: the number of segments instead, all of one length.
         max_carries: how many inputs may be held at once instead, with the least recomputation for that.
             Without any of the three, segments each have a layer less than the one before.
@@ -143,14 +136,15 @@ def checkpoint_sequential(
     """
     _check_layers(layers)
     cuts = {"every": every, "segments": segments, "max_carries": max_carries}
-    given = [name for name, cut in cuts.items() if cut is not None]
-    for name in given:
-        whole_number(name, cuts[name], _CUTS[name])
+    given = {name: cut for name, cut in cuts.items() if cut is not None}
+    for name, cut in given.items():
+        whole_number(name, cut, _CUTS[name])
     if len(given) > 1:
-        written = " and ".join(f"{name}={cuts[name]}" for name in given)
+        written = " and ".join(f"{name}={cut}" for name, cut in given.items())
         raise ValueError(f"{written} each say how the layers are cut; keep one.")
-    nested = not given if segments is None else segments
-    policy = ScanCheckpointPolicy(nested=nested, segment_length=every, max_carries=max_carries)
+    if every is not None:
+        segments = -(-len(layers) // every) or 1
+    policy = ScanCheckpointPolicy(nested=segments or not given, max_carries=max_carries)
     keys = [None] * len(layers) if key is None else jax.random.split(key, len(layers))
 
     def apply(number: int, x_and_state: tuple[Any, Any]) -> tuple[tuple[Any, Any], None]:
@@ -176,16 +170,9 @@ def checkpoint_sequential(
 def run_tree(
     tree: Tree, layer: Callable[[int, T], tuple[T, Any]], segment: Callable[[Any], Any], carry: T
 ) -> tuple[T, list[Any]]:
-    """Run layers one after the other, and each segment within the whole as `segment` of a function.
+    """The last carry, and the output of each layer, of a schedule's tree.
 
-    Args:
-        tree: of a schedule.
-        layer: from the number of a layer and its carry to the next carry and an output.
-        segment: from a function of a carry to one that is checkpointed.
-        carry: the first one.
-
-    Returns:
-        The last carry and the output of each layer.
+    `layer` takes a number and a carry; `segment` checkpoints a function of a carry.
     """
     if isinstance(tree, int):
         carry, y = layer(tree, carry)

@@ -119,11 +119,15 @@ class _Caller(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An output: where it is in the results, its dimension along the axis, None for a sum, and its names."""
+    """An output: where it is in the results, its dimension along the axis, None for a sum, and its axes."""
 
     path: str
     dim: int | None
     axes: tuple[Axis, ...] | None
+
+    @property
+    def names(self) -> list[str] | None:
+        return None if self.axes is None else [axis.name for axis in self.axes]
 
 
 class Traced(NamedTuple):
@@ -217,11 +221,7 @@ def _plan(
 
 
 def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:
-    """Refuse arrays whose sharding is part of their type.
-
-    Raises:
-        ValueError: names the shape of one.
-    """
+    """Refuse arrays whose sharding is part of their type."""
     for leaf in map(raw_array, leaves):
         spec = jax.typeof(leaf).sharding.spec if isinstance(leaf, jax.Array) else ()
         if any(part is not None for part in spec):
@@ -232,11 +232,7 @@ def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:
 
 
 def _check_closure(caller: _Caller, split: Sequence[Any], constants: Sequence[Any]) -> None:
-    """Refuse arrays that `fn` closes over and that do not vary as its arguments, in `jax.shard_map`.
-
-    Raises:
-        ValueError: says what to do.
-    """
+    """Refuse arrays that `fn` closes over and that do not vary as its arguments, in `jax.shard_map`."""
     for leaf in constants:
         differs = jax.typeof(leaf).manual_axis_type.varying != jax.typeof(split[0]).manual_axis_type.varying
         if differs and is_differentiable(leaf.dtype):
@@ -269,7 +265,7 @@ def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | N
     Raises:
         ValueError: nothing has it, or sizes differ.
     """
-    name_of = argument_namer(caller.fn, skip=0)
+    name_of, is_plain = argument_namer(caller.fn, skip=0), isinstance(caller.axis, int)
     sizes: dict[str, int] = {}
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         if dim is not None:
@@ -280,7 +276,7 @@ def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | N
                 "tile would draw the same numbers. Draw them outside and pass them as an argument that is "
                 f"split, or say that tiles share the key, stacked_remat.shared({name_of(path)})."
             )
-        elif rule == "per_layer" or (rule == "default" and isinstance(caller.axis, int) and _has_rank(leaf)):
+        elif rule == "per_layer" or (rule == "default" and is_plain and is_array(leaf) and leaf.ndim):
             raise ValueError(
                 f"tiled over {caller.axis_text}: {name_of(path)} has the shape {raw_array(leaf).shape} "
                 f"without it. To give every tile all of it, pass stacked_remat.shared({name_of(path)})."
@@ -298,10 +294,6 @@ def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | N
             f"pass it to every tile whole, stacked_remat.shared({name})."
         )
     return expected
-
-
-def _has_rank(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.ndim > 0
 
 
 def _trace(
@@ -348,11 +340,7 @@ def _output(caller: _Caller, path: Any, leaf: Any) -> Output:
 
 
 def _check_part(caller: _Caller, tile: Traced, length: int, whole: Traced, size: int) -> None:
-    """Refuse a function whose results for a tile are not a part of those for all positions.
-
-    Raises:
-        ValueError: names the output.
-    """
+    """Refuse a function whose results for a tile are not a part of those for all positions."""
     if tile.structure != whole.structure:
         raise _not_a_part(caller, "the structure of what it returns", "depends on the size of a tile")
     for one, other in zip(tile.leaves, whole.leaves, strict=True):
@@ -363,19 +351,14 @@ def _check_part(caller: _Caller, tile: Traced, length: int, whole: Traced, size:
             )
     avals = zip(tile.closed.out_avals, whole.closed.out_avals, strict=True)
     for part, output, (one, other) in zip(tile.outputs, whole.outputs, avals, strict=True):
-        cut_alike = output.dim is None or other.shape[output.dim] == size
-        if not cut_alike or _kind(part, one, length) != _kind(output, other, size):
+        sizes = [*other.shape]
+        if output.dim is not None and sizes[output.dim] == size:
+            sizes[output.dim] = length
+        is_cut = output.dim is None or other.shape[output.dim] == size
+        expected = tuple(sizes), other.dtype, output.dim, output.names
+        if not is_cut or (one.shape, one.dtype, part.dim, part.names) != expected:
             how = f"is {one.str_short()} for a tile of {length} and {other.str_short()} for all {size}"
             raise _not_a_part(caller, output.path, how)
-
-
-def _kind(output: Output, aval: Any, positions: int) -> Any:
-    """What is equal for a tile and for all positions: the shape beside the axis, names and type."""
-    shape: list[Any] = list(aval.shape)
-    if output.dim is not None and shape[output.dim] == positions:
-        shape[output.dim] = None
-    names = None if output.axes is None else [axis.name for axis in output.axes]
-    return shape, names, output.dim, aval.dtype
 
 
 def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:

@@ -77,16 +77,10 @@ class Cut:
         types: Sequence[Any],
         later: Sequence[bool] = (),
     ) -> Arrays:
-        """Apply a rule tile by tile, where each is computed again for derivatives of the loop.
+        """Apply rules, one for each length, tile by tile; for derivatives each tile is computed again.
 
-        Args:
-            rules: for the tiles of each length.
-            arrays: what it takes tiles of.
-            inputs: the dimension of each array along the axis; None where tiles share it.
-            outputs: the same of the results; None for a sum over tiles.
-            types: of the first tile's results.
-            later: the inputs that a tile outside of the loop gets in its turn. Backward, it would otherwise
-                share what it computes again with the forward pass.
+        `types` are those of the first tile's results. A tile outside of the loop gets the inputs `later` in
+        its turn: backward, it would otherwise share what it computes again with the forward pass.
         """
 
         def step(totals: Arrays, start: Any, number: int, *, is_rolled: bool) -> Arrays:

@@ -277,15 +277,15 @@ def _nothing_to_offload(save_field: str, setting: str) -> str:
 
 
 def _internals(field: str, value: Any) -> bool | tuple[str, ...] | JaxPolicy:
-    known = {
-        jax.checkpoint_policies.everything_saveable: True,
-        jax.checkpoint_policies.nothing_saveable: False,
-    }
-    if callable(value) and value not in known:
+    if value is jax.checkpoint_policies.everything_saveable:
+        return True
+    if value is jax.checkpoint_policies.nothing_saveable:
+        return False
+    if isinstance(value, bool):
+        return value
+    if callable(value):
         check_jax_policy(value)
         return value
-    if isinstance(value, bool) or callable(value):
-        return known.get(value, value)
     return _names(field, value) or False
 
 

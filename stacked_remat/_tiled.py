@@ -85,11 +85,14 @@ def tiled(
             'Give either tiles=k, or tiles="auto" with budget="2GiB": what the backward pass of one tile may '
             f"keep. Got tiles={tiles!r} and budget={budget!r}."
         )
-    caller = _Caller(fn, axis, reduce)
+    limit = 1 if budget is None else parse_bytes(budget)
+    if limit == 0:
+        raise ValueError(f"budget must be above 0 bytes; got {budget!r}.")
+    caller = _Caller(fn, axis, reduce, tiles, limit)
 
     @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _apply(caller, (args, kwargs), tiles, budget)
+        return _apply(caller, (args, kwargs))
 
     return run
 
@@ -100,6 +103,8 @@ class _Caller(NamedTuple):
     fn: Callable[..., Any]
     axis: AxisSelector | int
     reduce: Literal["sum"] | None
+    tiles: int | Literal["auto"]
+    budget: int
 
     @property
     def axis_text(self) -> str:
@@ -157,7 +162,7 @@ class Traced(NamedTuple):
         return jax.tree.unflatten(self.structure, [result(leaf) for leaf in self.leaves])
 
 
-def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget: int | str | None) -> Any:
+def _apply(caller: _Caller, arguments: Any) -> Any:
     entries, tree = take_marks_off(arguments)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
     dims = [
@@ -188,11 +193,10 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
 
     arguments, static = eqx.partition(tree, is_array)
     rules, (values, tree) = tuple(rule for _, _, rule in entries), jax.tree.flatten(static)
-    key = (caller.fn, "tiled", caller[1:], tiles, budget, rules, tree, *values)
+    key = (caller.fn, "tiled", caller[1:], rules, tree, *values)
     found, keep = kept(key, arguments)
     if found is None:
-        split = tuple(pick(dims, is_given))
-        plan = _plan(caller, rebuilt, given, split, size, parts, (tiles, budget))
+        plan = _plan(caller, rebuilt, given, pick(dims, is_given), size, parts)
         found = keep(plan, plan[2])
     whole, tiling, constants = found
     _check_closure(caller, given, constants)
@@ -206,12 +210,11 @@ def _plan(
     dims: Sequence[int | None],
     size: int,
     parts: int,
-    wanted: tuple[int | Literal["auto"], int | str | None],
 ) -> tuple[Traced, Tiling, list[Any]]:
     """`fn` traced for all positions, and what runs it tile by tile."""
-    tiles, budget = wanted
+    tiles = caller.tiles
     if tiles == "auto":
-        tiles = _fitting(fn, given, dims, size, parts, budget)
+        tiles = min(max(1, math.ceil(_internals(fn, given, dims) / parts / caller.budget)), size // parts)
     cut = Cut(size, parts, -(-(size // parts) // tiles))
     whole, *traced = (_trace(caller, fn, cut, n, given, dims) for n in (None, *cut.lengths))
     for one, n in zip(traced, cut.lengths, strict=True):
@@ -368,24 +371,11 @@ def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:
     )
 
 
-def _fitting(
-    fn: Callable[[Sequence[Any]], Any],
-    given: Sequence[Any],
-    dims: Sequence[int | None],
-    size: int,
-    parts: int,
-    budget: Any,
-) -> int:
-    """The fewest tiles of which the backward pass of each keeps at most `budget` bytes on a device."""
-    limit = parse_bytes(budget)
-    if limit == 0:
-        raise ValueError(f"budget must be above 0 bytes; got {budget!r}.")
+def _internals(fn: Callable[[Sequence[Any]], Any], given: Sequence[Any], dims: Sequence[int | None]) -> int:
+    """How many bytes the backward pass of all positions keeps, beside what tiles share."""
+    moves = [dim is not None and is_differentiable(leaf.dtype) for leaf, dim in zip(given, dims, strict=True)]
 
     def residuals(given: Sequence[Any]) -> list[Any]:
-        moves = [
-            dim is not None and is_differentiable(leaf.dtype) for leaf, dim in zip(given, dims, strict=True)
-        ]
-
         def outputs(part: Sequence[Any]) -> list[Any]:
             leaves = jax.tree.leaves(fn(merge(given, part, moves)))
             return [leaf for leaf in leaves if is_array(leaf) and is_differentiable(leaf.dtype)]
@@ -395,6 +385,6 @@ def _fitting(
     def size_of(leaves: Sequence[Any]) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    shared = pick(given, [dim is None for dim in dims])
-    needed = size_of(jax.eval_shape(residuals, list(given))) - size_of(shared)
-    return min(max(1, math.ceil(needed / parts / limit)), size // parts)
+    return size_of(jax.eval_shape(residuals, list(given))) - size_of(
+        pick(given, [dim is None for dim in dims])
+    )

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from flax import nnx
 
 from .. import ScanCheckpointSpec
@@ -48,50 +47,41 @@ def stack(modules: Sequence[M], *, transform_metadata: Mapping[str, Any] = _UNNA
                     f"Layers {owners[id(variable)]} and {index} share {'.'.join(map(str, path))}. Give each "
                     "a variable of its own; for Rngs, rngs.fork()."
                 )
-    (graphdef, first), states = nnx.split(modules[0]), []
+    (graphdef, _), first, states = nnx.split(modules[0]), _described(modules[0]), []
     for index, module in enumerate(modules):
         other_graphdef, state = nnx.split(module)
         states.append(state)
-        here, there = _types(first), _types(state)
-        for path in {**here, **there}:
-            if here.get(path) != there.get(path):
+        other = _described(module)
+        for name in {**first, **other}:
+            here, there = first.get(name), other.get(name)
+            if here != there:
                 raise ValueError(
-                    f"{path} is {here.get(path)} in layer 0 and {there.get(path)} in layer {index}. Make "
-                    "them alike."
+                    f"{name} is {here!r} in layer 0 and {there!r} in layer {index}. Make them alike."
                 )
         if other_graphdef != graphdef:
-            raise ValueError(
-                f"Layer {index} has other static attributes than layer 0: "
-                f"{_difference(modules[0], module)}. Make them alike."
-            )
+            raise ValueError(f"Layer {index} shares other parts among its own than layer 0. Make them alike.")
     state = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
     stacked = nnx.merge(graphdef, state)
     nnx.spmd.add_axis(nnx.state(stacked), 0, transform_metadata)
     return stacked
 
 
-def _types(state: nnx.State) -> dict[str, Any]:
-    leaves = jtu.tree_leaves_with_path(state)
-    return {jtu.keystr(path): (jnp.shape(leaf), jnp.result_type(leaf)) for path, leaf in leaves}
+def _type_of(leaf: Any) -> tuple[Any, Any]:
+    return jnp.shape(leaf), jnp.result_type(leaf)
 
 
-def _difference(first: nnx.Module, other: nnx.Module) -> str:
-    """The first static attribute, or metadata of a variable, that differs between two modules."""
-    here, there = _static(first), _static(other)
-    for name in {**here, **there}:
-        if here.get(name, "missing") != there.get(name, "missing"):
-            return f"{name} is {here.get(name, 'missing')!r} and {there.get(name, 'missing')!r}"
-    return "what they share among themselves"
-
-
-def _static(module: nnx.Module) -> dict[str, Any]:
+def _described(module: nnx.Module) -> dict[str, Any]:
+    """Types of arrays, metadata of variables, and static attributes."""
     found: dict[str, Any] = {}
     for path, value in nnx.iter_graph(module):
         name = ".".join(map(str, path))
         if isinstance(value, nnx.Variable):
-            found[f"the metadata of {name}"] = (type(value), value.get_metadata())
+            found[f"the metadata of {name}"] = type(value), value.get_metadata()
+            found[name] = jax.tree.map(_type_of, value.get_raw_value())
+        elif hasattr(value, "shape"):
+            found[name] = _type_of(value)
         elif "_pytree_" not in name and not is_node(value) and not isinstance(value, tuple | list | dict):
-            found[name] = None if hasattr(value, "shape") else value
+            found[name] = value
     return found
 
 

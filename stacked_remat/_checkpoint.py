@@ -195,14 +195,12 @@ _CUTS = {
 def _check_layers(layers: Any) -> None:
     if isinstance(layers, eqx.nn.Sequential):
         return
-    if isinstance(layers, eqx.Module):
+    if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
         fix = ' Use its fold: blocks.fold(x, remat="nested").' if hasattr(layers, "fold") else ""
         raise TypeError(
-            f"checkpoint_sequential takes an eqx.nn.Sequential or a list of functions; got "
+            "checkpoint_sequential takes an eqx.nn.Sequential or a list of functions; got "
             f"{type(layers).__name__}.{fix}"
         )
-    if not isinstance(layers, Sequence):
-        raise TypeError(f"checkpoint_sequential takes a list of functions; got {type(layers).__name__}.")
     for i, layer in enumerate(layers):
         if not callable(layer):
             raise TypeError(f"checkpoint_sequential takes functions; layers[{i}] is {layer!r}.")

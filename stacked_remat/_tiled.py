@@ -185,8 +185,8 @@ def _apply(caller: _Caller, arguments: Any) -> Any:
     given = varying_alike([jnp.asarray(array) for array in pick(arrays, is_given)])  # in `jax.shard_map`
 
     def rebuilt(given: Sequence[Any]) -> Any:
-        every = zip(leaves, merge(arrays, given, is_given), dims, strict=True)
-        own = [_renamed(leaf, array, dim) if is_named(leaf) else array for leaf, array, dim in every]
+        every = zip(leaves, merge(arrays, given, is_given), strict=True)
+        own = [_renamed(leaf, array) if is_named(leaf) else array for leaf, array in every]
         args, kwargs = jax.tree.unflatten(structure, own)
         with saving_internals(()):
             return caller.fn(*args, **kwargs)
@@ -254,12 +254,9 @@ def _parts(caller: _Caller, size: int) -> int:
     return 1 if physical_axis_name(axis) is None else physical_axis_size(axis) or 1
 
 
-def _renamed(leaf: NamedArray, array: Any, dim: int | None) -> NamedArray:
-    """`leaf` with another array, which may be a part along `dim`."""
-    axes = leaf.axes
-    if dim is not None:
-        axes = (*axes[:dim], axes[dim].resize(array.shape[dim]), *axes[dim + 1 :])
-    return NamedArray(array, axes)
+def _renamed(leaf: NamedArray, array: Any) -> NamedArray:
+    """`leaf` with another array, which may be a part of its own."""
+    return NamedArray(array, tuple(map(Axis.resize, leaf.axes, array.shape)))
 
 
 def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | None]) -> int:

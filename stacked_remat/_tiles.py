@@ -10,6 +10,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import Array
 
 from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr
@@ -21,6 +22,7 @@ from ._sweep.slots import Arrays
 from ._sweep.store import zeros_after
 
 Dims = tuple[int | None, ...]
+Start = Array | int
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,21 @@ class Cut:
         last = self.size // self.parts % self.length
         return [self.length, last] if last else [self.length]
 
-    def read(self, array: Any, dim: int | None, start: Any, length: int) -> Any:
+    def read(self, array: Array, dim: int | None, start: Start, length: int) -> Array:
         """The tile of `length` positions of each device from `start` on; all of an array without the axis."""
         if dim is None:
             return array
         part = lax.dynamic_slice_in_dim(self._by_device(array, dim), start, length, dim + 1)
         return part.reshape(*array.shape[:dim], self.parts * length, *array.shape[dim + 1 :])
 
-    def write(self, array: Any, dim: int | None, start: Any, tile: Any) -> Any:
+    def write(self, array: Array, dim: int | None, start: Start, tile: Array) -> Array:
         """`array` with this tile from `start` on; without the axis, their sum."""
         if dim is None:
             return array + tile.astype(array.dtype)
         own, tile = self._by_device(array, dim), self._by_device(tile, dim)
         return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(array.shape)
 
-    def _by_device(self, array: Any, dim: int) -> Any:
+    def _by_device(self, array: Array, dim: int) -> Array:
         own = array.shape[dim] // self.parts
         return array.reshape(*array.shape[:dim], self.parts, own, *array.shape[dim + 1 :])
 
@@ -71,7 +73,7 @@ class Cut:
     def loop(
         self,
         rules: Sequence[Callable[[Arrays], Arrays]],
-        arrays: Sequence[Any],
+        arrays: Sequence[Array],
         inputs: Dims,
         outputs: Dims,
         types: Sequence[Any],
@@ -83,8 +85,8 @@ class Cut:
         its turn: backward, it would otherwise share what it computes again with the forward pass.
         """
 
-        def step(totals: Arrays, start: Any, number: int, *, is_rolled: bool) -> Arrays:
-            def of_tile(arrays: Sequence[Any], start: Any) -> Arrays:
+        def step(totals: Arrays, start: Start, number: int, *, is_rolled: bool) -> Arrays:
+            def of_tile(arrays: Sequence[Array], start: Start) -> Arrays:
                 pairs = zip(arrays, inputs, strict=True)
                 tile = [self.read(array, dim, start, self.lengths[number]) for array, dim in pairs]
                 if any(later) and not is_rolled:
@@ -95,7 +97,7 @@ class Cut:
             parts = zip(totals, outputs, found, strict=True)
             return [self.write(total, dim, start, new) for total, dim, new in parts]
 
-        def body(totals: Arrays, i: Any) -> tuple[Arrays, None]:
+        def body(totals: Arrays, i: Array) -> tuple[Arrays, None]:
             return step(totals, i * self.length, 0, is_rolled=True), None
 
         totals = zeros_after(arrays, [*map(self.total, types, outputs)])
@@ -126,7 +128,7 @@ class Tiling:
     outputs: Dims
     __name__ = "tiles"
 
-    def __call__(self, *arrays: Any) -> Arrays:
+    def __call__(self, *arrays: Array) -> Arrays:
         rules = [lambda tile, jaxpr=jaxpr: eval_jaxpr(jaxpr, (), *tile) for jaxpr in self.jaxprs]
         types = [var.aval for var in self.jaxprs[0].outvars]
         return self.cut.loop(rules, arrays, self.inputs, self.outputs, types)
@@ -141,7 +143,7 @@ class Tiling:
         for one in traced:
             count, own = len(one.in_avals), slice(start, start + len(one.consts))
 
-            def run(*arrays: Any, one: ClosedJaxpr = one, count: int = count, own: slice = own) -> Arrays:
+            def run(*arrays: Array, one: ClosedJaxpr = one, count: int = count, own: slice = own) -> Arrays:
                 return eval_jaxpr(one.jaxpr, arrays[count:][own], *arrays[:count])
 
             jaxpr = jax.make_jaxpr(run)(*one.in_avals, *types).jaxpr if types else one.jaxpr
@@ -190,7 +192,7 @@ class Tiles(Differentiable):
         self.effects = frozenset().union(*(jaxpr.effects for jaxpr in tiling.jaxprs))
         super().__init__()
 
-    def expand(self, *arrays: Any) -> Arrays:
+    def expand(self, *arrays: Array) -> Arrays:
         return compiled(self.tiling)(*arrays)
 
     def dce(self, used: Any, *live: Any) -> Any:
@@ -232,7 +234,7 @@ class Tiles(Differentiable):
         return run_tiles(tiling, moved(args, dims, 0)), [0] * len(outputs)
 
 
-def run_tiles(tiling: tuple[Tiling, Arrays], arrays: Sequence[Any]) -> Arrays:
+def run_tiles(tiling: tuple[Tiling, Arrays], arrays: Sequence[Array]) -> Arrays:
     """Run a tiling on arrays, and on the constants that it comes with."""
     arrays = [*arrays, *tiling[1]]
     return Tiles(tiling[0], [*map(jax.typeof, arrays)])(*arrays)

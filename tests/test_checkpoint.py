@@ -287,7 +287,7 @@ def test_a_list_of_functions_of_trees():
             jax.errors.TracerBoolConversionError,
             r"give fun a Python one",
         ),
-        (lambda: checkpoint_sequential(layer, X), TypeError, "takes a list of functions; got function"),
+        (lambda: checkpoint_sequential(layer, X), TypeError, "or a list of functions; got function"),
         (lambda: checkpoint_sequential([layer, 3], X), TypeError, r"layers\[1\] is 3"),
         (
             lambda: checkpoint_sequential([layer], X, every=0),

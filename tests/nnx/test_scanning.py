@@ -326,7 +326,7 @@ def line(x, layer):
 X, L = jnp.ones(2), jnp.ones((3, 2))
 REFUSED = {
     "a negative length": (dict(in_axes=(nnx.Carry, None), length=-1), (X, L), "length=-1 is negative"),
-    "another length": (dict(length=5), (X, L), "says 5 layers, and layer has 3.*give 3"),
+    "another length": (dict(length=5), (X, L), r"size 5.*different lengths(.|\n)*layer, .* dimension 3"),
     "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
     "axes of one": (dict(in_axes=(nnx.Carry,)), (X, L), "in_axes has 1 entries.*2 arguments: x, layer"),
     "a list": (dict(in_axes=[nnx.Carry, 0]), (X, L), "in_axes is an axis.* or a tuple"),

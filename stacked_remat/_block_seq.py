@@ -115,12 +115,7 @@ class BlockSeq(BlockFoldable[M]):
             arguments = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, arguments)
             arguments_of = layer_getter(arguments, self.Layers, call.caller)
             inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
-            if call.verb == "map":
-                carry, ys = init, []
-                for args, kwargs in (unpack(own, None) for own in inputs):
-                    ys.append(call.fn(*args, **kwargs))
-            else:
-                carry, ys = scan_unrolled(loop, unpack, init, inputs, self.Layers)
+            carry, ys = scan_unrolled(loop, unpack, init, inputs, self.Layers)
             return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
 
         return run

@@ -1,7 +1,8 @@
 """Calls that a trace of a program notes, with a rule for whoever interprets the traced program."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,18 +13,20 @@ DERIVATIVE_OF_RESULT = "derivative of result"
 _PREFIX = "stacked_remat_noted_"
 
 
+@dataclass
 class Notes:
-    """The rules of the calls that one trace noted, by the name of the call's equation.
+    """The calls that one trace noted, by the name of the call's equation.
 
-    Args:
+    Attributes:
         stack_call: makes the calls of stacks in this trace, instead of the stacks: from the stack, the name
             `fold_via` or `scan_via`, the function and the options to what the method returns.
+        rules: of the calls.
+        types: of their arguments and results.
     """
 
-    def __init__(self, stack_call: Callable[..., Any] | None = None) -> None:
-        self.stack_call = stack_call
-        self.rules: dict[str, Any] = {}
-        self.types: dict[str, list[Any]] = {}
+    stack_call: Callable[..., Any] | None = None
+    rules: dict[str, Any] = field(default_factory=dict)
+    types: dict[str, list[Any]] = field(default_factory=dict)
 
     def rule_of(self, equation: Any) -> Any:
         """The rule of an equation, None where it is of no noted call.
@@ -47,11 +50,9 @@ def is_noted(equation: Any) -> bool:
 _notes = jax.make_user_context(default_value=None)
 
 
-@contextlib.contextmanager
-def noting(notes: Notes) -> Iterator[None]:
-    """Within it, `noted` calls of what is traced are noted."""
-    with _notes(notes):
-        yield
+def noting(notes: Notes) -> contextlib.AbstractContextManager[None]:
+    """A context in which `noted` calls of what is traced are noted."""
+    return _notes(notes)
 
 
 def is_noting() -> bool:
@@ -67,11 +68,7 @@ def noted_stack_call() -> Callable[..., Any] | None:
 def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 
-    Elsewhere it is `fn` itself.
-
-    Args:
-        rule: what the interpreter needs to know; may hold no traced values.
-        fn: takes and returns trees of arrays.
+    It takes and returns trees of arrays. `rule` is for the interpreter, and may hold no traced values.
     """
     notes = _notes.value
     if notes is None:

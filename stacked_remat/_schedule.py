@@ -303,19 +303,6 @@ def equal(length: int, segments: int) -> Schedule:
     return _once([size + 1] * longer + [size] * (segments - longer))
 
 
-def segmented(length: int, segment_length: int) -> Schedule:
-    """Segments of `segment_length` layers, the last one shorter where it has to be.
-
-    Args:
-        length: number of layers, positive.
-        segment_length: layers in a segment, positive; more than `length` means `length`.
-    """
-    length = whole_number("length", length, "the number of layers")
-    size = min(whole_number("segment_length", segment_length, "how many layers a segment has"), length)
-    whole, rest = divmod(length, size)
-    return _once([size] * whole + [rest] * (rest > 0))
-
-
 def levels(length: int, sizes: Sequence[int]) -> Schedule:
     """Segments within segments: cut into `sizes[0]` parts, each of these into `sizes[1]`, and so on.
 
@@ -336,7 +323,7 @@ def levels(length: int, sizes: Sequence[int]) -> Schedule:
             f"levels {sizes} hold {held} layers, fewer than {length}; make one of them larger, or add one"
         )
     if len(sizes) <= 2:
-        return equal(length, sizes[0]) if len(sizes) == 2 else segmented(length, length)
+        return equal(length, sizes[0]) if len(sizes) == 2 else equal(length, 1)
 
     cut = _Levels(sizes)
     return Schedule(length, cut.slots(length), cut)

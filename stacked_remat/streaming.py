@@ -126,14 +126,16 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
     chosen, count = eqx.filter(model, is_chosen), 0
 
     def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
-        nonlocal count
-        paths = _moved_paths(name, stack, wanted)
-        count += len(paths)
-        fields = jtu.tree_map_with_path(
-            lambda path, leaf: _placement.to_host(leaf) if path in paths else leaf,
-            stack.stacked,
-            is_leaf=is_named,
-        )
+        def field(path: Any, leaf: Any, like: Any) -> Any:
+            nonlocal count
+            if raw_array(like) is None or not _is_matrix(
+                f"{name}.stacked{jtu.keystr(path)}", leaf, stack.Layers
+            ):
+                return leaf
+            count += 1
+            return _placement.to_host(leaf)
+
+        fields = jtu.tree_map_with_path(field, stack.stacked, wanted.stacked, is_leaf=is_named)
         return changed(stack, stacked=fields)
 
     found = _of_stacks(moved, model, chosen)
@@ -145,22 +147,17 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
     return found
 
 
-def _moved_paths(name: str, stack: Stacked, wanted: Stacked) -> list[tuple[Any, ...]]:
-    """The paths of the fields to move: of those that are `wanted`, the matrices."""
-    paths_and_leaves, structure = jtu.tree_flatten_with_path(stack.stacked, is_leaf=is_named)
-    found = []
-    for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
-        if raw_array(like) is None or not is_split(leaf, stack.Layers):
-            continue
-        field, array = f"{name}.stacked{jtu.keystr(path)}", raw_array(leaf)
-        if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
-            raise ValueError(
-                f"{field} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be "
-                f"moved by itself. Rearrange it: array.rearrange(({stack.Layers.name!r}, ...))."
-            )
-        if moves_to_host(array.shape[1:], array.dtype):
-            found.append(path)
-    return found
+def _is_matrix(name: str, leaf: Any, Layers: Axis) -> bool:
+    """Whether a field has matrices, one for each layer, which can be moved one by one."""
+    if not is_split(leaf, Layers):
+        return False
+    if is_named(leaf) and leaf.axes[0].name != Layers.name:
+        raise ValueError(
+            f"{name} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be moved by "
+            f"itself. Rearrange it: array.rearrange(({Layers.name!r}, ...))."
+        )
+    array = raw_array(leaf)
+    return moves_to_host(array.shape[1:], array.dtype)
 
 
 def to_device(model: T) -> T:
@@ -174,15 +171,11 @@ def to_device(model: T) -> T:
 
 def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: Any, other: Any) -> Any:
     """The model with `fn(name, stack, the same of other)` in the place of each stack."""
-    paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
-    others = structure.flatten_up_to(other)
-    return jtu.tree_unflatten(
-        structure,
-        [
-            fn(f"model{jtu.keystr(path)}", node, like) if _is_stack(node) else node
-            for (path, node), like in zip(paths_and_nodes, others, strict=True)
-        ],
-    )
+
+    def replaced(path: Any, node: Any, like: Any) -> Any:
+        return fn(f"model{jtu.keystr(path)}", node, like) if _is_stack(node) else node
+
+    return jtu.tree_map_with_path(replaced, model, other, is_leaf=_is_stack)
 
 
 def _is_stack(node: Any) -> bool:

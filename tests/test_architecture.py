@@ -30,7 +30,6 @@ LAYERS = {
     "_schedule": "schedule",
     "_placement": "placement",
     "_policy": "policy",
-    "_jax_policies": "remat",
     "_remat": "remat",
     "_sweep": "sweep",
     "_checkpoint": "scan",

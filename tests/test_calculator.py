@@ -22,7 +22,6 @@ POLICIES: list[dict[str, Any]] = [
     {"nested": 7},
     {"nested": (2, 3, 40)},
     {"nested": (4, 3, 5, 6)},
-    {"segment_length": 5},
     {"max_carries": 2},
     {"max_carries": 6},
     {"nested": True, "save_carries": "offload"},

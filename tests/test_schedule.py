@@ -12,7 +12,7 @@ from haliax import Axis
 from hypothesis import given, settings, strategies as st
 
 from stacked_remat import ScanCheckpointPolicy, checkpoint_sequential, fold
-from stacked_remat._schedule import Schedule, Tree, bounded, equal, levels, segmented, shrinking
+from stacked_remat._schedule import Schedule, Tree, bounded, equal, levels, shrinking
 
 lengths = st.integers(1, 70)
 
@@ -92,14 +92,6 @@ def test_equal(length: int, segments: int):
     assert max(schedule.segments) - min(schedule.segments) <= 1
     assert schedule.block_evaluations <= 5 * length - len(schedule.segments)
     assert schedule.uniform or length % segments
-
-
-@given(lengths, st.integers(1, 80))
-def test_segmented(length: int, size: int):
-    schedule = segmented(length, size)
-    check(schedule, length)
-    assert set(schedule.segments[:-1]) <= {size}
-    assert schedule.block_evaluations <= 5 * length - len(schedule.segments)
 
 
 @given(lengths, st.lists(st.integers(1, 6), min_size=1, max_size=4))
@@ -193,7 +185,6 @@ def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
         (lambda: shrinking(True), TypeError, "length .*an int.; got True"),
         (lambda: equal(4, -1), ValueError, "segments .* at least 1; got -1"),
         (lambda: equal(4, cast(int, 2.0)), TypeError, "segments .*an int.; got 2.0"),
-        (lambda: segmented(4, 0), ValueError, "segment_length .* at least 1"),
         (lambda: levels(4, ()), ValueError, "hold 0 layers, fewer than 4"),
         (lambda: levels(4, (2, True)), TypeError, r"sizes\[1\] .*an int"),
         (lambda: bounded(4, max_carries=1), ValueError, "max_carries=1 is too few for 4 layers.*at least 2"),

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat import fold
 from stacked_remat._remat import NOTHING
-from stacked_remat._schedule import bounded, segmented, shrinking
+from stacked_remat._schedule import bounded, equal, shrinking
 
 from .sweep_cases import (
     ROWS,
@@ -37,7 +37,7 @@ def test_gradient_of_gradient():
         gradient = jax.grad(lambda p: loss(run, p, frozen, 5)[0])(p)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
 
-    on_host = functools.partial(sweep, length=5, schedule=segmented(5, 2), carries="host")
+    on_host = functools.partial(sweep, length=5, schedule=equal(5, 3), carries="host")
     plain, device, host = (
         jit(jax.grad(functools.partial(penalty, run)))(parameters) for run in (lax.scan, nested(5), on_host)
     )
@@ -89,7 +89,7 @@ def test_examples_that_share_weights():
         lax.scan,
         nested(length),
         functools.partial(sweep, length=length, schedule=bounded(length, max_carries=2), unroll=2),
-        functools.partial(sweep, length=length, schedule=segmented(length, 2), carries="host"),
+        functools.partial(sweep, length=length, schedule=equal(length, -(-length // 2)), carries="host"),
         functools.partial(sweep, length=length, schedule=shrinking(3), first_layers=2, first_kept=NOTHING),
     ]
     weights = (jnp.ones(()), *rest[1:])
@@ -213,7 +213,7 @@ def test_inside_shard_map_and_with_shardings_in_types(carries: Literal["device",
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((length, WIDTH, 8), (length, 8, WIDTH), (8, WIDTH))
     args = [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    ours = functools.partial(sweep, length=length, schedule=segmented(length, 2), carries=carries)
+    ours = functools.partial(sweep, length=length, schedule=equal(length, -(-length // 2)), carries=carries)
 
     def value(run, up, down, x):
         h, ys = run(lambda c, u: (mlp(c, u)[0], jnp.sum(c)), x, (up, down))
@@ -277,7 +277,7 @@ def test_keys_in_the_carry(carries: Literal["device", "host"]):
         return jnp.sum(run(body, (jnp.ones(2), jax.random.key(1)), w)[0][0] ** 2)
 
     w = jnp.linspace(0.5, 1.5, 5)
-    ours = functools.partial(sweep, length=5, schedule=segmented(5, 2), carries=carries)
+    ours = functools.partial(sweep, length=5, schedule=equal(5, 3), carries=carries)
     assert_close(
         jit(jax.grad(functools.partial(value, ours)))(w), jit(jax.grad(functools.partial(value, lax.scan)))(w)
     )

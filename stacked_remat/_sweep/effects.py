@@ -20,7 +20,7 @@ def check_effects(jaxpr: Any, constants: Sequence[Any], *, offloads: bool) -> No
     if any(map(is_reference, constants)):
         raise TypeError(
             "The layer reads or writes a jax.Ref, which a policy that cuts the layers (nested, "
-            "segment_length, max_carries, first_layers) cannot differentiate. Make it part of the carry or "
+            "max_carries, first_layers) cannot differentiate. Make it part of the carry or "
             "an output, or use remat=True or remat=False; with True the layer runs again in the backward "
             "pass, and so do its writes."
         )

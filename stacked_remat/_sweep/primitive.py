@@ -44,6 +44,7 @@ from .rules import (
     moved,
     not_mapped,
     primal_of,
+    tangent_of,
     types_of,
 )
 from .slots import Arrays, Carry, Checkpoints
@@ -248,7 +249,7 @@ class Rule(Differentiable):
     def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
         active = self.active(nonzero)
         functions = _for_tangents(self.fn), self.reference
-        fn, reference = (Bound("tangent", _tangent, (fn, nonzero, active)) for fn in functions)
+        fn, reference = (Bound("tangent", tangent_of, (fn, nonzero, active)) for fn in functions)
         gives = tuple(pick(self.gives, active))
         return Rule.of(
             fn, reference, (*self.reads, *pick(self.reads, nonzero)), lambda _: gives, primals, tangents
@@ -259,16 +260,6 @@ def _mapped(fn: Callable[..., Any], axis: Any, flat: Static, *args: Any) -> Any:
     """`fn` mapped over an axis; each result has it in front."""
     dims, tree = flat.value
     return mapped(fn, axis, tree.unflatten(dims))(*args)
-
-
-def _tangent(fn: Callable[..., Any], nonzero: Mask, active: Mask, primals: Any, tangents: Arrays) -> Arrays:
-    """The tangents of some outputs of `fn`, from those of some inputs."""
-    leaves, tree = jax.tree.flatten(primals)
-
-    def outputs(part: Arrays) -> Arrays:
-        return pick(jax.tree.leaves(fn(*tree.unflatten(merge(leaves, part, nonzero)))), active)
-
-    return jax.jvp(outputs, (pick(leaves, nonzero),), (tangents,))[1]
 
 
 def _depends(fn: Bound, masks: Any, out_types: Any) -> Sequence[bool]:

@@ -130,6 +130,16 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
     return ClosedJaxpr(without_tangents, closed.consts)
 
 
+def tangent_of(fn: Callable[..., Any], nonzero: Mask, active: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    """The tangents of some outputs of `fn`, from those of some inputs."""
+    leaves, tree = jax.tree.flatten(primals)
+
+    def outputs(part: Arrays) -> Arrays:
+        return pick(jax.tree.leaves(fn(*tree.unflatten(merge(leaves, part, nonzero)))), active)
+
+    return jax.jvp(outputs, (pick(leaves, nonzero),), (tangents,))[1]
+
+
 def as_arrays(cotangents: Sequence[Any]) -> Arrays:
     return [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
 

@@ -126,7 +126,9 @@ def test_there_is_a_row_for_every_alias():
 def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
     monkeypatch.setattr(StepMemory, "report", lambda self, remat, **_: reports["True"])
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
-    monkeypatch.setattr(Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(disable=True)})
+    monkeypatch.setattr(
+        Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(save_block_internals=True)}
+    )
     console = Console(file=io.StringIO(), width=200)
     path = tmp_path / "plan.yaml"
     path.write_text(

@@ -7,14 +7,14 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 ```
 """
 
+from ._arguments import arguments_on_host
+from ._call import report
 from ._compiled_sizes import DoesNotFit
 from ._costs import Flops
 from ._flops import count_flops
-from ._host_arguments import arguments_on_host
 from ._largest import Buffer
 from ._plan import CANDIDATES, BudgetError, Comparison, Plan, compare, parse_bytes, plan
-from ._plot import plot
-from ._report import HostBytes, MemoryReport, report
+from ._report import HostBytes, MemoryReport, TimeBound
 from ._search import Trial
 from ._table import readable_bytes
 from ._targets import (
@@ -28,7 +28,6 @@ from ._targets import (
     target_mesh,
     target_of_device,
 )
-from ._time_bound import TimeBound, tokens_to_hide
 
 __all__ = [
     "CANDIDATES",
@@ -54,10 +53,8 @@ __all__ = [
     "find_target",
     "parse_bytes",
     "plan",
-    "plot",
     "readable_bytes",
     "report",
     "target_mesh",
     "target_of_device",
-    "tokens_to_hide",
 ]

@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._arguments import arguments_on_host
+from ._call import TracedCall, trace_call
 from ._compiled_sizes import DoesNotFit
-from ._host_arguments import arguments_on_host
-from ._report import MemoryReport, TracedCall, trace_call
+from ._report import MemoryReport
 from ._targets import Target
 
 _NEVER = (float("inf"), float("inf"))
@@ -60,8 +61,9 @@ class Limits:
     def hold(self, trial: Trial) -> bool:
         """Whether a policy fits."""
         found = trial.report
-        if found is None or found.total > self.device:
-            return False
+        return found is not None and found.total <= self.device and self.holds_on_host(found)
+
+    def holds_on_host(self, found: MemoryReport) -> bool:
         return self.host is None or found.host.total <= self.host
 
 

@@ -201,7 +201,7 @@ def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_misco
     both = report(products, pair, jax.ShapeDtypeStruct((16, 16), jnp.float32), target=cuda)
     assert both.temporaries + both.host.temporaries >= 2 * 4 * 1024  # as equal ones they would be one
 
-    of_the_path = r"'h200' cannot size.*\['weights'\] \(pinned_host\)"
+    of_the_path = r"'h200' cannot size.*\['weights'\]"
     with pytest.raises(TargetError, match=of_the_path):
         report(jax.jit(doubled), KIB, pinned, target=cuda)
     with pytest.raises(TargetError, match=of_the_path):
@@ -214,7 +214,7 @@ def test_the_memory_of_another_process_s_device_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(memory.LocalTarget, "devices", lambda target, count=1: (of_first,))
     own = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 3})
     monkeypatch.setattr(jax, "local_devices", lambda: [own])
-    assert memory._report._attached_memory(memory.find_target("local")) == 3
+    assert memory._call._attached_memory(memory.find_target("local")) == 3
 
 
 def test_the_table_in_text_and_in_rich():

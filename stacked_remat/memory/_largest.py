@@ -5,17 +5,19 @@ in place (loops, updates of slices) is followed; what the compiler shares beyond
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import equinox as eqx
 import haliax as hax
 
-from ._hlo import Computations, Instruction, Sources, bytes_of, computations_in
+from ._hlo import Instruction, bytes_of, computations_in, sources_in
 from ._table import readable_bytes
 
 _SCOPE = re.compile(r'op_name="([^"]*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_PARAMETER = re.compile(r"parameter\((\d+)\)")
 _INDEX = re.compile(r"index=(\d+)")
 _LIBRARIES = (str(Path(__file__).parents[1]), *(str(Path(str(each.__file__)).parent) for each in (eqx, hax)))
 _Owner: TypeAlias = tuple[str, int]  # an instruction that allocates, and which of its outputs
@@ -39,9 +41,8 @@ class Buffer(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        return f"{readable_bytes(self.size)} {self.shape} {self.operation}" + (
-            f" ({self.source})" if self.source else ""
-        )
+        source = f" ({self.source})" if self.source else ""
+        return f"{readable_bytes(self.size)} {self.shape} {self.operation}{source}"
 
 
 def largest_buffers(program: str, most: int = 5) -> tuple[Buffer, ...]:
@@ -51,82 +52,79 @@ def largest_buffers(program: str, most: int = 5) -> tuple[Buffer, ...]:
         program: the text of a compiled program.
         most: how many.
     """
-    bodies, entry = computations_in(program)
-    sources, peaks = Sources(program, _LIBRARIES), {}
-
-    def buffer(one: Instruction, type_: str) -> Buffer:
-        fused = [inner.rest for name in one.called for inner in bodies.get(name, ())]
-        texts = [one.rest, *(fused[::-1] if one.kind == "fusion" else ())]
-        scope = next(filter(None, map(_SCOPE.search, texts)), None)
-        source = next(filter(None, map(sources.of, texts)), "")
-        return Buffer(bytes_of([type_]), type_.split("{")[0], scope[1] if scope else one.kind, source)
-
-    def peak(name: str, in_loop: bool) -> list[Buffer]:
-        if (name, in_loop) not in peaks:
-            peaks[name, in_loop] = []  # for a computation that calls itself
-            peaks[name, in_loop] = _peak(bodies[name], buffer, peak, bodies, in_loop)
-        return peaks[name, in_loop]
-
-    found = sorted(peak(entry, False), reverse=True) if entry in bodies else []
+    found = sorted(_Program(program).peak(), reverse=True)
     return tuple(each for each in found[:most] if 100 * each.size >= found[0].size)
 
 
-def _peak(
-    body: Sequence[Instruction],
-    buffer: Callable[[Instruction, str], Buffer],
-    peak: Callable[[str, bool], list[Buffer]],
-    bodies: Computations,
-    in_loop: bool,
-) -> list[Buffer]:
-    """The buffers alive when most bytes are; in a loop without those that become the loop's state."""
-    owners: dict[str, list[_Owner]] = {}
-    made: dict[_Owner, Buffer] = {}
-    last: dict[_Owner, int] = {}
-    for i, one in enumerate(body):
-        owners[one.name] = _owners(one, owners, bodies)
-        for name in (one.name, *one.operands):
-            last.update(dict.fromkeys(owners.get(name, ()), i))
-        for k, type_ in enumerate(one.types[:1] if one.kind == "copy-start" else one.types):
-            is_new = one.kind not in _NOT_ALLOCATED and owners[one.name][k : k + 1] == [(one.name, k)]
-            if is_new and "S(" not in type_:  # a number says that it is in another memory
-                made[one.name, k] = buffer(one, type_)
-    for owner in owners[body[-1].name] if body else ():
-        last[owner] = len(body)
-        if in_loop:
-            made.pop(owner, None)
-    most, alive = [], {}
-    for i, one in enumerate(body):
-        own = [(one.name, k) for k in range(len(one.types))]
-        alive |= {owner: made[owner] for owner in own if owner in made}
-        called = () if one.kind == "fusion" else [name for name in one.called if name in bodies]
-        inner = max((peak(name, one.kind == "while") for name in called), key=_total, default=[])
-        if _total([*alive.values(), *inner]) > _total(most):
-            most = [*alive.values(), *inner]
-        alive = {owner: kept for owner, kept in alive.items() if last[owner] > i}
-    return most
+class _Program:
+    def __init__(self, text: str) -> None:
+        self._bodies, self._entry = computations_in(text)
+        self._sources = sources_in(text, _LIBRARIES)
+        self._peaks: dict[tuple[str, bool], list[Buffer]] = {}
+
+    def peak(self, name: str | None = None, in_loop: bool = False) -> list[Buffer]:
+        """The buffers alive when most bytes are, of a computation or of the whole program."""
+        key = name or self._entry, in_loop
+        if key not in self._peaks:
+            self._peaks[key] = []  # for a computation that calls itself
+            self._peaks[key] = self._find_peak(self._bodies.get(key[0], []), in_loop)
+        return self._peaks[key]
+
+    def _find_peak(self, body: list[Instruction], in_loop: bool) -> list[Buffer]:
+        """Those of a loop are without its state, which is allocated outside."""
+        owners: dict[str, list[_Owner]] = {}
+        made: dict[_Owner, Buffer] = {}
+        last: dict[_Owner, int] = {}
+        for i, one in enumerate(body):
+            owners[one.name] = self._owners(one, owners)
+            for name in (one.name, *one.operands):
+                last.update(dict.fromkeys(owners.get(name, ()), i))
+            for k, type_ in enumerate(one.types[:1] if one.kind == "copy-start" else one.types):
+                is_new = one.kind not in _NOT_ALLOCATED and owners[one.name][k : k + 1] == [(one.name, k)]
+                if is_new and "S(" not in type_:  # a number says that it is in another memory
+                    made[one.name, k] = self._buffer(one, type_)
+        for owner in owners[body[-1].name] if body else ():
+            last[owner] = len(body)
+            if in_loop:
+                made.pop(owner, None)
+        most, alive = [], {}
+        for i, one in enumerate(body):
+            own = [(one.name, k) for k in range(len(one.types))]
+            alive |= {owner: made[owner] for owner in own if owner in made}
+            called = () if one.kind == "fusion" else one.called
+            inner = max((self.peak(name, one.kind == "while") for name in called), key=_total, default=[])
+            most = max(most, [*alive.values(), *inner], key=_total)
+            alive = {owner: kept for owner, kept in alive.items() if last[owner] > i}
+        return most
+
+    def _buffer(self, one: Instruction, type_: str) -> Buffer:
+        fused = [inner.rest for name in one.called for inner in self._bodies.get(name, ())]
+        texts = [one.rest, *(fused[::-1] if one.kind == "fusion" else ())]
+        scope = next(filter(None, map(_SCOPE.search, texts)), None)
+        frames = [found[1] for found in map(_FRAME.search, texts) if found]
+        source = next((self._sources[frame] for frame in frames if frame in self._sources), "")
+        return Buffer(bytes_of([type_]), type_.split("{")[0], scope[1] if scope else one.kind, source)
+
+    def _owners(self, one: Instruction, owners: dict[str, list[_Owner]]) -> list[_Owner]:
+        """For each array of a result, the instruction and output that allocated it."""
+        given = [owners.get(name, []) for name in one.operands]
+        own = [(one.name, i) for i in range(len(one.types))]
+        if one.kind == "tuple":
+            return [owner for part in given for owner in part]
+        if one.kind == "get-tuple-element" and given:
+            index = _INDEX.search(one.rest)
+            return given[0][int(index[1]) :][:1] if index and len(one.types) == 1 else given[0]
+        if one.kind in _IN_PLACE and given and len(given[0]) >= len(own):
+            return given[0][: len(own)]
+        if one.kind == "fusion" and len(own) == 1:
+            body = next(filter(None, map(self._bodies.get, one.called)), [])
+            if body and body[-1].kind == "dynamic-update-slice":
+                updated = next((each.rest for each in body if each.name == body[-1].operands[0]), "")
+                found = _PARAMETER.search(updated)
+                if found and len(given[int(found[1])]) == 1:
+                    return given[int(found[1])]
+        return own
 
 
-def _owners(instruction: Instruction, owners: dict[str, list[_Owner]], bodies: Computations) -> list[_Owner]:
-    """For each array of a result, the instruction and output that allocated it."""
-    given = [owners.get(name, []) for name in instruction.operands]
-    own = [(instruction.name, i) for i in range(len(instruction.types))]
-    if instruction.kind == "tuple":
-        return [owner for part in given for owner in part]
-    if instruction.kind == "get-tuple-element" and given:
-        index = _INDEX.search(instruction.rest)
-        return given[0][int(index[1]) :][:1] if index and len(instruction.types) == 1 else given[0]
-    if instruction.kind in _IN_PLACE and given and len(given[0]) >= len(own):
-        return given[0][: len(own)]
-    if instruction.kind == "fusion" and len(own) == 1:
-        root = next((bodies[name][-1] for name in instruction.called if bodies.get(name)), None)
-        if root is not None and root.kind == "dynamic-update-slice":
-            target = root.operands[0]
-            number = next((e.rest for e in bodies[instruction.called[0]] if e.name == target), "")
-            found = re.search(r"parameter\((\d+)\)", number)
-            if found and len(given[int(found[1])]) == 1:
-                return given[int(found[1])]
-    return own
-
-
-def _total(buffers: Sequence[Buffer]) -> int:
+def _total(buffers: Iterable[Buffer]) -> int:
     return sum(buffer.size for buffer in buffers)

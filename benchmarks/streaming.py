@@ -256,7 +256,8 @@ def steps(options: argparse.Namespace, altered: Sequence[str]) -> Path:
             moved, least = found.flops.bytes_from_host + found.flops.bytes_to_host, found.least_time
             transfers = "-"
             if moved and least is not None:
-                verdict = least.verdict(config.data.batch_size * tokens)
+                bound = config.data.batch_size * tokens / least.transfer
+                verdict = "hidden" if least.hidden else f"bound by the link at {bound:,.0f} tokens/s"
                 transfers = f"{memory.readable_bytes(moved)}, {verdict}"
             print(
                 f"{file.stem:40} {tokens:9,} tokens  device {found.total / 2**30:6.2f} GiB  "

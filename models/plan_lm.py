@@ -139,7 +139,6 @@ def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
     on_cpu = config.target == "local" and jax.default_backend() == "cpu"
     return Comparison(
         tuple(trials),
-        config.data.batch_size * config.data.seq_len,
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{each}{some.target} and not run",
         baseline=_BASELINE,
@@ -217,9 +216,9 @@ def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> None:
         chosen = {"mesh": rows[0]["mesh"], "microbatches": rows[0]["microbatches"], "remat": rows[0]["remat"]}
         _print_json(config, console, chosen=chosen, budget=parse_bytes(budget.device), rows=rows)
         return
-    best, tokens = found[0], config.data.batch_size * config.data.seq_len
+    best = found[0]
     title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
-    console.print(Comparison(tuple(one.trial for one in found), tokens, title))
+    console.print(Comparison(tuple(one.trial for one in found), title))
     update = {"microbatches": best.microbatches}
     entries = {"mesh": dataclasses.asdict(best.mesh), "update": update}
     entries = {"trainer": entries, "remat": remat_entry(best.policy)}

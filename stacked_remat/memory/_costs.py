@@ -50,6 +50,11 @@ class Flops:
         return self.matmul, self.elementwise, self.bytes_from_host, self.bytes_to_host
 
     @property
+    def moved(self) -> int:
+        """Bytes moved between host and device, in both directions."""
+        return self.bytes_from_host + self.bytes_to_host
+
+    @property
     def exact(self) -> bool:
         return not self.too_low and not self.too_high
 
@@ -106,13 +111,7 @@ def _is_elementwise(eqn: Any) -> bool:
     if len(eqn.outvars) != 1 or eqn.primitive.name in _OPAQUE:
         return False
     shape = getattr(eqn.outvars[0].aval, "shape", None)
-    return shape is not None and all(_broadcasts(getattr(v.aval, "shape", None), shape) for v in eqn.invars)
-
-
-def _broadcasts(shape: tuple[int, ...] | None, to: tuple[int, ...]) -> bool:
-    if shape is None or shape == () or shape == to:
-        return shape is not None
-    return len(shape) == len(to) and all(a in (1, b) for a, b in zip(shape, to, strict=True))
+    return shape is not None and all(getattr(v.aval, "shape", None) in ((), shape) for v in eqn.invars)
 
 
 def _dot_general(eqn: Any) -> int:

@@ -38,15 +38,12 @@ class Comparison(Tabular):
 
     Attributes:
         trials: one for each policy.
-        tokens_per_step: of one call on all devices, for the tokens per second that the link allows; None
-            where they were not given.
         title: of the table.
         baseline: name of the trial whose arithmetic is one; the least of all if empty, or if it was refused.
         notes: what stands below the table.
     """
 
     trials: tuple[Trial, ...]
-    tokens_per_step: int | None = None
     title: str = "memory by policy"
     baseline: str = ""
     notes: tuple[str, ...] = ()
@@ -56,17 +53,17 @@ class Comparison(Tabular):
         flops = {trial.name: trial.report.flops.matmul for trial in self.trials if trial.report is not None}
         base = self.baseline if self.baseline in flops else "least"
         one = flops.get(base) or min(flops.values(), default=0)
-        size, unit = common_unit(max(each.total, each.host.total, _moved(each)) for each in found)
-        hidden = [] if any(_moved(each) or each.host.total for each in found) else ["host", "moved", "link"]
-        hidden += [] if any(each.sent for each in found) else ["sent"]
+        size, unit = common_unit(max(each.total, each.host.total, each.flops.moved) for each in found)
+        hidden = [] if any(each.sent for each in found) else ["sent"]
+        if not any(each.flops.moved or each.host.total for each in found):
+            hidden += ["host", "moved", "link"]
         headings = [name for name in _COLUMNS if name not in hidden]
-        rows = [(trial.name, _row(trial.report, size, one, self.tokens_per_step)) for trial in self.trials]
+        rows = [(trial.name, _row(trial.report, size, one)) for trial in self.trials]
         cells = [[name, *map(row.__getitem__, headings)] for name, row in rows]
-        link = "seconds that it takes" if self.tokens_per_step is None else "tokens/s that it allows"
         notes = [
             *([f"FLOPs: of matrix products, those of {base} ({readable_count(one)}) being 1"] if one else []),
             *sorted({f"?: {reason}" for each in found for reason in each.flops.reasons}),
-            *(_COLUMNS[name].format(link=link) for name in headings if _COLUMNS[name]),
+            *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
             *(f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure),
         ]
         title = f"{self.title}; sizes in {unit}"
@@ -104,7 +101,6 @@ def compare(
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
     streamed: Callable[..., Sequence[PyTree]] | None = None,
-    tokens_per_step: int | None = None,
     cache: str | Path | None = None,
     show: Callable[[Trial], None] | None = None,
     **kwargs: PyTree,
@@ -119,7 +115,6 @@ def compare(
         target: as for `report`.
         donate: as for `report`.
         streamed: as for `plan`: every candidate is compiled with weights on the host too.
-        tokens_per_step: as for `plan`.
         cache: as for `report`.
         show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
@@ -130,16 +125,15 @@ def compare(
     Raises:
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
-        ValueError, TypeError: as `plan`, for `tokens_per_step` and `streamed`.
+        TypeError: as `plan`, for `streamed`.
 
     Cost: one compilation a candidate, two with `streamed`.
     """
-    _check_count("tokens_per_step", tokens_per_step)
     search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
     places = (False,) if streamed is None else (False, True)
     trials = [search.trial(policy, on_host) for on_host in places for policy in candidates]
     search.check()
-    return Comparison(tuple(trials), tokens_per_step)
+    return Comparison(tuple(trials))
 
 
 def plan(
@@ -152,7 +146,6 @@ def plan(
     donate: str | Sequence[str] = (),
     layers: int | None = None,
     streamed: Callable[..., Sequence[PyTree]] | None = None,
-    tokens_per_step: int | None = None,
     cache: str | Path | None = None,
     show: Callable[[Trial], None] | None = None,
     **kwargs: PyTree,
@@ -185,9 +178,8 @@ def plan(
         layers: how many layers the stack has, to search for `first_layers` and cuts; None for no search.
         streamed: from the arguments to the same arguments, or their shapes, with weights on the host, such as
             `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
-            these; the table says whether the transfers hide behind compute at the target's peak, or how fast
-            the link lets the step be (see `TimeBound`). It is traced, not run.
-        tokens_per_step: of one call on all devices, to give that in tokens per second.
+            these; the table says whether the transfers hide behind compute at the target's peak, or how long
+            they take (see `TimeBound`). It is traced, not run.
         cache: as for `report`.
         show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
@@ -199,9 +191,8 @@ def plan(
         BudgetError: no candidate fits; shows all of them and the smallest.
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
-        ValueError: a budget that cannot be read, no candidates, or fewer layers or tokens than one.
-        TypeError: `layers` or `tokens_per_step` is not an integer, or `streamed` does not return one result
-            for each argument.
+        ValueError: a budget that cannot be read, no candidates, or fewer layers than one.
+        TypeError: `layers` is not an integer, or `streamed` does not return one result for each argument.
         TargetError: as `report`, for arguments on the host.
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
@@ -210,15 +201,15 @@ def plan(
     end sooner, once what is left to try has no fewer FLOPs than the best.
     """
     limits = Limits(parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget))
-    _check_count("layers", layers)
-    _check_count("tokens_per_step", tokens_per_step)
+    if layers is not None:
+        whole_number("layers", layers, "the number of layers of the stack", "Leave it out if not known.")
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
     search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
     chosen = search.least(candidates, limits, layers, streamed=False)
     if chosen is None and streamed is not None:
         chosen = search.least(candidates, limits, layers, streamed=True)
-    tried = Comparison(tuple(search.trials), tokens_per_step)
+    tried = Comparison(tuple(search.trials))
     if chosen is None:
         search.check()
         leaves = jax.tree.leaves((args, kwargs))
@@ -228,46 +219,34 @@ def plan(
     return Plan(chosen.policy, chosen.report, tried, limits.device, chosen.streamed)
 
 
-def _check_count(name: str, count: int | None) -> None:
-    meaning = {"layers": "layers of the stack", "tokens_per_step": "tokens of one call on all devices"}
-    if count is not None:
-        whole_number(name, count, f"the number of {meaning[name]}", "Leave it out if it is not known.")
-
-
 _COLUMNS = {
     "total": "",
     "temp.": "",
     "host": "",
     "moved": "moved: between device and host",
     "sent": "sent: to other devices, by each",
-    "link": "link: {link}, or hidden behind compute",
+    "link": "link: seconds that it takes, or hidden behind compute",
     "FLOPs": "",
     "compile": "",
 }
 """The columns of a comparison, and what is said of them below it."""
 
 
-def _row(found: MemoryReport | None, unit: int, flops: int, tokens: int | None) -> dict[str, str]:
+def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
     if found is None:
         return dict.fromkeys(_COLUMNS, "") | {"total": "refused"}
-    sizes = found.total, found.temporaries, found.host.total, _moved(found), found.sent
+    sizes = found.total, found.temporaries, found.host.total, found.flops.moved, found.sent
     compared = f"{found.flops.matmul / flops:.2f}" if flops else "-"
-    others = _link(found, tokens), compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f} s"
+    others = _link(found), compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f} s"
     return dict(zip(_COLUMNS, (*(f"{size / unit:.2f}" for size in sizes), *others), strict=True))
 
 
-def _moved(found: MemoryReport) -> int:
-    return found.flops.bytes_from_host + found.flops.bytes_to_host
-
-
-def _link(found: MemoryReport, tokens: int | None) -> str:
-    """What the link to the host allows, if it is what limits a call: tokens per second, or seconds."""
+def _link(found: MemoryReport) -> str:
+    """The seconds that the link to the host takes, if it is what limits a call."""
     least = found.least_time
     if least is None or not least.transfer:
         return "-"
-    if least.hidden:
-        return "hidden"
-    return f"{least.transfer:.3g}" if tokens is None else readable_count(int(tokens / least.transfer))
+    return "hidden" if least.hidden else f"{least.transfer:.3g}"
 
 
 def _nothing_fits(tried: Comparison, limits: Limits, on_host: bool) -> str:

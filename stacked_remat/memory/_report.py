@@ -56,18 +56,6 @@ class TimeBound:
         """Whether compute takes as long as the transfers, or longer."""
         return self.transfer <= self.compute
 
-    def verdict(self, tokens: int | None = None) -> str:
-        """`"hidden"`, or `"bound by the link at"` the most tokens per second.
-
-        Args:
-            tokens: of one call, on all devices; if None, seconds are given instead.
-        """
-        if self.hidden:
-            return "hidden"
-        if tokens is None:
-            return f"bound by the link at {self.transfer:.3g} s"
-        return f"bound by the link at {readable_count(int(tokens / self.transfer))} tokens/s"
-
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport(Tabular):
@@ -89,8 +77,7 @@ class MemoryReport(Tabular):
         sent: bytes that a device sends to others in collectives, if each goes round a ring. Divided experts
             (`over` of `grouped_experts`) count as with an even routing; other loops whose trips depend on
             data count once.
-        largest: the largest buffers in device memory at the peak, beside the arguments, as far as the text of
-            the compiled program tells.
+        largest: the largest buffers in device memory beside the arguments, which need not be alive at once.
     """
 
     target: str
@@ -127,7 +114,7 @@ class MemoryReport(Tabular):
             f"{readable_bytes(self.sent)} sent by each device to others" if self.sent else "",
             f"compiled in {self.compile_seconds:.1f} s",
             *self.flops.reasons,
-            "the largest buffers at the peak, beside the arguments:" if self.largest else "",
+            "the largest buffers beside the arguments:" if self.largest else "",
             *(f"  {each}" for each in self.largest),
         ]
         return as_table(f"memory on {where}", [("", "device", "host"), *rows], filter(None, notes))
@@ -139,5 +126,5 @@ class MemoryReport(Tabular):
         sizes = "{} from the host, {} to the host".format(*map(readable_bytes, moved))
         if (least := self.least_time) is None:
             return sizes
-        seconds = f"{least.compute:.3g} s of compute and {least.transfer:.3g} s of transfers"
-        return f"{sizes}; at least {seconds}: {least.verdict()}"
+        seconds = f"{least.transfer:.3g} s of transfers and {least.compute:.3g} s of compute"
+        return f"{sizes}; at least {seconds}" + (" behind which they hide" if least.hidden else "")

@@ -32,8 +32,8 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
     Args:
         jaxpr: a closed jaxpr, as `jax.make_jaxpr(f)(*args)` or `jax.jit(f).trace(*args).jaxpr` return.
         trained: for each of its inputs whether its gradient is taken. With it, the products of the backward
-            pass count too: one for each operand of a product that depends on such an input. Its elementwise
-            FLOPs and its transfers do not.
+            pass count too: one for each operand of a product that depends on such an input. Its transfers do
+            not.
 
     Returns:
         The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
@@ -43,8 +43,7 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
     """
     active = [False] * len(jaxpr.in_avals) if trained is None else [*trained]
     found, _ = _Counter().run(jaxpr, active)
-    matmul, elementwise, from_host, to_host = map(round, found.counts)
-    return Flops(matmul, elementwise, from_host, to_host, found.too_low, found.too_high)
+    return Flops(*map(round, found.counts), too_low=found.too_low, too_high=found.too_high)
 
 
 class _Counter:
@@ -156,9 +155,7 @@ class _Counter:
             parts = (cost * share for cost, share in zip(costs, shares, strict=True))
             return sum(parts, Flops()), outputs
         counts = [cost.counts for cost in costs]
-        matmul, elementwise, *_ = max(counts)
-        from_host, to_host = (max(count[direction] for count in counts) for direction in (2, 3))
-        most = Flops(matmul, elementwise, from_host, to_host)
+        most = Flops(*map(max, zip(*counts, strict=True)))
         if any(count != most.counts for count in counts):
             reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
             most = most + Flops(too_high=(reason,))

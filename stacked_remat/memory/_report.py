@@ -109,7 +109,6 @@ class MemoryReport(Tabular):
         notes = [
             f"one device has {readable_bytes(self.capacity)}" if self.capacity else "",
             f"{readable_count(self.flops.matmul)} FLOP in matrix products",
-            f"{readable_count(self.flops.elementwise)} FLOP elementwise",
             self._of_transfers(),
             f"{readable_bytes(self.sent)} sent by each device to others" if self.sent else "",
             f"compiled in {self.compile_seconds:.1f} s",

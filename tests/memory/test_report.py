@@ -87,7 +87,7 @@ def test_static_leaves_modules_and_named_arrays_are_taken_as_filter_jit_takes_th
         report(lambda module, x: module(x), scale(jnp.ones(256)), np.ones(256, np.float32)).arguments == 2048
     )
     assert report(scale(), KIB).arguments == 2048
-    assert report(lambda x, double: x + x if double else x, KIB, True).flops.elementwise == 256
+    assert report(lambda x, double: (x, x) if double else x, KIB, True).outputs > 2048
     Width = hax.Axis("width", 256)
     found = report(lambda named: named.rename({"width": "other"}) + 1, hax.ones(Width))
     assert (found.arguments, found.outputs) == (1024, 1024)
@@ -128,7 +128,6 @@ def test_functions_that_are_jitted_already_keep_their_donation():
 
     assert report(jax.jit(add), KIB, KIB).aliased == 0
     assert report(jax.jit(add, donate_argnums=0), KIB, KIB).aliased == 1024
-    assert report(jax.jit(add, donate_argnums=0), KIB, KIB).flops.elementwise == 256
     assert report(jax.jit(add, static_argnums=1), KIB, 2.0).arguments == 1024
     assert report(eqx.filter_jit(add), KIB, KIB).aliased == 0
     assert report(eqx.filter_jit(add, donate="all"), KIB, KIB).aliased == 1024

@@ -210,6 +210,7 @@ class ScanCheckpointPolicy:
         Raises:
             ValueError: `length` is not positive, or the cut is too small for so many layers.
         """
+        length = whole_number("length", length, "the number of layers")
         if not self.is_nested:
             return equal(length, length)
         if self.max_carries is not None:

@@ -167,7 +167,7 @@ def test_nested_true_and_nested_one_differ():
 def test_a_nested_policy_tells_its_costs_in_advance(policy, carries, evaluations):
     """`nested=True` cuts 10, 9, 8, 7, 6, 5, 3; the last, and the last layer of each, are not replayed."""
     schedule = policy.schedule(48)
-    assert schedule.max_carries_alive == carries
+    assert schedule.slots == carries
     if evaluations is not None:
         assert schedule.block_evaluations == evaluations
 

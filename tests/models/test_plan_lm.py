@@ -370,10 +370,6 @@ AUTO = ["--model.type", "qwen3", "--remat", "auto", "--budget", "1GiB"]
             [*AUTO, "--find", "devices", "--data.batch_size", "3", "--trainer.mesh.axes.data", "2"],
             "No number of",
         ),
-        (
-            [*AUTO, "--plot", "missing/plan.png"],
-            "must be a file in a folder that exists",
-        ),
         (["--remat", "nestd"], "Unknown remat policy 'nestd'"),
         (["--remat", "{nested: [7, 9]}"], "cuts the layers into 7 parts"),
         (["--vocab_size", "10"], "The tokenizer 'byte' has"),

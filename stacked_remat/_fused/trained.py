@@ -1,7 +1,7 @@
 """Which arrays of a model a fused update trains, and the trees in which an optimizer is given them."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +17,7 @@ from .._scan.marks import is_split, raw_array
 from .._stacked import Stacked
 from .._stacked_kinds import layer_types
 from .._stacked_pattern import StackedPattern
-from .folds import FollowedStack
+from .folds import FollowedStack, leaves_or_none
 from .separable import check_separable
 
 
@@ -31,11 +31,6 @@ def _is_folded(node: Any) -> bool:
 
 def _is_none(node: Any) -> bool:
     return node is None
-
-
-def leaves_or_none(tree: Any) -> list[Any]:
-    """The leaves of a tree, None being one."""
-    return jax.tree.leaves(tree, is_leaf=_is_none)
 
 
 def masked(tree: Any, mask: Iterable[bool]) -> Any:
@@ -137,19 +132,24 @@ class Trained:
     def _tree(self, nodes: list[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(self.model, is_leaf=_is_stack), nodes)
 
-    def in_loss(self) -> Any:
-        """The model with a `FollowedStack` in the place of each stack that is trained."""
-        numbers = {folded.path: number for number, folded in enumerate(self.folded)}
+    def in_loss(self, rest: Any, weights: Sequence[Any]) -> Any:
+        """The model with other trained arrays, and a `FollowedStack` in the place of what is folded."""
+        stacks = [
+            replaced(stack, self.layer_mask(number), jax.tree.leaves(new))
+            for number, (stack, new) in enumerate(zip(self.stacks, weights, strict=True))
+        ]
+        names = {folded.path: folded.name for folded in self.folded}
 
-        def replace(path: tuple[Any, ...], node: Any) -> Any:
-            return FollowedStack(node, f"model{jtu.keystr(path)}", numbers[path]) if path in numbers else node
+        def follow(path: tuple[Any, ...], node: Any) -> Any:
+            return FollowedStack(node, names[path]) if path in names else node
 
-        return jtu.tree_map_with_path(replace, self.model, is_leaf=_is_folded)
+        model = self.updated(stacks, jax.tree.leaves(rest))
+        return jtu.tree_map_with_path(follow, model, is_leaf=_is_folded)
 
-    def is_of_rest(self) -> list[bool]:
-        """For each array of the model whether it is trained and in no stack that is."""
-        pairs = zip(leaves_or_none(self.model), leaves_or_none(self.only_rest()), strict=True)
-        return [trained is not None for leaf, trained in pairs if eqx.is_array(leaf)]
+    @property
+    def weights(self) -> list[Any]:
+        """The stacks with None in the place of what is not trained."""
+        return [self.trained[i] for i in self.followed]
 
     def layer_mask(self, number: int) -> list[bool]:
         """For each leaf of a layer, None among them, whether it is trained."""

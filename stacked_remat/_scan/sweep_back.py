@@ -90,7 +90,7 @@ class SweepBack(eqx.Module):
 
 def _cotangents(types: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
     """The cotangents of the leaves of carry and outputs that have one, zeros for missing ones."""
-    given = cotangent if types.has_output else (cotangent, None)
+    given = cotangent if types.has_output and cotangent is not None else (cotangent, None)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise ValueError(
             "sweep_back of scan_vjp takes a pair of cotangents, of the carry and of the outputs; got "

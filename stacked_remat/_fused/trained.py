@@ -225,33 +225,13 @@ def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
     """
 
     def with_axis(leaf: Any) -> Any:
-        if not _has_array(leaf) or leaf.array.shape[1:] != _shape(leaf):
-            return leaf
-        return NamedArray(leaf.array, (Layers, *leaf.axes))
+        if not is_named_array(leaf) or not hasattr(leaf.array, "shape"):
+            return leaf  # what an optimizer has in the place of an array that it leaves out has no shape
+        is_whole = leaf.array.shape[1:] == tuple(axis.size for axis in leaf.axes)
+        return NamedArray(leaf.array, (Layers, *leaf.axes)) if is_whole else leaf
 
     state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
     return jax.tree.map(with_axis, state, is_leaf=is_named_array)
-
-
-def layer_structure(state: Any) -> Any:
-    """The structure of the state of one layer, of that of `state_of_layers`."""
-
-    def without_axis(leaf: Any) -> Any:
-        if not _has_array(leaf) or leaf.array.shape != _shape(leaf):
-            return leaf
-        of_one: Any = jax.ShapeDtypeStruct(leaf.array.shape[1:], leaf.array.dtype)
-        return NamedArray(of_one, leaf.axes[1:])
-
-    return jax.tree.structure(jax.tree.map(without_axis, state, is_leaf=is_named_array))
-
-
-def _shape(named: NamedArray) -> tuple[int, ...]:
-    return tuple(axis.size for axis in named.axes)
-
-
-def _has_array(node: Any) -> bool:
-    """Whether it is a named array, and not what an optimizer has in the place of one that it leaves out."""
-    return is_named_array(node) and hasattr(node.array, "shape")
 
 
 def _with_layer(stack: Any, layer: Any) -> Any:

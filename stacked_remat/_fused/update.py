@@ -17,7 +17,7 @@ from .._scan.pattern import per_kind
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
 from .folds import followed, leaves_or_none
-from .trained import Trained, layer_structure, masked, replaced, state_of_layers
+from .trained import Trained, masked, replaced, state_of_layers
 
 
 class Optimizer(Protocol):
@@ -154,24 +154,22 @@ class FusedUpdate:
         return FusedState(stacks, self.optimizer.init(trained.only_rest()))
 
     def _state_of(self, trained: Trained, number: int) -> Any:
-        def leaves(layer: Any) -> list[Any]:
-            params = trained.only_layer(number, masked(layer, trained.layer_mask(number)))
-            return jax.tree.leaves(self.optimizer.init(params))
+        stack, mask = trained.stacks[number], trained.layer_mask(number)
+        on_host = has_host_arrays(masked(stack.stacked, mask))
 
-        def leaves_on_host(_: None, layer: Any) -> tuple[None, list[Any]]:
+        def init(_: None, layer: Any) -> tuple[None, list[Any]]:
+            leaves = jax.tree.leaves(self.optimizer.init(trained.only_layer(number, masked(layer, mask))))
             return None, [
-                to_host(leaf) if moves_to_host(leaf.shape, leaf.dtype) else leaf for leaf in leaves(layer)
+                to_host(leaf) if on_host and moves_to_host(leaf.shape, leaf.dtype) else leaf
+                for leaf in leaves
             ]
 
-        stack = trained.stacks[number]
-        of_one = jax.eval_shape(
-            lambda layer: self.optimizer.init(trained.only_layer(number, layer)), trained.layer_types(number)
-        )
-        if has_host_arrays(masked(stack.stacked, trained.layer_mask(number))):
-            _, found = scan(leaves_on_host, stack.Layers)(None, stack.stacked)
-        else:
-            found = stack.vmap_via(leaves)()
-        return state_of_layers(found, of_one, stack.Layers)
+        _, leaves = scan(init, stack.Layers)(None, stack.stacked)
+        return state_of_layers(leaves, self._layer_state(trained, number), stack.Layers)
+
+    def _layer_state(self, trained: Trained, number: int) -> Any:
+        """The types of the state of one layer."""
+        return jax.eval_shape(self.optimizer.init, trained.only_layer(number, trained.layer_types(number)))
 
     def __call__(self, model: Any, state: FusedState, /, *args: Any, **kwargs: Any) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
@@ -277,7 +275,10 @@ class _Layers:
 
     def _visitor(self, norm: Any, updates: bool) -> Callable[[LayerVisit, Any], LayerResult]:
         fused, trained = self.fused, self.trained
-        structures = {kind: layer_structure(state) for kind, state in self.states.items()}
+        structures = {
+            kind: jax.tree.structure(fused._layer_state(trained, number))
+            for kind, number in self.stacks.items()
+        }
         # With a norm it is the second sweep, and these are known.
         names: tuple[_Further, ...] = ("args", "kwargs") if norm is None else ()
         masks = dict(zip(names, self.wanted[1:], strict=False))

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import (
@@ -264,37 +263,6 @@ def used_twice(model, tokens):
     """The loss, and a use of the second stack beside its scan, which is allowed where it is frozen."""
     value, aux = loss(model, tokens)
     return value + jnp.sum(model.plain.stacked.bias), aux
-
-
-def test_folds_inside_of_jit_and_beside_checkpoints_and_loops():
-    @eqx.filter_jit
-    def inner(model, tokens):
-        return jax.checkpoint(lambda x: jnp.sin(x))(model(tokens)[0]), model.scale * 2
-
-    def nested_loss(model, tokens):
-        @jax.jit
-        def outer(scale):
-            logits, scales = inner(model, tokens)
-            return logits * scale, scales
-
-        logits, scales = outer(jax.jit(lambda model: model.scale[0])(model))
-        total, _ = jax.lax.scan(lambda total, row: (total + jnp.mean(row**2), None), jnp.zeros(()), logits)
-        return total + jnp.sum(scales), None
-
-    optimizer = optax.adam(0.01, eps=1e-3)
-    found = fused_steps(optimizer, model(), loss=nested_loss)
-    assert_close(found, plain_steps(optimizer, model(), loss=nested_loss))
-
-
-def test_stacks_on_which_the_loss_does_not_depend_are_updated_by_zeros():
-    def independent(model, tokens):
-        logits, outputs, count = model(tokens)
-        return jnp.sum(model.scale**2) + lax.stop_gradient(jnp.sum(logits) + outputs), count
-
-    optimizer = optax.adamw(0.1, weight_decay=0.1)
-    for options in ({}, {"max_grad_norm": 100.0}):
-        found = fused_steps(optimizer, model(), steps=1, loss=independent, **options)
-        assert_close(found, plain_steps(optimizer, model(), steps=1, loss=independent))
 
 
 class Experts(eqx.Module):

@@ -9,6 +9,7 @@ import jax
 from haliax import Axis
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import CALLS, name_of, programs_in
@@ -18,7 +19,6 @@ from .._policy import ScanCheckpointPolicy
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import SweepResult
 from .._static import Static
-from .._sweep.rules import as_arrays, types_of
 
 
 class Follower(Protocol):
@@ -69,7 +69,7 @@ class FollowedFold(HiPrim):
 
     def vjp_bwd(self, residuals: None, cotangents: Any, *sums: Any) -> None:
         assert self.follower is not None
-        leaves = as_arrays(self.out_tree.flatten_up_to(cotangents))
+        leaves = map(ad.instantiate_zeros, self.out_tree.flatten_up_to(cotangents))
         result = self.follower(self.out_tree.unflatten(leaves))
         found = leaves_or_none((result.carry, result.args, result.kwargs))
         for total, cotangent in zip(leaves_or_none(sums[1:]), found, strict=True):
@@ -134,7 +134,7 @@ class FollowedStack(eqx.Module):
         result = eqx.filter_eval_shape(functools.partial(call, ""), self._stack, init, args, kwargs)
         types, rest = eqx.partition(result, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
         params = {"name": self._name, "call": call, "static": Static(static), "follower": None}
-        return eqx.combine(FollowedFold(types_of(arrays), types_of(types), **params)(*arrays), rest)
+        return eqx.combine(FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays), rest)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,7 +1,7 @@
 """Which arrays of a model a fused update trains, and the trees in which an optimizer is given them."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +17,7 @@ from .._scan.marks import is_split, raw_array
 from .._stacked import Stacked
 from .._stacked_kinds import layer_types
 from .._stacked_pattern import StackedPattern
-from .folds import FollowedStack
+from .folds import FollowedStack, leaves_or_none
 from .separable import check_separable
 
 
@@ -31,11 +31,6 @@ def _is_folded(node: Any) -> bool:
 
 def _is_none(node: Any) -> bool:
     return node is None
-
-
-def leaves_or_none(tree: Any) -> list[Any]:
-    """The leaves of a tree, None being one."""
-    return jax.tree.leaves(tree, is_leaf=_is_none)
 
 
 def masked(tree: Any, mask: Iterable[bool]) -> Any:
@@ -137,19 +132,24 @@ class Trained:
     def _tree(self, nodes: list[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(self.model, is_leaf=_is_stack), nodes)
 
-    def in_loss(self) -> Any:
-        """The model with a `FollowedStack` in the place of each stack that is trained."""
-        numbers = {folded.path: number for number, folded in enumerate(self.folded)}
+    def in_loss(self, rest: Any, weights: Sequence[Any]) -> Any:
+        """The model with other trained arrays, and a `FollowedStack` in the place of what is folded."""
+        stacks = [
+            replaced(stack, self.layer_mask(number), jax.tree.leaves(new))
+            for number, (stack, new) in enumerate(zip(self.stacks, weights, strict=True))
+        ]
+        names = {folded.path: folded.name for folded in self.folded}
 
-        def replace(path: tuple[Any, ...], node: Any) -> Any:
-            return FollowedStack(node, f"model{jtu.keystr(path)}", numbers[path]) if path in numbers else node
+        def follow(path: tuple[Any, ...], node: Any) -> Any:
+            return FollowedStack(node, names[path]) if path in names else node
 
-        return jtu.tree_map_with_path(replace, self.model, is_leaf=_is_folded)
+        model = self.updated(stacks, jax.tree.leaves(rest))
+        return jtu.tree_map_with_path(follow, model, is_leaf=_is_folded)
 
-    def is_of_rest(self) -> list[bool]:
-        """For each array of the model whether it is trained and in no stack that is."""
-        pairs = zip(leaves_or_none(self.model), leaves_or_none(self.only_rest()), strict=True)
-        return [trained is not None for leaf, trained in pairs if eqx.is_array(leaf)]
+    @property
+    def weights(self) -> list[Any]:
+        """The stacks with None in the place of what is not trained."""
+        return [self.trained[i] for i in self.followed]
 
     def layer_mask(self, number: int) -> list[bool]:
         """For each leaf of a layer, None among them, whether it is trained."""
@@ -225,33 +225,13 @@ def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
     """
 
     def with_axis(leaf: Any) -> Any:
-        if not _has_array(leaf) or leaf.array.shape[1:] != _shape(leaf):
-            return leaf
-        return NamedArray(leaf.array, (Layers, *leaf.axes))
+        if not is_named_array(leaf) or not hasattr(leaf.array, "shape"):
+            return leaf  # what an optimizer has in the place of an array that it leaves out has no shape
+        is_whole = leaf.array.shape[1:] == tuple(axis.size for axis in leaf.axes)
+        return NamedArray(leaf.array, (Layers, *leaf.axes)) if is_whole else leaf
 
     state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
     return jax.tree.map(with_axis, state, is_leaf=is_named_array)
-
-
-def layer_structure(state: Any) -> Any:
-    """The structure of the state of one layer, of that of `state_of_layers`."""
-
-    def without_axis(leaf: Any) -> Any:
-        if not _has_array(leaf) or leaf.array.shape != _shape(leaf):
-            return leaf
-        of_one: Any = jax.ShapeDtypeStruct(leaf.array.shape[1:], leaf.array.dtype)
-        return NamedArray(of_one, leaf.axes[1:])
-
-    return jax.tree.structure(jax.tree.map(without_axis, state, is_leaf=is_named_array))
-
-
-def _shape(named: NamedArray) -> tuple[int, ...]:
-    return tuple(axis.size for axis in named.axes)
-
-
-def _has_array(node: Any) -> bool:
-    """Whether it is a named array, and not what an optimizer has in the place of one that it leaves out."""
-    return is_named_array(node) and hasattr(node.array, "shape")
 
 
 def _with_layer(stack: Any, layer: Any) -> Any:

@@ -90,7 +90,7 @@ class SweepBack(eqx.Module):
 
 def _cotangents(types: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
     """The cotangents of the leaves of carry and outputs that have one, zeros for missing ones."""
-    given = cotangent if types.has_output else (cotangent, None)
+    given = cotangent if types.has_output and cotangent is not None else (cotangent, None)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise ValueError(
             "sweep_back of scan_vjp takes a pair of cotangents, of the carry and of the outputs; got "
@@ -134,15 +134,13 @@ class _Loop(NamedTuple):
     A list has `None` for what the visitor leaves as it is.
 
     Attributes:
-        layers: for each split array that belongs to the layers: its stack.
-        args: for each split array that belongs to an argument: the stack of its cotangents.
+        xs: for each split array its stack, or that of its cotangents if it belongs to an argument.
         shared: for each shared array: the sum of its cotangents.
         state: the arrays of the visitor's state.
         layer_state: for each of its arrays: its stack.
     """
 
-    layers: list[Any]
-    args: list[Any]
+    xs: list[Any]
     shared: list[Any]
     state: Any
     layer_state: list[Any]
@@ -168,6 +166,7 @@ def _visited(
     state_stacks = [stack for state in states for stack in state.stacks]
     of_kinds = states if isinstance(layer_state, PerKind) else states * len(types.kinds)
     arrays, static = eqx.partition(state, eqx.is_array_like)
+    of_layers = types.of_layers()
 
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         own = of_kinds[leaves.kind.number]
@@ -184,24 +183,22 @@ def _visited(
         # Without the barrier XLA holds a layer's internals until all is written.
         new = lax.optimization_barrier(new)
         return carry_ct, _Loop(
-            _written(loop.layers, leaves.row, new.layers),
-            _written(loop.args, leaves.row, new.args),
+            _written(loop.xs, leaves.row, new.xs),
             [old if ct is None else old + ct for old, ct in zip(loop.shared, new.shared, strict=True)],
             new.state,
             _written(loop.layer_state, of_kinds[leaves.kind.number].row(leaves), new.layer_state),
         )
 
     def xs_in(loop: _Loop) -> Arrays:
-        return eqx.combine(loop.layers, sweep._xs)
+        return eqx.combine(eqx.filter(loop.xs, of_layers), sweep._xs)
 
-    loop = _unchanged(sweep, jax.tree.map(jnp.asarray, arrays), state_stacks)
     examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
-    loop = _first_loop(sweep, visit, examples, loop, state_stacks)
+    loop = _first_loop(sweep, visit, examples, jax.tree.map(jnp.asarray, arrays), state_stacks)
     if types.spec.length:
         swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
         carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
     layers, _, _ = _stacked(types, xs_in(loop), sweep._shared, cotangents=False)
-    _, args, kwargs = _stacked(types, loop.args, loop.shared, cotangents=True)
+    _, args, kwargs = _stacked(types, loop.xs, loop.shared, cotangents=True)
     last_state = eqx.combine(loop.state, static)
     new_stacks = eqx.combine(loop.layer_state, state_stacks)
     new_states = [state.layout.stacked(new_stacks[state.part], state.shared) for state in states]
@@ -254,30 +251,28 @@ def _split_layer_state(types: SweepTypes, layer_state: Any) -> list[_LayerState]
     return found
 
 
-def _unchanged(sweep: SweepBack, state: Any, state_stacks: list[Any]) -> _Loop:
-    """With nothing that the visitor replaces."""
-    of_xs, of_shared, of_state = ([None] * len(of) for of in (sweep._xs, sweep._shared, state_stacks))
-    return _Loop(of_xs, of_xs, of_shared, state, of_state)
-
-
 def _first_loop(
     sweep: SweepBack,
     visit: Callable[[LeafVisit, _Loop], tuple[Arrays, _Loop]],
     examples: list[LeafVisit],
-    loop: _Loop,
+    state: Any,
     state_stacks: list[Any],
 ) -> _Loop:
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
+    of_xs, of_shared, of_state = ([None] * len(of) for of in (sweep._xs, sweep._shared, state_stacks))
+    loop = _Loop(of_xs, of_shared, state, of_state)
     new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
-    return _Loop(
-        _where_given([found.layers for found in new], sweep._xs, on_mesh),
-        _where_given([found.args for found in new], sweep._xs, zeros_like),
-        _where_given([found.shared for found in new], sweep._shared, jnp.zeros_like),
-        loop.state,
-        _where_given(
-            [found.layer_state for found in new], state_stacks, lambda stack: on_mesh(jnp.asarray(stack))
-        ),
+    xs, shared, stacks = (
+        _where_given(entries, stacks)
+        for entries, stacks in (
+            ([found.xs for found in new], sweep._xs),
+            ([found.shared for found in new], sweep._shared),
+            ([found.layer_state for found in new], [*map(jnp.asarray, state_stacks)]),
+        )
     )
+    of_layers, of_args = eqx.partition(xs, sweep._types.of_layers())
+    xs = eqx.combine(jax.tree.map(on_mesh, of_layers), jax.tree.map(zeros_like, of_args))
+    return _Loop(xs, jax.tree.map(jnp.zeros_like, shared), state, jax.tree.map(on_mesh, stacks))
 
 
 def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> LeafVisit:
@@ -305,12 +300,10 @@ def _written(stacks: list[Any], index: Any, entries: list[Any]) -> list[Any]:
     return [stack if entry is None else write(stack, index, entry) for stack, entry in pairs]
 
 
-def _where_given(
-    new: Sequence[list[Any]], stacks: list[Any], first: Callable[[Any], Any] = lambda stack: stack
-) -> list[Any]:
-    """The stacks, or what `first` makes of them, of which layers of some kind return entries."""
+def _where_given(new: Sequence[list[Any]], stacks: list[Any]) -> list[Any]:
+    """The stacks of which layers of some kind return entries."""
     given = [any(entry is not None for entry in entries) for entries in zip(*new, strict=True)]
-    return [first(stack) if is_ else None for is_, stack in zip(given, stacks, strict=True)]
+    return [stack if is_ else None for is_, stack in zip(given, stacks, strict=True)]
 
 
 def _new_leaves(
@@ -336,22 +329,24 @@ def _new_leaves(
     _check_unsplit([(f"layer{jtu.keystr(leaf.path[2:])}", leaf) for leaf in of_layer], layer, visit.layer)
     new_xs, new_shared = kind.layout.arrays(((layer, *args), kwargs))
     inputs = kind.inputs(types.perturbed, ("args", "kwargs"))
-    layers = zip(new_xs, leaves.x, kind.parts("split"), strict=True)
+    entries = zip(new_xs, leaves.x, kind.parts("split"), inputs.xs, strict=True)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     new_layer_state = _filled(result.layer_state, visit.layer_state, "layer_state")
     of_state = [(f"layer_state{jtu.keystr(leaf.path)}", leaf) for leaf in state_layout.leaves]
     _check_unsplit(of_state, new_layer_state, visit.layer_state)
-    entries = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
+    of_states = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
     xs, shared = [None] * len(types.perturbed.xs), [None] * len(types.perturbed.shared)
     for place, cotangent in zip(kind.own.shared[kind.constants :], new_shared, strict=True):
         shared[place] = cotangent if inputs.shared[place] else None
-    new_layers = [new if part == "layer" and new is not old else None for new, old, part in layers]
+    of_xs = [
+        new if (new is not old if part == "layer" else is_input) else None
+        for new, old, part, is_input in entries
+    ]
     return carry_ct, _Loop(
-        with_part(xs, kind.own.xs, new_layers),
-        with_part(xs, kind.own.xs, eqx.filter(new_xs, [*inputs.xs])),
+        with_part(xs, kind.own.xs, of_xs),
         shared,
         jax.tree.map(jnp.asarray, new_state),
-        [None if new is old else new for new, old in zip(*entries, strict=True)],
+        [None if new is old else new for new, old in zip(*of_states, strict=True)],
     )
 
 

@@ -93,6 +93,10 @@ class SweepTypes:
     has_output: bool
     divided: DividedArguments | None
 
+    def of_layers(self) -> list[bool]:
+        """Which of the split arrays are the layers' own, and not an argument's."""
+        return [part == "layer" for kind in self.kinds for part in kind.parts("split")]
+
     def one_or_all(self, of_kinds: Sequence[Any]) -> Any:
         """What there is for each kind as a tuple; for layers of one kind, its entry."""
         return of_kinds[0] if self.divided is None else tuple(of_kinds)

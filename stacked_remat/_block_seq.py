@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
+from jaxtyping import PyTree
 
 from ._block_foldable import B, BlockFoldable, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -101,16 +102,16 @@ class BlockSeq(BlockFoldable[M]):
     def _kinds(self) -> Sequence[M]:
         return self.blocks
 
-    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
         call = loop.call
 
-        def unpack(inputs: Any, _: Any) -> tuple[list[Any], dict[str, Any]]:
+        def unpack(inputs: PyTree, _: Any) -> tuple[list[PyTree], dict[str, PyTree]]:
             block, arguments = inputs
             # A copy of its state, which can't be read once it is old.
             (_, *args), kwargs = for_layer(arguments, block)
             return [block, *args], kwargs
 
-        def run(init: Any, arguments: Any) -> tuple[Any, Any]:
+        def run(init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
             # Blocks keep their NumPy arrays, by which they may decide.
             arguments = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, arguments)
             arguments_of = layer_getter(arguments, self.Layers, call.caller)
@@ -120,7 +121,7 @@ class BlockSeq(BlockFoldable[M]):
 
         return run
 
-    def fold_vjp(self, *args: Any, **kwargs: Any) -> Any:
+    def fold_vjp(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Not supported: a `TypeError` that says what to use instead."""
         raise TypeError(
             "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no loop visits them. Use "
@@ -150,6 +151,6 @@ class BlockSeq(BlockFoldable[M]):
         return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)
 
 
-def _one_by_one(build: Callable[..., Any], Layers: Axis, caller: Caller, args: Any, kwargs: Any) -> list[Any]:
+def _one_by_one(build: Callable, Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree) -> list[PyTree]:
     calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
     return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._compat import KeptApart, nothing_is_traced
 from ._policy import ScanCheckpointPolicy, kept_internals
@@ -92,15 +92,15 @@ def checkpoint(
 
 
 def checkpoint_sequential(
-    layers: eqx.nn.Sequential | Sequence[Callable[..., Any]],
-    x: Any,
-    state: Any = None,
+    layers: eqx.nn.Sequential | Sequence[Callable],
+    x: PyTree,
+    state: PyTree = None,
     *,
     every: int | None = None,
     segments: int | None = None,
     max_carries: int | None = None,
     key: PRNGKeyArray | None = None,
-) -> Any:
+) -> PyTree:
     """Apply layers one after the other, and keep for the backward pass what goes into some of them.
 
     ```python
@@ -147,7 +147,7 @@ def checkpoint_sequential(
     policy = ScanCheckpointPolicy(nested=segments or not given, max_carries=max_carries)
     keys = [None] * len(layers) if key is None else jax.random.split(key, len(layers))
 
-    def apply(number: int, x_and_state: tuple[Any, Any]) -> tuple[tuple[Any, Any], None]:
+    def apply(number: int, x_and_state: tuple[PyTree, PyTree]) -> tuple[tuple[PyTree, PyTree], None]:
         (x, state), layer = x_and_state, layers[number]
         options = {"key": keys[number]} if key is not None or isinstance(layers, eqx.nn.Sequential) else {}
         if not (isinstance(layer, eqx.nn.StatefulLayer) and layer.is_stateful()):
@@ -159,7 +159,7 @@ def checkpoint_sequential(
             )
         return layer(x, state=state, **options), None
 
-    def layer(number: int, x_and_state: tuple[Any, Any]) -> Any:
+    def layer(number: int, x_and_state: tuple[PyTree, PyTree]) -> PyTree:
         return checkpoint(functools.partial(apply, number))(x_and_state)
 
     tree = policy.schedule(len(layers)).tree if len(layers) else ()
@@ -168,8 +168,8 @@ def checkpoint_sequential(
 
 
 def run_tree(
-    tree: Tree, layer: Callable[[int, T], tuple[T, Any]], segment: Callable[[Any], Any], carry: T
-) -> tuple[T, list[Any]]:
+    tree: Tree, layer: Callable[[int, T], tuple[T, PyTree]], segment: Callable[[PyTree], PyTree], carry: T
+) -> tuple[T, list[PyTree]]:
     """The last carry, and the output of each layer, of a schedule's tree.
 
     `layer` takes a number and a carry; `segment` checkpoints a function of a carry.
@@ -192,7 +192,7 @@ _CUTS = {
 }
 
 
-def _check_layers(layers: Any) -> None:
+def _check_layers(layers: PyTree) -> None:
     if isinstance(layers, eqx.nn.Sequential):
         return
     if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
@@ -253,14 +253,14 @@ def internals_are_saved(name: str | None = None) -> bool:
 
 
 def recomputed(
-    fun: Callable[..., Any], policy: JaxPolicy | None, *, prevent_cse: bool = True, offloads: bool = False
-) -> Callable[..., Any]:
+    fun: Callable, policy: JaxPolicy | None, *, prevent_cse: bool = True, offloads: bool = False
+) -> Callable:
     """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arrays, static = eqx.partition((fun, args, kwargs), eqx.is_array)
 
-        def of_arrays(arrays: Any) -> tuple[Any, Static]:
+        def of_arrays(arrays: PyTree) -> tuple[PyTree, Static]:
             fun, args, kwargs = eqx.combine(arrays, static)
             found, rest = eqx.partition(fun(*args, **kwargs), eqx.is_array)
             return found, Static(rest)
@@ -273,13 +273,13 @@ def recomputed(
     return checkpointed
 
 
-def _without_ordered_effects(fun: Callable[[Any], Any], arrays: Any) -> Callable[[Any], Any]:
+def _without_ordered_effects(fun: Callable[[PyTree], PyTree], arrays: PyTree) -> Callable[[PyTree], PyTree]:
     """`fun` for arguments like `arrays`, which is traced here."""
     closed, found = jax.make_jaxpr(fun, return_shape=True)(arrays)
     check_effects(closed.jaxpr, (), offloads=True)
     structure = jax.tree.structure(found)
 
-    def evaluate(arrays: Any) -> Any:
+    def evaluate(arrays: PyTree) -> PyTree:
         leaves = eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(arrays))
         return jax.tree.unflatten(structure, leaves)
 

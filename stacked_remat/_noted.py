@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 DERIVATIVE_OF_RESULT = "derivative of result"
 """The rule of a function whose `jax.custom_vjp`s are only a cheaper way to the derivative of its result."""
@@ -24,11 +25,11 @@ class Notes:
         types: of their arguments and results.
     """
 
-    stack_call: Callable[..., Any] | None = None
-    rules: dict[str, Any] = field(default_factory=dict)
-    types: dict[str, list[Any]] = field(default_factory=dict)
+    stack_call: Callable | None = None
+    rules: dict[str, PyTree] = field(default_factory=dict)
+    types: dict[str, list[PyTree]] = field(default_factory=dict)
 
-    def rule_of(self, equation: Any) -> Any:
+    def rule_of(self, equation: Any) -> PyTree:
         """The rule of an equation, None where it is of no noted call.
 
         What `jax.grad` and `jax.vmap` make of a call has its name and other arrays.
@@ -60,12 +61,12 @@ def is_noting() -> bool:
     return _notes.value is not None
 
 
-def noted_stack_call() -> Callable[..., Any] | None:
+def noted_stack_call() -> Callable | None:
     """What makes the calls of stacks, None where they do themselves."""
     return None if _notes.value is None else _notes.value.stack_call
 
 
-def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+def noted(rule: Any, fn: Callable) -> Callable:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 
     It takes and returns trees of arrays. `rule` is for the interpreter, and may hold no traced values.
@@ -74,13 +75,13 @@ def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     if notes is None:
         return fn
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> PyTree:
         return fn(*args)
 
     name = call.__name__ = f"{_PREFIX}{len(notes.rules)}"
     notes.rules[name] = rule
 
-    def noting_types(*args: Any) -> Any:
+    def noting_types(*args: PyTree) -> PyTree:
         found = jax.jit(call)(*args)
         notes.types[name] = _types(jax.tree.leaves((args, found)))
         return found
@@ -88,6 +89,6 @@ def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     return noting_types
 
 
-def _types(arrays: Iterable[Any]) -> list[Any]:
+def _types(arrays: Iterable[PyTree]) -> list[PyTree]:
     avals = (array.aval if hasattr(array, "aval") else jax.typeof(array) for array in arrays)
     return [(aval.shape, aval.dtype) for aval in avals]

@@ -8,11 +8,12 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from ._schedule import Schedule, equal
 
 Carries: TypeAlias = Literal["device", "host"] | None  # where they are kept, if they are
-JaxPolicy: TypeAlias = Callable[..., Any]
+JaxPolicy: TypeAlias = Callable
 """From an operation, its operands' types and its parameters to whether the result is saved or offloaded."""
 
 
@@ -128,7 +129,7 @@ def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPoli
 def _joined_policy(internals: JaxPolicy, saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPolicy:
     named = _named_policy(saved, offloaded)
 
-    def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
+    def policy(primitive: Any, *operands: PyTree, **params: PyTree) -> PyTree:
         is_named = primitive.name == "name" and params["name"] in (*saved, *offloaded)
         return (named if is_named else internals)(primitive, *operands, **params)
 
@@ -164,7 +165,7 @@ class _AsWritten(str):
     __repr__ = str.__str__
 
 
-def as_written(value: Any) -> Any:
+def as_written(value: PyTree) -> PyTree:
     """A setting as the user wrote it: a list for a tuple, the name of a function."""
     if callable(value):
         known = vars(jax.checkpoint_policies).items()

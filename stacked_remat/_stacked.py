@@ -12,6 +12,7 @@ import equinox as eqx
 import haliax.nn
 from haliax import Axis
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ._block_foldable import B, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -200,7 +201,7 @@ class Stacked(StackedKinds[M]):
         return changed(self, stacked=stacked, Layers=Layers)
 
     @property
-    def _stacks(self) -> dict[str, Any]:
+    def _stacks(self) -> dict[str, PyTree]:
         return {"": self}
 
     @property
@@ -214,8 +215,8 @@ class Stacked(StackedKinds[M]):
         return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, name_in_stack))
 
 
-def _all_at_once(build: Callable[..., Any], Layers: Axis, caller: Caller, args: Any, kwargs: Any) -> Any:
-    def build_one(*args: Any, **kwargs: Any) -> Any:
+def _all_at_once(build: Callable, Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree) -> PyTree:
+    def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return arrays_in_indices(build(*args, **kwargs))
 
     return map_layers(build_one, *split_tree((args, kwargs), Layers, caller), caller.what)

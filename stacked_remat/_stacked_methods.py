@@ -8,6 +8,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, overlo
 import equinox as eqx
 from haliax import Axis
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_of
@@ -49,7 +50,7 @@ class InitOf(Generic[L, I_co]):
     @overload
     def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
 
-    def __get__(self, layers: object, cls: Any) -> Any: ...
+    def __get__(self, layers: object, cls: Any) -> PyTree: ...
 
 
 def layers_builder(
@@ -59,7 +60,7 @@ def layers_builder(
     Block: Any,
     remat: ScanCheckpointSpec | None,
     gradient_checkpointing: ScanCheckpointSpec | None,
-) -> Callable[..., Any]:
+) -> Callable:
     """The `init` of a class of layers, which `build_all` makes from what builds one and its arguments."""
     what = f"{cls.__name__}.init"
     axis = layers_axis(Layers, what)
@@ -67,7 +68,7 @@ def layers_builder(
     build = block_builder(Block, what)
     caller = Caller(what, argument_namer(build, skip=0))
 
-    def build_layers(*args: Any, **kwargs: Any) -> Any:
+    def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
         check_no_lists(args, kwargs, axis, caller)
         return cls(build_all(build, axis, caller, args, kwargs), axis, policy)
 
@@ -85,7 +86,7 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
     return resolve_policy(True if given is None else given)
 
 
-def block_builder(Block: Any, what: str) -> Callable[..., Any]:
+def block_builder(Block: Any, what: str) -> Callable:
     """The static `init` of a block, Haliax style, or the block itself."""
     kind = type(Block).__name__
     # Equinox's partial and jitted functions are modules too.
@@ -114,7 +115,7 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     return getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
 
 
-def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> None:
+def check_options(blocks: Iterable[PyTree], verb: str, options: dict[str, Any]) -> None:
     """Refuse an option of a fold that has the name of a parameter of its blocks; says how to write each."""
     given = {name: value for name, value in options.items() if value is not None}
     for kind in {type(block) for block in blocks} if given else ():
@@ -134,7 +135,7 @@ def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> 
                 )
 
 
-def check_modules(layers: Any, what: str, name: str = "layers") -> None:
+def check_modules(layers: PyTree, what: str, name: str = "layers") -> None:
     """Refuse anything but a sequence of modules."""
     if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
         raise TypeError(f"{what} holds a list of modules, one for each layer; got {type(layers).__name__}.")

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import equinox as eqx
 from haliax import Axis
+from jaxtyping import PyTree
 
 from ._block_foldable import B, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -125,7 +126,7 @@ class StackedPattern(StackedKinds[M]):
         caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
         named = NamedPattern.of(names, builders)
 
-        def build_stacks(*args: Any, **kwargs: Any) -> Any:
+        def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
             check_no_lists(args, kwargs, axis, caller)
             divided = divide((args, kwargs), axis, named, caller)
             stacks = {}

@@ -12,6 +12,7 @@ from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
 from haliax.partitioning import physical_axis_name, physical_axis_size
 from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
 
 from ._activity import is_differentiable
 from ._checkpoint import saving_internals
@@ -26,13 +27,13 @@ from ._tiles import Cut, Tiling, run_tiles
 
 
 def tiled(
-    fn: Callable[..., Any],
+    fn: Callable,
     axis: AxisSelector | int,
     *,
     tiles: int | Literal["auto"] = "auto",
     budget: int | str | None = None,
     reduce: Literal["sum"] | None = None,
-) -> Callable[..., Any]:
+) -> Callable:
     """Apply `fn` tile by tile along an axis; backward, each tile is computed again, one after the other.
 
     ```python
@@ -91,7 +92,7 @@ def tiled(
     caller = _Caller(fn, axis, reduce, tiles, limit)
 
     @functools.wraps(fn, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return _apply(caller, (args, kwargs))
 
     return run
@@ -100,7 +101,7 @@ def tiled(
 class _Caller(NamedTuple):
     """What a user gave to `tiled`."""
 
-    fn: Callable[..., Any]
+    fn: Callable
     axis: AxisSelector | int
     reduce: Literal["sum"] | None
     tiles: int | Literal["auto"]
@@ -147,10 +148,10 @@ class Traced(NamedTuple):
 
     closed: ClosedJaxpr
     outputs: tuple[Output, ...]
-    structure: Any
-    leaves: tuple[Any, ...]
+    structure: PyTree
+    leaves: tuple[PyTree, ...]
 
-    def named(self, arrays: Sequence[Any]) -> Any:
+    def named(self, arrays: Sequence[PyTree]) -> PyTree:
         """What `fn` returns, with these arrays."""
         own = iter(arrays)
 
@@ -162,7 +163,7 @@ class Traced(NamedTuple):
         return jax.tree.unflatten(self.structure, [result(leaf) for leaf in self.leaves])
 
 
-def _apply(caller: _Caller, arguments: Any) -> Any:
+def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     entries, tree = take_marks_off(arguments)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
     dims = [
@@ -184,7 +185,7 @@ def _apply(caller: _Caller, arguments: Any) -> Any:
     is_given = [dim is not None or is_array(array) for array, dim in zip(arrays, dims, strict=True)]
     given = varying_alike([jnp.asarray(array) for array in pick(arrays, is_given)])  # in `jax.shard_map`
 
-    def rebuilt(given: Sequence[Any]) -> Any:
+    def rebuilt(given: Sequence[PyTree]) -> PyTree:
         every = zip(leaves, merge(arrays, given, is_given), strict=True)
         own = [_renamed(leaf, array) if is_named(leaf) else array for leaf, array in every]
         args, kwargs = jax.tree.unflatten(structure, own)
@@ -205,12 +206,12 @@ def _apply(caller: _Caller, arguments: Any) -> Any:
 
 def _plan(
     caller: _Caller,
-    fn: Callable[[Sequence[Any]], Any],
-    given: Sequence[Any],
+    fn: Callable[[Sequence[PyTree]], Any],
+    given: Sequence[PyTree],
     dims: Sequence[int | None],
     size: int,
     parts: int,
-) -> tuple[Traced, Tiling, list[Any]]:
+) -> tuple[Traced, Tiling, list[PyTree]]:
     """`fn` traced for all positions, and what runs it tile by tile."""
     tiles = caller.tiles
     if tiles == "auto":
@@ -223,7 +224,7 @@ def _plan(
     return whole, *Tiling.of(cut, [one.closed for one in traced], dims, outputs)
 
 
-def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:
+def _check_mesh(caller: _Caller, leaves: Sequence[PyTree]) -> None:
     """Refuse arrays whose sharding is part of their type."""
     for leaf in map(raw_array, leaves):
         spec = jax.typeof(leaf).sharding.spec if isinstance(leaf, jax.Array) else ()
@@ -234,7 +235,7 @@ def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:
             )
 
 
-def _check_closure(caller: _Caller, split: Sequence[Any], constants: Sequence[Any]) -> None:
+def _check_closure(caller: _Caller, split: Sequence[PyTree], constants: Sequence[PyTree]) -> None:
     """Refuse arrays that `fn` closes over and that do not vary as its arguments, in `jax.shard_map`."""
     for leaf in constants:
         differs = jax.typeof(leaf).manual_axis_type.varying != jax.typeof(split[0]).manual_axis_type.varying
@@ -259,7 +260,7 @@ def _renamed(leaf: NamedArray, array: Any) -> NamedArray:
     return NamedArray(array, tuple(map(Axis.resize, leaf.axes, array.shape)))
 
 
-def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | None]) -> int:
+def _common_size(caller: _Caller, entries: Sequence[PyTree], dims: Sequence[int | None]) -> int:
     """The size of the axis.
 
     Raises:
@@ -298,16 +299,16 @@ def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | N
 
 def _trace(
     caller: _Caller,
-    fn: Callable[[Sequence[Any]], Any],
+    fn: Callable[[Sequence[PyTree]], Any],
     cut: Cut,
     length: int | None,
-    given: Sequence[Any],
+    given: Sequence[PyTree],
     dims: Sequence[int | None],
 ) -> Traced:
     """`fn` on tiles of `length` positions of each device; with None, on all."""
-    found: list[Any] = []
+    found: list[PyTree] = []
 
-    def flat(given: Sequence[Any]) -> list[Any]:
+    def flat(given: Sequence[PyTree]) -> list[PyTree]:
         entries, structure = jax.tree_util.tree_flatten_with_path(fn(given), is_leaf=is_named)
         leaves = [
             _output(caller, path, leaf) if is_named(leaf) or is_array(leaf) else leaf
@@ -316,7 +317,7 @@ def _trace(
         found[:] = [structure, leaves]
         return [raw_array(leaf) for _, leaf in entries if is_named(leaf) or is_array(leaf)]
 
-    def tile_of(arrays: Sequence[Any]) -> list[Any]:
+    def tile_of(arrays: Sequence[PyTree]) -> list[PyTree]:
         if length is None:
             return list(arrays)
         return [cut.read(array, dim, 0, length) for array, dim in zip(arrays, dims, strict=True)]
@@ -368,18 +369,20 @@ def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:
     )
 
 
-def _internals(fn: Callable[[Sequence[Any]], Any], given: Sequence[Any], dims: Sequence[int | None]) -> int:
+def _internals(
+    fn: Callable[[Sequence[PyTree]], Any], given: Sequence[PyTree], dims: Sequence[int | None]
+) -> int:
     """How many bytes the backward pass of all positions keeps, beside what tiles share."""
     moves = [dim is not None and is_differentiable(leaf.dtype) for leaf, dim in zip(given, dims, strict=True)]
 
-    def residuals(given: Sequence[Any]) -> list[Any]:
-        def outputs(part: Sequence[Any]) -> list[Any]:
+    def residuals(given: Sequence[PyTree]) -> list[PyTree]:
+        def outputs(part: Sequence[PyTree]) -> list[PyTree]:
             leaves = jax.tree.leaves(fn(merge(given, part, moves)))
             return [leaf for leaf in leaves if is_array(leaf) and is_differentiable(leaf.dtype)]
 
         return jax.tree.leaves(jax.vjp(outputs, pick(given, moves))[1])
 
-    def size_of(leaves: Sequence[Any]) -> int:
+    def size_of(leaves: Sequence[PyTree]) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     return size_of(jax.eval_shape(residuals, list(given))) - size_of(

@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr
@@ -73,7 +73,7 @@ class Cut:
         own = array.shape[dim] // self.parts
         return array.reshape(*array.shape[:dim], self.parts, own, *array.shape[dim + 1 :])
 
-    def total(self, tile: Any, dim: int | None) -> Any:
+    def total(self, tile: Any, dim: int | None) -> PyTree:
         """The type of all tiles of a type; sums of them are in float32 at least."""
         if dim is not None:
             return tile.update(shape=(*tile.shape[:dim], self.size, *tile.shape[dim + 1 :]))
@@ -86,7 +86,7 @@ class Cut:
         arrays: Sequence[Array],
         inputs: Dims,
         outputs: Dims,
-        types: Sequence[Any],
+        types: Sequence[PyTree],
         later: Sequence[bool] = (),
     ) -> Arrays:
         """Apply rules, one for each length, tile by tile; for derivatives each tile is computed again.
@@ -195,7 +195,7 @@ class Tiles(Differentiable):
 
     tiling: Tiling
 
-    def __init__(self, tiling: Tiling, types: Sequence[Any]) -> None:
+    def __init__(self, tiling: Tiling, types: Sequence[PyTree]) -> None:
         self.in_avals = tuple(types)
         self.out_aval = jax.make_jaxpr(compiled(tiling))(*types).out_avals
         self.params = {"tiling": tiling}
@@ -205,10 +205,10 @@ class Tiles(Differentiable):
     def expand(self, *arrays: Array) -> Arrays:
         return compiled(self.tiling)(*arrays)
 
-    def dce(self, used: Any, *live: Any) -> Any:
+    def dce(self, used: PyTree, *live: Any) -> PyTree:
         return (True, True, self) if self.effects else super().dce(used, *live)
 
-    def primal(self, nonzero: Mask, args: Any) -> Arrays:
+    def primal(self, nonzero: Mask, args: PyTree) -> Arrays:
         tiling = self.tiling
         traced = [primal_of(jaxpr, nonzero) for jaxpr in tiling.jaxprs]
         return run_tiles(Tiling.of(tiling.cut, traced, tiling.inputs, tiling.outputs), args)
@@ -216,15 +216,15 @@ class Tiles(Differentiable):
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxprs[0], nonzero))
 
-    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         of_part = Bound("tangent", tangent_of, (self.tiling, nonzero, self.active(nonzero)))
         return compiled(of_part)(primals, tangents)
 
-    def vjp_fwd(self, nonzero: Any, *arrays: Any) -> tuple[Arrays, Any]:
+    def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[Arrays, PyTree]:
         nonzero = self._nonzero(nonzero)
         return self.primal(nonzero, arrays), (arrays, Static(nonzero))
 
-    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         arrays, nonzero = residuals[0], residuals[1].value
         is_float = floats(self.out_aval)
         has_ct = tuple(is_ and not is_zero(ct) for is_, ct in zip(is_float, cotangents, strict=True))
@@ -233,7 +233,7 @@ class Tiles(Differentiable):
         for total, ct in zip(pick(sums, nonzero), found, strict=True):
             total.accum(ct)
 
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
         old, is_mapped = self.tiling, [dim is not None for dim in dims]

@@ -15,6 +15,7 @@ import numpy as np
 from haliax import Axis
 from jax import lax
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from . import _placement
 from ._messages import axes_text
@@ -53,11 +54,11 @@ def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) ->
     make_on_device = Stacked.init(Layers, Block, remat=remat)
     caller = Caller("streaming.init", argument_namer(build, skip=0))
 
-    def build_stack(*args: Any, **kwargs: Any) -> Stacked:
+    def build_stack(*args: PyTree, **kwargs: PyTree) -> Stacked:
         template = eqx.filter_eval_shape(make_on_device, *args, **kwargs)
         layout, arrays, shared = split_tree((args, kwargs), Layers, caller)
 
-        def layer(slices: Any) -> list[Any]:
+        def layer(slices: PyTree) -> list[PyTree]:
             args, kwargs = layout.layer(slices, shared)
             block = eqx.filter(arrays_in_indices(build(*args, **kwargs)), is_array)
             leaves = map(jnp.asarray, jax.tree.leaves(block))
@@ -72,7 +73,7 @@ def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) ->
     return build_stack
 
 
-def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int) -> list[Any]:
+def _stacked_on_host(layer: Callable[[Any], list[PyTree]], arrays: PyTree, length: int) -> list[PyTree]:
     """What `layer` returns for each layer's slices of `arrays`, stacked."""
     first = layer([array[0] for array in arrays]) if length else []
     if not length or any(isinstance(leaf, Tracer) for leaf in first):
@@ -126,7 +127,7 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
     chosen, count = eqx.filter(model, is_chosen), 0
 
     def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
-        def field(path: Any, leaf: Any, like: Any) -> Any:
+        def field(path: Any, leaf: Any, like: PyTree) -> Any:
             nonlocal count
             if raw_array(like) is None or not _is_matrix(
                 f"{name}.stacked{jtu.keystr(path)}", leaf, stack.Layers
@@ -169,14 +170,14 @@ def to_device(model: T) -> T:
     return _of_stacks(moved, model, model)
 
 
-def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: Any, other: Any) -> Any:
+def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: PyTree, other: Any) -> PyTree:
     """The model with `fn(name, stack, the same of other)` in the place of each stack."""
 
-    def replaced(path: Any, node: Any, like: Any) -> Any:
+    def replaced(path: Any, node: PyTree, like: PyTree) -> PyTree:
         return fn(f"model{jtu.keystr(path)}", node, like) if _is_stack(node) else node
 
     return jtu.tree_map_with_path(replaced, model, other, is_leaf=_is_stack)
 
 
-def _is_stack(node: Any) -> bool:
+def _is_stack(node: PyTree) -> bool:
     return isinstance(node, Stacked)

@@ -11,6 +11,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import PyTree
 
 from .._activity import CALLS, name_of, programs_in
 from .._block_foldable import BlockFoldable
@@ -24,10 +25,10 @@ from .._static import Static
 class Follower(Protocol):
     """Sweeps back over the layers of a fold, and keeps what it finds."""
 
-    def begin(self, sweep_back: SweepBack, stack: Any, wanted: Any) -> None:
+    def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
         """Take what sweeps back, and which arrays of `(init, args, kwargs)` have cotangents."""
 
-    def __call__(self, cotangent: Any) -> SweepResult:
+    def __call__(self, cotangent: PyTree) -> SweepResult:
         """Sweep back from the cotangent of what the fold returned."""
         ...
 
@@ -45,21 +46,21 @@ class FollowedFold(HiPrim):
     """
 
     name: str
-    call: Callable[..., Any]
+    call: Callable
     static: Static
     follower: Follower | None
 
-    def __init__(self, in_types: Any, out_types: Any, **params: Any) -> None:
+    def __init__(self, in_types: Any, out_types: PyTree, **params: PyTree) -> None:
         self.in_avals, self.out_aval, self.params = in_types, out_types, params
         super().__init__()
 
     def followed(self, follower: Follower) -> "FollowedFold":
         return FollowedFold(self.in_avals, self.out_aval, **{**self.params, "follower": follower})
 
-    def expand(self, *arrays: Any) -> Any:
+    def expand(self, *arrays: PyTree) -> PyTree:
         return eqx.filter(self.call("", *eqx.combine(arrays, self.static.value)), eqx.is_array)
 
-    def vjp_fwd(self, nonzero: Any, *arrays: Any) -> tuple[Any, None]:
+    def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[PyTree, None]:
         if self.follower is None:
             raise _refusal(self.name, "a derivative that the loss takes")
         stack, *given = eqx.combine(arrays, self.static.value)
@@ -67,7 +68,7 @@ class FollowedFold(HiPrim):
         self.follower.begin(sweep_back, stack, nonzero[1:])
         return eqx.filter(y, eqx.is_array), None
 
-    def vjp_bwd(self, residuals: None, cotangents: Any, *sums: Any) -> None:
+    def vjp_bwd(self, residuals: None, cotangents: PyTree, *sums: PyTree) -> None:
         assert self.follower is not None
         leaves = map(ad.instantiate_zeros, self.out_tree.flatten_up_to(cotangents))
         result = self.follower(self.out_tree.unflatten(leaves))
@@ -76,14 +77,14 @@ class FollowedFold(HiPrim):
             if total is not None and cotangent is not None:
                 total.accum(cotangent)
 
-    def jvp(self, primals: Any, tangents: Any) -> Any:
+    def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
         raise _refusal(self.name, "a derivative that the loss takes")
 
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         raise _refusal(self.name, "jax.vmap")
 
 
-def leaves_or_none(tree: Any) -> list[Any]:
+def leaves_or_none(tree: PyTree) -> list[PyTree]:
     """The leaves of a tree, None being one."""
     return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
 
@@ -116,18 +117,20 @@ class FollowedStack(eqx.Module):
     def __len__(self) -> int:
         return len(self._stack)
 
-    def fold(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def fold(self, init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """As `Stacked.fold`."""
         return self._apply("fold", init, args, kwargs)
 
-    def scan(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def scan(self, init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """As `Stacked.scan`."""
         return self._apply("scan", init, args, kwargs)
 
-    def _apply(self, verb: str, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _apply(self, verb: str, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
         options = {name: kwargs.pop(name) for name in ("remat", "unroll", "reverse") if name in kwargs}
 
-        def call(suffix: str, stack: Any, init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call(
+            suffix: str, stack: PyTree, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        ) -> PyTree:
             return getattr(stack, verb + suffix)(init, *args, **options, **kwargs)
 
         arrays, static = eqx.partition((self._stack, init, args, kwargs), eqx.is_array)
@@ -136,7 +139,7 @@ class FollowedStack(eqx.Module):
         params = {"name": self._name, "call": call, "static": Static(static), "follower": None}
         return eqx.combine(FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays), rest)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PyTree:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
@@ -148,7 +151,7 @@ class FollowedStack(eqx.Module):
 
 def followed(
     closed: ClosedJaxpr, weights: Sequence[Sequence[Var]], names: Sequence[str], followers: Sequence[Follower]
-) -> Callable[..., list[Any]]:
+) -> Callable[..., list[PyTree]]:
     """A loss as a function of its inputs, in whose reverse pass each stack has its follower.
 
     Args:
@@ -217,7 +220,7 @@ def _inlined(jaxpr: Jaxpr, same: dict[Var, Any]) -> Iterator[JaxprEqn]:
         same |= zip(eqn.outvars, inner.outvars, strict=True)
 
 
-def _resolve(var: Any, same: dict[Var, Any]) -> Any:
+def _resolve(var: Any, same: dict[Var, Any]) -> PyTree:
     while isinstance(var, Var) and var in same:
         var = same[var]
     return var

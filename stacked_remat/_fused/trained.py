@@ -9,7 +9,8 @@ import jax
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
-from jaxtyping import DTypeLike
+from jax.tree_util import KeyPath
+from jaxtyping import DTypeLike, PyTree
 
 from .._messages import axes_text
 from .._scan.checks import describe
@@ -21,26 +22,26 @@ from .folds import FollowedStack, leaves_or_none
 from .separable import check_separable
 
 
-def _is_stack(node: Any) -> bool:
+def _is_stack(node: PyTree) -> bool:
     return isinstance(node, Stacked)
 
 
-def _is_folded(node: Any) -> bool:
+def _is_folded(node: PyTree) -> bool:
     return isinstance(node, Stacked | StackedPattern)
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: PyTree) -> bool:
     return node is None
 
 
-def masked(tree: Any, mask: Iterable[bool]) -> Any:
+def masked(tree: PyTree, mask: Iterable[bool]) -> PyTree:
     """A tree with None in the place of the leaves, None being one, that the mask leaves out."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
     kept = [leaf if is_ else None for leaf, is_ in zip(leaves, mask, strict=True)]
     return jax.tree.unflatten(structure, kept)
 
 
-def replaced(tree: Any, mask: Iterable[bool], new: Iterable[Any]) -> Any:
+def replaced(tree: PyTree, mask: Iterable[bool], new: Iterable[PyTree]) -> PyTree:
     """A tree with other leaves where the mask says so."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
     given = iter(new)
@@ -60,7 +61,7 @@ class FoldedLayers:
     """
 
     name: str
-    path: tuple[Any, ...]
+    path: KeyPath
     stacks: dict[str | None, int]
 
 
@@ -77,15 +78,15 @@ class Trained:
         folded: what the loss folds of them.
     """
 
-    model: Any
-    nodes: list[Any]
-    trained: list[Any]
+    model: PyTree
+    nodes: list[PyTree]
+    trained: list[PyTree]
     followed: list[int]
     names: list[str]
     folded: list[FoldedLayers]
 
     @staticmethod
-    def of(model: Any, trainable: Any) -> "Trained":
+    def of(model: PyTree, trainable: Any) -> "Trained":
         trained = eqx.filter(model, trainable)
         paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
         nodes = structure.flatten_up_to(trained)
@@ -129,10 +130,10 @@ class Trained:
     def stacks(self) -> list[Stacked]:
         return [self.nodes[i] for i in self.followed]
 
-    def _tree(self, nodes: list[Any]) -> Any:
+    def _tree(self, nodes: list[PyTree]) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(self.model, is_leaf=_is_stack), nodes)
 
-    def in_loss(self, rest: Any, weights: Sequence[Any]) -> Any:
+    def in_loss(self, rest: PyTree, weights: Sequence[PyTree]) -> PyTree:
         """The model with other trained arrays, and a `FollowedStack` in the place of what is folded."""
         stacks = [
             replaced(stack, self.layer_mask(number), jax.tree.leaves(new))
@@ -140,14 +141,14 @@ class Trained:
         ]
         names = {folded.path: folded.name for folded in self.folded}
 
-        def follow(path: tuple[Any, ...], node: Any) -> Any:
+        def follow(path: KeyPath, node: PyTree) -> PyTree:
             return FollowedStack(node, names[path]) if path in names else node
 
         model = self.updated(stacks, jax.tree.leaves(rest))
         return jtu.tree_map_with_path(follow, model, is_leaf=_is_folded)
 
     @property
-    def weights(self) -> list[Any]:
+    def weights(self) -> list[PyTree]:
         """The stacks with None in the place of what is not trained."""
         return [self.trained[i] for i in self.followed]
 
@@ -155,21 +156,21 @@ class Trained:
         """For each leaf of a layer, None among them, whether it is trained."""
         return [leaf is not None for leaf in leaves_or_none(self.trained[self.followed[number]])]
 
-    def _nothing(self) -> list[Any]:
+    def _nothing(self) -> list[PyTree]:
         return [eqx.filter(node, False) if _is_stack(node) else None for node in self.nodes]
 
-    def layer_types(self, number: int) -> Any:
+    def layer_types(self, number: int) -> PyTree:
         """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
         return masked(layer_types(self.nodes[self.followed[number]]), self.layer_mask(number))
 
-    def only_layer(self, number: int, layer: Any) -> Any:
+    def only_layer(self, number: int, layer: PyTree) -> PyTree:
         """The model with this layer in the place of a stack, and None in the place of all other arrays."""
         nodes = self._nothing()
         i = self.followed[number]
         nodes[i] = _with_layer(nodes[i], layer)
         return self._tree(nodes)
 
-    def only_rest(self) -> Any:
+    def only_rest(self) -> PyTree:
         """The model with None in the place of all that is not trained, or in a stack that is."""
         nodes = self._nothing()
         return self._tree(
@@ -179,7 +180,7 @@ class Trained:
             ]
         )
 
-    def updated(self, stacks: Iterable[Any], rest: list[Any]) -> Any:
+    def updated(self, stacks: Iterable[PyTree], rest: list[PyTree]) -> PyTree:
         """The model with other stacks, and with other arrays in the place of those of `only_rest`."""
         nodes = list(self.nodes)
         for i, stack in zip(self.followed, stacks, strict=True):
@@ -200,7 +201,7 @@ class Trained:
         check_separable(optimizer, self._tree(nodes), owners, dtype)
 
 
-def _folded(model: Any, paths: list[tuple[Any, ...]]) -> list[FoldedLayers]:
+def _folded(model: PyTree, paths: list[tuple[PyTree, ...]]) -> list[FoldedLayers]:
     """What is folded, given the paths of the stacks that are trained."""
     found = []
     for path, node in jtu.tree_leaves_with_path(model, is_leaf=_is_folded):
@@ -214,7 +215,7 @@ def _folded(model: Any, paths: list[tuple[Any, ...]]) -> list[FoldedLayers]:
     return found
 
 
-def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
+def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTree:
     """The states of all layers as a tree.
 
     Args:
@@ -234,5 +235,5 @@ def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
     return jax.tree.map(with_axis, state, is_leaf=is_named_array)
 
 
-def _with_layer(stack: Any, layer: Any) -> Any:
+def _with_layer(stack: PyTree, layer: PyTree) -> PyTree:
     return eqx.tree_at(lambda stack: stack.stacked, stack, layer, is_leaf=_is_none)

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, PyTree
 
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
@@ -23,11 +23,11 @@ from .trained import Trained, masked, replaced, state_of_layers
 class Optimizer(Protocol):
     """An `optax.GradientTransformation`."""
 
-    def init(self, params: Any, /) -> Any:
+    def init(self, params: PyTree, /) -> PyTree:
         """The state before the first step."""
         ...
 
-    def update(self, updates: Any, state: Any, params: Any = None, /) -> tuple[Any, Any]:
+    def update(self, updates: PyTree, state: PyTree, params: PyTree = None, /) -> tuple[PyTree, PyTree]:
         """From gradients to updates and the next state."""
         ...
 
@@ -41,8 +41,8 @@ class FusedState(NamedTuple):
         rest: of everything else that is trained.
     """
 
-    stacks: tuple[Any, ...]
-    rest: Any
+    stacks: tuple[PyTree, ...]
+    rest: PyTree
 
 
 class FusedResult(NamedTuple):
@@ -55,14 +55,14 @@ class FusedResult(NamedTuple):
         grad_norm: the global norm of the gradient, before clipping.
     """
 
-    model: Any
+    model: PyTree
     state: FusedState
-    value: Any
+    value: PyTree
     grad_norm: Float[Array, ""]
 
 
 def fused_update(
-    loss: Callable[..., Any],
+    loss: Callable,
     optimizer: Any,
     *,
     trainable: Any = eqx.is_inexact_array,
@@ -128,7 +128,7 @@ def fused_update(
 class FusedUpdate:
     """The step of `fused_update`."""
 
-    loss: Callable[..., Any]
+    loss: Callable
     optimizer: Optimizer
     trainable: Any
     has_aux: bool
@@ -136,7 +136,7 @@ class FusedUpdate:
     clip: Literal["global", "layer"]
     gradient_dtype: DTypeLike | None
 
-    def init(self, model: Any) -> FusedState:
+    def init(self, model: PyTree) -> FusedState:
         """The optimizer's state for a model.
 
         For a stack with a trained array on the host, what the state has of matrices is there too.
@@ -153,11 +153,11 @@ class FusedUpdate:
         stacks = tuple(self._state_of(trained, number) for number in range(len(trained.stacks)))
         return FusedState(stacks, self.optimizer.init(trained.only_rest()))
 
-    def _state_of(self, trained: Trained, number: int) -> Any:
+    def _state_of(self, trained: Trained, number: int) -> PyTree:
         stack, mask = trained.stacks[number], trained.layer_mask(number)
         on_host = has_host_arrays(masked(stack.stacked, mask))
 
-        def init(_: None, layer: Any) -> tuple[None, list[Any]]:
+        def init(_: None, layer: PyTree) -> tuple[None, list[PyTree]]:
             leaves = jax.tree.leaves(self.optimizer.init(trained.only_layer(number, masked(layer, mask))))
             return None, [
                 to_host(leaf) if on_host and moves_to_host(leaf.shape, leaf.dtype) else leaf
@@ -167,11 +167,11 @@ class FusedUpdate:
         _, leaves = scan(init, stack.Layers)(None, stack.stacked)
         return state_of_layers(leaves, self._layer_state(trained, number), stack.Layers)
 
-    def _layer_state(self, trained: Trained, number: int) -> Any:
+    def _layer_state(self, trained: Trained, number: int) -> PyTree:
         """The types of the state of one layer."""
         return jax.eval_shape(self.optimizer.init, trained.only_layer(number, trained.layer_types(number)))
 
-    def __call__(self, model: Any, state: FusedState, /, *args: Any, **kwargs: Any) -> FusedResult:
+    def __call__(self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
         trained = Trained.of(model, self.trainable)
         given, structure = jax.tree.flatten(state)
@@ -191,19 +191,19 @@ class FusedUpdate:
         """Whether the norm of all gradients decides about each."""
         return self.max_grad_norm is not None and self.clip == "global"
 
-    def _scaled(self, gradients: list[Any], norm: Any) -> list[Any]:
+    def _scaled(self, gradients: list[PyTree], norm: Any) -> list[PyTree]:
         """The gradients, scaled down where `norm` is greater than the greatest."""
         most = self.max_grad_norm
         if most is None:
             return gradients
         return [jnp.where(norm < most, leaf, leaf / norm.astype(leaf.dtype) * most) for leaf in gradients]
 
-    def _cast(self, gradients: list[Any]) -> list[Any]:
+    def _cast(self, gradients: list[PyTree]) -> list[PyTree]:
         """The gradients in `gradient_dtype`."""
         dtype = self.gradient_dtype
         return gradients if dtype is None else [leaf.astype(dtype) for leaf in gradients]
 
-    def _updated(self, gradients: list[Any], state: Any, params: Any) -> tuple[list[Any], Any]:
+    def _updated(self, gradients: list[PyTree], state: PyTree, params: PyTree) -> tuple[list[PyTree], Any]:
         """The trained leaves of `params` after an update by their gradients, and the next state."""
         leaves, structure = jax.tree.flatten(params)
         updates, state = self.optimizer.update(jax.tree.unflatten(structure, gradients), state, params)
@@ -220,7 +220,7 @@ def _added(leaf: Any, step: Any) -> Any:
     return (leaf.astype(dtype) + step.astype(dtype)).astype(leaf.dtype)
 
 
-def _sum_of_squares(leaves: list[Any]) -> Any:
+def _sum_of_squares(leaves: list[PyTree]) -> PyTree:
     def of_one(leaf: Any) -> Any:
         size = jnp.abs(leaf)
         return jnp.sum(jnp.square(size if jnp.finfo(size.dtype).bits > 32 else size.astype(jnp.float32)))
@@ -247,13 +247,13 @@ class _Layers:
     states: dict[str | None, Any]
     layers: dict[str | None, Any] = dataclasses.field(default_factory=dict)
     squares: Any = None
-    cotangent: Any = None
+    cotangent: PyTree = None
 
-    def begin(self, sweep_back: SweepBack, stack: Any, wanted: Any) -> None:
+    def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
         self.sweep_back, self.wanted = sweep_back, wanted
         self.kinds: list[str] = [] if None in self.stacks else [*stack.stacks]
 
-    def __call__(self, cotangent: Any) -> SweepResult:
+    def __call__(self, cotangent: PyTree) -> SweepResult:
         self.cotangent = cotangent
         result = self.sweep(None, updates=not self.fused.sweeps_twice)
         self.squares = result.state
@@ -262,7 +262,7 @@ class _Layers:
     def sweep(self, norm: Any, *, updates: bool) -> SweepResult:
         """Sweep back, and update the layers by this norm, or by each layer's own."""
 
-        def leaves(kind: str | None) -> list[Any]:
+        def leaves(kind: str | None) -> list[PyTree]:
             return jax.tree.leaves(self.states.get(kind)) if updates else []
 
         given = per_kind({kind: leaves(kind) for kind in self.kinds}) if self.kinds else leaves(None)
@@ -288,7 +288,7 @@ class _Layers:
 
         def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
             is_trained = visit.kind in self.stacks
-            of_layer: list[Any] = ["layer"] if is_trained else []
+            of_layer: list[PyTree] = ["layer"] if is_trained else []
             carry, *others = visit.vjp("carry", *further, *of_layer)
             pairs = zip(further.items(), others, strict=False)
             cotangents = {
@@ -317,7 +317,7 @@ class _Layers:
 _Further: TypeAlias = Literal["args", "kwargs"]
 
 
-def _of_kind(masks: Any, kind: str | None) -> Any:
+def _of_kind(masks: PyTree, kind: str | None) -> PyTree:
     """The part of a mask of the arguments of all layers that is for those of one kind."""
     return jax.tree.map(
         lambda node: node.values[kind] if kind and isinstance(node, PerKind) else node,
@@ -327,9 +327,13 @@ def _of_kind(masks: Any, kind: str | None) -> Any:
 
 
 def _step(
-    fused: FusedUpdate, trained: Trained, state: FusedState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fused: FusedUpdate,
+    trained: Trained,
+    state: FusedState,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
 ) -> FusedResult:
-    def loss(rest: Any, weights: Any) -> Any:
+    def loss(rest: PyTree, weights: PyTree) -> PyTree:
         return fused.loss(trained.in_loss(rest, weights), *args, **kwargs)
 
     inputs = trained.only_rest(), trained.weights
@@ -343,7 +347,7 @@ def _step(
     ]
     run = followed(closed, weights, names, folds)
 
-    def evaluate(*inputs: Any) -> tuple[Any, Any]:
+    def evaluate(*inputs: PyTree) -> tuple[PyTree, PyTree]:
         outputs = run(*jax.tree.leaves(inputs))
         returned = eqx.combine(jax.tree.unflatten(jax.tree.structure(struct), outputs), static)
         _check_scalar(returned, fused.has_aux)
@@ -369,7 +373,7 @@ def _step(
     return FusedResult(trained.updated(layers, new), FusedState(states, of_rest), returned, norm)
 
 
-def _check_scalar(value: Any, has_aux: bool) -> None:
+def _check_scalar(value: PyTree, has_aux: bool) -> None:
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise TypeError(f"With has_aux the loss returns a pair; got {type(value).__name__}.")
     leaves = jax.tree.leaves(value[0] if has_aux else value)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
+from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointSpec
 from .layers import Loop, scan_layers
@@ -79,8 +80,8 @@ def scan(
     return _loops(Loop.of(call, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned))
 
 
-def _loops(loop: Loop) -> Callable[..., Any]:
-    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _loops(loop: Loop) -> Callable:
+    def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         carry, outputs = scan_layers(loop, init, (args, kwargs))
         return loop.call.result(carry, outputs)
@@ -89,15 +90,15 @@ def _loops(loop: Loop) -> Callable[..., Any]:
 
 
 def lax_scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    f: Callable[[Any, Any], tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
     remat: ScanCheckpointSpec = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """`jax.lax.scan` with a checkpoint policy, for code that takes a `scan_fn`.
 
     ```python

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.axis import AxisSelector
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from .._messages import axes_text
 from .marks import Entry, Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
@@ -23,10 +25,10 @@ class Caller(NamedTuple):
     """The operation that splits arguments over an axis, as the user writes it, and its names of leaves."""
 
     what: str
-    name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr
+    name_of: Callable[[KeyPath], str] = jtu.keystr
 
 
-def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[tuple[Any, ...]], str]:
+def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[KeyPath], str]:
     """How to name a path into `(args, kwargs)` by the parameters of `fn` after those that are skipped.
 
     The first of the arguments have the names `first`.
@@ -38,7 +40,7 @@ def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Call
         named = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return [*first, *named], next((p.name for p in own if p.kind is p.VAR_POSITIONAL), "args")
 
-    def name_of(path: tuple[Any, ...]) -> str:
+    def name_of(path: KeyPath) -> str:
         (group, entry), (positional, variadic) = path[:2], parameters()
         if group.idx == 1:
             root = str(entry.key)
@@ -96,7 +98,7 @@ def is_unsplit_key(name: str, leaf: Any) -> bool:
     return _may_be_raw_key(leaf) and leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
 
 
-def check_no_lists(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis, caller: Caller) -> None:
+def check_no_lists(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], axis: Axis, caller: Caller) -> None:
     """Refuse a list of as many Python values as layers: each layer would be given the whole list."""
     paths_and_nodes = jtu.tree_leaves_with_path((args, kwargs), is_leaf=lambda node: isinstance(node, list))
     for path, node in paths_and_nodes:
@@ -111,7 +113,7 @@ def check_no_lists(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis, ca
 
 
 def warn_of_ambiguous(
-    init: Any, args: Sequence[Any], kwargs: dict[str, Any], axis: Axis, caller: Caller
+    init: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree], axis: Axis, caller: Caller
 ) -> None:
     """Warn of a plain array that may be meant for each layer or for a dimension of the carry of that size.
 
@@ -150,7 +152,7 @@ def _outside() -> int:
 _OURS = (__name__.split(".")[0], "jax", "equinox", "contextlib")
 
 
-def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
+def check_stacked(tree: PyTree, axis: Axis, caller: Caller) -> None:
     """Refuse a tree whose split leaves have another size than `axis`."""
     leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_named)
     check_sizes(axis, [(*entry, "default") for entry in leaves if is_split(entry[1], axis)], caller)

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from .._activity import CALLS, CHECKPOINTS, program_of
 from .._messages import axes_text
@@ -56,7 +57,7 @@ def check_reverse(reverse: bool) -> bool:
     return bool(reverse)
 
 
-def check_carry(before: Any, after: Any, what: str = "carry") -> None:
+def check_carry(before: PyTree, after: PyTree, what: str = "carry") -> None:
     """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change."""
     old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
     new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
@@ -84,7 +85,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
             )
 
 
-def _structural_change(where: str, before: Any, after: Any) -> str:
+def _structural_change(where: str, before: PyTree, after: PyTree) -> str:
     """Where and how the structures of two trees differ."""
     old, new = children(before), children(after)
     if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
@@ -100,13 +101,13 @@ def _structural_change(where: str, before: Any, after: Any) -> str:
     return f"The {where} changes structure: {describe(before)} comes out with other static fields"
 
 
-def children(tree: Any) -> dict[str, Any]:
+def children(tree: PyTree) -> dict[str, PyTree]:
     """The entries of a node by key, written as in a path."""
     paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
 
-def _check_dtype(where: str, before: Any, after: Any) -> None:
+def _check_dtype(where: str, before: PyTree, after: PyTree) -> None:
     old, new = jax.typeof(before), jax.typeof(after)
     if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
         return
@@ -116,7 +117,7 @@ def _check_dtype(where: str, before: Any, after: Any) -> None:
     )
 
 
-def check_offloaded(carry: Sequence[Any], jaxpr: Any, names: Sequence[str]) -> None:
+def check_offloaded(carry: Sequence[PyTree], jaxpr: Any, names: Sequence[str]) -> None:
     """Refuse to offload a name that is only that of the carry which a layer, a jaxpr, returns.
 
     The next layer keeps that value as its input, so nothing would be moved.
@@ -146,7 +147,7 @@ def _name_of_output(jaxpr: Any, output: Any) -> str | None:
     return None
 
 
-def describe(x: Any) -> str:
+def describe(x: PyTree) -> str:
     """A value in an error message: its kind and shape."""
     if x is None:
         return "None"

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from .._placement import is_on_host, to_host
 from .arguments import Caller, check_keys, check_sizes, resolve_axis
@@ -37,9 +39,9 @@ class Leaf(NamedTuple):
     """
 
     kind: Literal["split", "shared", "static"]
-    path: tuple[Any, ...]
+    path: KeyPath
     axes: tuple[Axis, ...] | None
-    value: Any
+    value: PyTree
     unsliced: bool
     on_host: bool
 
@@ -57,7 +59,7 @@ class TreeLayout:
     leaves: tuple[Leaf, ...]
 
     @property
-    def key(self) -> Any:
+    def key(self) -> PyTree:
         """What two layouts agree in if they are alike; without a hash where what is not an array has none."""
         return self.axis, self.treedef, self.leaves
 
@@ -73,19 +75,19 @@ class TreeLayout:
 
     def layer(
         self,
-        parts: Sequence[Any],
-        shared: Sequence[Any],
+        parts: Sequence[PyTree],
+        shared: Sequence[PyTree],
         *,
         Stack: Axis | None = None,
         cotangents: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """The tree of one layer, from its slice of each split array and the shared arrays.
 
         `Stack` is the first axis of unsliced fields, if `parts` has stacks for them. Of `cotangents` arrays
         may be None; what is not an array then is.
         """
 
-        def name(leaf: Leaf, part: Any) -> Any:
+        def name(leaf: Leaf, part: PyTree) -> PyTree:
             if leaf.axes is None:
                 return part
             axes = tuple(axis for axis in leaf.axes if axis.name != self.axis.name)
@@ -93,7 +95,7 @@ class TreeLayout:
 
         return self._build(map(name, self.of_kind("split"), parts), shared, cotangents)
 
-    def arguments(self, parts: Sequence[Any], shared: Sequence[Any]) -> Any:
+    def arguments(self, parts: Sequence[PyTree], shared: Sequence[PyTree]) -> PyTree:
         """The arguments of a layer: as `layer`, with a `LayerStack` for each field that is unsliced.
 
         `parts` has the whole stack for those.
@@ -105,7 +107,9 @@ class TreeLayout:
         stack = functools.partial(LayerStack, layer_index=parts[-1], axis_name=self.axis.name)
         return (map_unsliced(stack, first), *args), kwargs
 
-    def stacked(self, arrays: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
+    def stacked(
+        self, arrays: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False
+    ) -> PyTree:
         """The whole tree, each array in its memory, from its split and its shared arrays.
 
         `cotangents` as in `layer`.
@@ -124,7 +128,7 @@ class TreeLayout:
         ]
         return self._build(map(name, self.of_kind("split"), arrays), kept, cotangents)
 
-    def arrays(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    def arrays(self, tree: PyTree) -> tuple[list[PyTree], list[PyTree]]:
         """The split and the shared arrays of a tree of this structure; None for missing ones and indices."""
         leaves = [*zip(self.leaves, self.treedef.flatten_up_to(tree), strict=True)]
         split, shared = (
@@ -132,10 +136,10 @@ class TreeLayout:
         )
         return split + [None] * (len(self.unsliced) - len(split)), shared
 
-    def _build(self, split: Iterable[Any], shared: Iterable[Any], cotangents: bool) -> Any:
+    def _build(self, split: Iterable[PyTree], shared: Iterable[PyTree], cotangents: bool) -> PyTree:
         split, shared = iter(split), iter(shared)
 
-        def fill(leaf: Leaf) -> Any:
+        def fill(leaf: Leaf) -> PyTree:
             if leaf.kind == "static":
                 return None if cotangents else leaf.value
             if leaf.kind == "split":
@@ -146,12 +150,12 @@ class TreeLayout:
 
 
 def split_tree(
-    tree: Any,
+    tree: PyTree,
     axis: AxisSelector,
     caller: Caller,
     *,
     is_scanned: IsScanned = is_named_or_shaped_array,
-) -> tuple[TreeLayout, list[Any], list[Any]]:
+) -> tuple[TreeLayout, list[PyTree], list[PyTree]]:
     """Take a tree apart: its layout, the arrays that are split over `axis`, and those that are shared.
 
     Where the axis is a name, the size is read off the arrays.
@@ -194,7 +198,7 @@ def split_tree(
     return TreeLayout(axis, treedef, tuple(leaves)), arrays, shared
 
 
-def layer_getter(tree: Any, axis: Axis, caller: Caller) -> Callable[[Any], Any]:
+def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[PyTree], PyTree]:
     """A function of an index, which is not checked, to the tree of that layer. Errors as of `split_tree`."""
     layout, arrays, shared = split_tree(tree, axis, caller)
     return lambda index: layout.layer([array[index] for array in arrays], shared)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from .._messages import axes_text, shown
 from .checks import children, describe
@@ -18,7 +20,7 @@ from .marks import has_axis, is_array, is_named, is_split, raw_array
 T = TypeVar("T")
 
 
-def number_of_layers(tree: Any) -> int:
+def number_of_layers(tree: PyTree) -> int:
     """The size of the first dimension of the first array, 0 where there is none."""
     arrays = [raw_array(leaf) for leaf in jtu.tree_leaves(tree, is_leaf=is_named)]
     return next((array.shape[0] for array in arrays if is_array(array) and array.ndim), 0)
@@ -46,7 +48,7 @@ def take_layers(tree: T, axis: Axis, rows: Sequence[int]) -> tuple[T, Axis]:
 def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
     """An array that is split over `axis`, with these of its entries; a slice where they are evenly spaced."""
     steps = {after - before for before, after in itertools.pairwise(rows)}
-    part: Any = np.asarray(rows, np.int32)
+    part: PyTree = np.asarray(rows, np.int32)
     if len(steps) <= 1 and min(steps, default=1) > 0:
         first, step = (rows[0] if len(rows) else 0), min(steps, default=1)
         part = slice(first, first + step * len(rows), step)
@@ -61,7 +63,7 @@ def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:
     """One tree with the arrays stacked along a new leading `axis`, and the first tree's other leaves."""
 
-    def stack(*leaves: Any) -> Any:
+    def stack(*leaves: Any) -> PyTree:
         if is_named(leaves[0]):
             return hax.stack(axis, leaves)
         return jnp.stack(leaves) if is_array(leaves[0]) else leaves[0]
@@ -76,7 +78,7 @@ def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
     """
     first, *rest = layers
 
-    def stack(path: tuple[Any, ...], *leaves: Any) -> Any:
+    def stack(path: KeyPath, *leaves: Any) -> PyTree:
         if all(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves):
             alike = all(type(leaf) is type(leaves[0]) and leaf == leaves[0] for leaf in leaves)
             return leaves[0] if alike else jnp.stack([jnp.asarray(leaf) for leaf in leaves])
@@ -117,7 +119,7 @@ def _structural_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, An
 
 
 def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueError:
-    def text(value: Any) -> str:
+    def text(value: PyTree) -> str:
         is_node = value is None or is_named(value) or is_array(value) or jtu.tree_leaves(value) != [value]
         return describe(value) if is_node else shown(value)
 
@@ -128,7 +130,7 @@ def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueE
     )
 
 
-def stack_outputs(outputs: Sequence[Any], axis: Axis, what: str) -> Any:
+def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
     """The outputs of layers that may differ, stacked along a new leading `axis`; None for no layers.
 
     Refuses outputs that differ in structure, axes or shape, or that have the axis already.
@@ -172,14 +174,14 @@ def _form(leaf: Any) -> str:
 def name_stacked(tree: T, axis: Axis, what: str) -> T:
     """Give `axis`, which must be new, to named arrays whose raw arrays have gained a leading dimension."""
 
-    def prepend(path: tuple[Any, ...], leaf: Any) -> Any:
+    def prepend(path: KeyPath, leaf: Any) -> Any:
         _check_is_new(leaf, axis, path, what)
         return NamedArray(leaf.array, (axis, *leaf.axes)) if is_named(leaf) else leaf
 
     return jtu.tree_map_with_path(prepend, tree, is_leaf=is_named)
 
 
-def _check_is_new(leaf: Any, axis: Axis, path: tuple[Any, ...], what: str) -> None:
+def _check_is_new(leaf: Any, axis: Axis, path: KeyPath, what: str) -> None:
     if is_named(leaf) and has_axis(leaf, axis):
         raise ValueError(
             f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "

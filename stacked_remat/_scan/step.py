@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .._checkpoint import saving_internals
 from .._static import Static
@@ -18,7 +19,7 @@ from .marks import raw_array
 
 Verb: TypeAlias = Literal["fold", "scan", "map"]
 Names: TypeAlias = tuple[str, ...] | Literal[True]  # of internals that are kept; True for all
-Until: TypeAlias = Callable[[Any], Any]  # of a carry: whether to stop
+Until: TypeAlias = Callable[[PyTree], PyTree]  # of a carry: whether to stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,40 +39,40 @@ class Call:
 
     caller: Caller
     verb: Verb
-    fn: Callable[..., Any]
+    fn: Callable
     owner: Any
     takes_block: bool = False
     until: Until | None = None
 
     @classmethod
-    def of(cls, verb: Verb, fn: Callable[..., Any], until: Until | None = None) -> "Call":
+    def of(cls, verb: Verb, fn: Callable, until: Until | None = None) -> "Call":
         """The call of a function that is given no block."""
         caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))
         return cls(caller, verb, fn, fn, until=until)
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[PyTree, ...]:
         """The owner, and what else calls of the same function differ in."""
         return self.owner, self.fn is self.owner, self.caller.what, self.verb, self.until
 
     @property
-    def named(self) -> Callable[..., Any]:
+    def named(self) -> Callable:
         """The function, with the signature of its owner."""
         if self.fn is self.owner:
             return self.fn
         return functools.update_wrapper(functools.partial(self.fn), self.owner)
 
-    def as_called(self, loop: Callable[..., Any], after: str) -> Callable[..., Any]:
+    def as_called(self, loop: Callable, after: str) -> Callable:
         """A loop of such calls, with the name that Python has for it in errors of missing arguments."""
         loop.__qualname__ = f"{self.verb}{after}"
         return loop
 
-    def inputs(self, carry: Any, args: Sequence[Any]) -> Sequence[Any]:
+    def inputs(self, carry: PyTree, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """The positional arguments of the function."""
         first = int(self.takes_block)
         return args if self.verb == "map" else [*args[:first], carry, *args[first:]]
 
-    def outputs(self, result: Any, arguments: Any) -> tuple[Any, Any]:
+    def outputs(self, result: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
         """The carry and the output, either of which may be None, from what the function returned."""
         if self.verb == "map":
             return None, result
@@ -87,32 +88,32 @@ class Call:
         carry, y = result
         return carry, y
 
-    def result(self, carry: Any, outputs: Any) -> Any:
+    def result(self, carry: PyTree, outputs: PyTree) -> PyTree:
         """What a loop of such calls returns."""
         return {"fold": carry, "scan": (carry, outputs), "map": outputs}[self.verb]
 
-    def first(self, init: Any) -> Any:
+    def first(self, init: PyTree) -> PyTree:
         """What goes into the first step, from the first carry."""
         return init if self.until is None else (_is_done(self.until, init), init)
 
-    def last(self, carry: Any) -> Any:
+    def last(self, carry: PyTree) -> PyTree:
         """The last carry, from what comes out of the last step."""
         return carry if self.until is None else carry[1]
 
 
-Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[Any], dict[str, Any]]]
+Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[PyTree], dict[str, PyTree]]]
 
 
 def array_step(
     call: Call,
-    static: Any,
+    static: PyTree,
     names: Names,
     unpack: Unpack,
-    pack: Callable[[Any], Any],
-    shared: Any,
-    arrays: Any,
-    inputs: Any,
-) -> tuple[Any, Any]:
+    pack: Callable[[PyTree], PyTree],
+    shared: PyTree,
+    arrays: PyTree,
+    inputs: PyTree,
+) -> tuple[PyTree, PyTree]:
     """A step from the arrays of a carry, the rest being `static`, to those of the next one, and the output.
 
     `unpack` makes the arguments of the layer's own inputs and the shared arrays; `pack` what is returned of
@@ -130,17 +131,19 @@ def array_step(
     return eqx.filter(new_carry, eqx.is_array_like), pack(y)
 
 
-def arrays_and_rest(y: Any) -> tuple[Any, Static]:
+def arrays_and_rest(y: PyTree) -> tuple[PyTree, Static]:
     """The arrays of an output, and what else is in it."""
     arrays, rest = eqx.partition(y, eqx.is_array_like)
     return arrays, Static(rest)
 
 
-def _unless_done(until: Until, state: tuple[Any, Any], new_carry: Any, y: Any) -> tuple[Any, Any]:
+def _unless_done(
+    until: Until, state: tuple[PyTree, PyTree], new_carry: PyTree, y: PyTree
+) -> tuple[PyTree, PyTree]:
     """Once it is done, the carry stays as it is, and outputs are zeros."""
     done, carry = state
 
-    def choose(new: Any, old: Any) -> Any:
+    def choose(new: PyTree, old: PyTree) -> PyTree:
         return jnp.where(done, old, new) if eqx.is_array_like(new) else new
 
     carry = jax.tree.map(choose, new_carry, carry)
@@ -148,7 +151,7 @@ def _unless_done(until: Until, state: tuple[Any, Any], new_carry: Any, y: Any) -
     return (done | _is_done(until, carry), carry), y
 
 
-def _is_done(until: Until, carry: Any) -> Any:
+def _is_done(until: Until, carry: PyTree) -> PyTree:
     """Whether to stop at this carry; a `TypeError` where `until` returns anything but one bool."""
     done = raw_array(until(carry))
     if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jaxtyping import PyTree
 
 from .._activity import is_differentiable
 from .._sweep.derivative_errors import not_differentiable
@@ -40,7 +41,11 @@ class SweepBack(eqx.Module):
     _wrap: Callable[[SweepResult], SweepResult] = eqx.field(static=True, default=lambda result: result)
 
     def __call__(
-        self, cotangent: Any, visitor: Visitor | None = None, state: Any = None, layer_state: Any = None
+        self,
+        cotangent: PyTree,
+        visitor: Visitor | None = None,
+        state: PyTree = None,
+        layer_state: PyTree = None,
     ) -> SweepResult:
         """Visit every layer once, from the one that ran last to the one that ran first.
 
@@ -88,7 +93,7 @@ class SweepBack(eqx.Module):
         return dataclasses.replace(self, _wrap=wrap)
 
 
-def _cotangents(types: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
+def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, Arrays]:
     """The cotangents of the leaves of carry and outputs that have one, zeros for missing ones."""
     given = cotangent if types.has_output and cotangent is not None else (cotangent, None)
     if not isinstance(given, tuple | list) or len(given) != 2:
@@ -115,7 +120,7 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
 
 
 def _stacked(
-    types: SweepTypes, xs: Arrays, shared: Sequence[Any], *, cotangents: bool
+    types: SweepTypes, xs: Arrays, shared: Sequence[PyTree], *, cotangents: bool
 ) -> tuple[Any, Any, Any]:
     """The layers, the further arguments and those by name, of each kind."""
     of_kinds = [
@@ -140,10 +145,10 @@ class _Loop(NamedTuple):
         layer_state: for each of its arrays: its stack.
     """
 
-    xs: list[Any]
-    shared: list[Any]
-    state: Any
-    layer_state: list[Any]
+    xs: list[PyTree]
+    shared: list[PyTree]
+    state: PyTree
+    layer_state: list[PyTree]
 
 
 def _without_derivatives(leaf: Any) -> Any:
@@ -159,7 +164,7 @@ _NO_DERIVATIVES = (
 
 
 def _visited(
-    sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: Any, layer_state: Any
+    sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: PyTree, layer_state: PyTree
 ) -> SweepResult:
     types = sweep._types
     states = _split_layer_state(types, layer_state)
@@ -175,7 +180,7 @@ def _visited(
         entry = types.visit(leaves, own.layout.layer(part, own.shared))
         state = eqx.combine(loop.state, static)
         carry_ct, new = _new_leaves(types, own.layout, leaves, entry, state, visitor(entry, state))
-        nothing: list[Any] = [None] * len(state_stacks)
+        nothing: list[PyTree] = [None] * len(state_stacks)
         return carry_ct, new._replace(layer_state=with_part(nothing, own.part, new.layer_state))
 
     def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
@@ -223,17 +228,17 @@ class _LayerState(NamedTuple):
     """
 
     layout: TreeLayout
-    stacks: list[Any]
-    shared: list[Any]
+    stacks: list[PyTree]
+    shared: list[PyTree]
     part: slice
     of_kind: bool
 
-    def row(self, leaves: LeafVisit) -> Any:
+    def row(self, leaves: LeafVisit) -> PyTree:
         """The entry of a layer."""
         return leaves.row if self.of_kind else leaves.layer_index
 
 
-def _split_layer_state(types: SweepTypes, layer_state: Any) -> list[_LayerState]:
+def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> list[_LayerState]:
     given, of_kind = [(layer_state, types.axis)], isinstance(layer_state, PerKind)
     if of_kind:
         names = [kind.name for kind in types.kinds]
@@ -255,8 +260,8 @@ def _first_loop(
     sweep: SweepBack,
     visit: Callable[[LeafVisit, _Loop], tuple[Arrays, _Loop]],
     examples: list[LeafVisit],
-    state: Any,
-    state_stacks: list[Any],
+    state: PyTree,
+    state_stacks: list[PyTree],
 ) -> _Loop:
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
     of_xs, of_shared, of_state = ([None] * len(of) for of in (sweep._xs, sweep._shared, state_stacks))
@@ -294,13 +299,13 @@ def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> L
     )
 
 
-def _written(stacks: list[Any], index: Any, entries: list[Any]) -> list[Any]:
+def _written(stacks: list[PyTree], index: Any, entries: list[PyTree]) -> list[PyTree]:
     """The stacks with these entries at `index`, where there are some."""
     pairs = zip(stacks, entries, strict=True)
     return [stack if entry is None else write(stack, index, entry) for stack, entry in pairs]
 
 
-def _where_given(new: Sequence[list[Any]], stacks: list[Any]) -> list[Any]:
+def _where_given(new: Sequence[list[PyTree]], stacks: list[PyTree]) -> list[PyTree]:
     """The stacks of which layers of some kind return entries."""
     given = [any(entry is not None for entry in entries) for entries in zip(*new, strict=True)]
     return [stack if is_ else None for is_, stack in zip(given, stacks, strict=True)]
@@ -311,8 +316,8 @@ def _new_leaves(
     state_layout: TreeLayout,
     leaves: LeafVisit,
     visit: LayerVisit,
-    state: Any,
-    result: Any,
+    state: PyTree,
+    result: PyTree,
 ) -> tuple[Arrays, _Loop]:
     """The cotangent of a layer's input, and what is to be written, from what the visitor returned."""
     if not isinstance(result, LayerResult):
@@ -350,7 +355,7 @@ def _new_leaves(
     )
 
 
-def _check_unsplit(leaves: list[tuple[str, Leaf]], new: Any, before: Any) -> None:
+def _check_unsplit(leaves: list[tuple[str, Leaf]], new: PyTree, before: PyTree) -> None:
     """Refuse changes of what is not split over the layers.
 
     Raises:
@@ -370,7 +375,7 @@ def _check_unsplit(leaves: list[tuple[str, Leaf]], new: Any, before: Any) -> Non
         )
 
 
-def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[Any], dict[str, Any]]:
+def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[PyTree], dict[str, PyTree]]:
     """The cotangents of the further arguments that a visitor returned, as `checked_cotangent` gives them.
 
     Raises:
@@ -389,7 +394,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[A
             f"{sorted(visit.kwargs)}; got {kwargs!r}."
         )
 
-    def checked(cotangent: Any, argument: Any, name: str) -> Any:
+    def checked(cotangent: PyTree, argument: Any, name: str) -> PyTree:
         return checked_cotangent(cotangent, eqx.filter(argument, is_array), name, "returned by the visitor")
 
     return (
@@ -398,7 +403,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[A
     )
 
 
-def _filled(new: Any, before: Any, what: str) -> Any:
+def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
     """What a visitor returned, with the old leaves where it is None.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
+from jaxtyping import PyTree
 
 from .._placement import is_on_host
 from .gradient import merge, pick
@@ -22,12 +23,12 @@ from .trace import TracedLayer, kinds_of, without_passed_on
 def run_layers(
     traced: Sequence[TracedLayer],
     unsliced: Sequence[Sequence[bool]],
-    init: Sequence[Any],
+    init: Sequence[PyTree],
     stacks: Sequence[Arrays],
     *,
     plain: Checkpoint | None = None,
     **fields: Any,
-) -> tuple[Any, list[Any]]:
+) -> tuple[Any, list[PyTree]]:
     """Run layers of one or several kinds; returns the last carry and the stacked outputs of each kind.
 
     Args:

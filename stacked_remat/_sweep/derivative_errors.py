@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 
 def not_differentiable(x: Array, why: str, of: Sequence[Array] = ()) -> Array:
@@ -25,7 +25,7 @@ def _refuse(*_: Any, why: str, **__: Any) -> NoReturn:
     raise TypeError(why)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], why: str) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[PyTree], tangents: Sequence[PyTree], why: str) -> tuple[PyTree, PyTree]:
     found, *others = tangents
     nonzero = [tangent for tangent in others if not isinstance(tangent, ad.Zero)]
     if nonzero or not isinstance(found, ad.Zero):

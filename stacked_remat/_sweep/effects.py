@@ -1,12 +1,14 @@
 """Refuses effects in layers that are run again or whose values are moved to the host."""
 
 from collections.abc import Sequence
-from typing import Any
+
+from jax.extend.core import Jaxpr
+from jaxtyping import PyTree
 
 from .._compat import is_reference, ordered_effects
 
 
-def check_effects(jaxpr: Any, constants: Sequence[Any], *, offloads: bool) -> None:
+def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) -> None:
     """Refuse effects of a layer with which JAX cannot compile the backward pass.
 
     Args:

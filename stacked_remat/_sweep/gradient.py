@@ -15,12 +15,13 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
+from jaxtyping import PyTree
 
 from .._activity import active_outputs, named_inputs
 from .._compat import without_constants
 from .._placement import platform
 from .kinds import Kind
-from .slots import Arrays, Carry
+from .slots import Arrays, Carry, Index
 from .store import apart_from_transfers, write, zeros_like
 
 LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
@@ -73,9 +74,9 @@ class Residuals(NamedTuple):
     forward: Jaxpr
     rest: Jaxpr
     constants: Arrays
-    pullback: Any
+    pullback: Callable
     is_saved: Mask
-    types: list[Any]
+    types: list[PyTree]
 
     @property
     def on_host(self) -> bool:
@@ -109,7 +110,7 @@ class LayerPullback:
             carry, y = self.layer(shared, carry, x)
             return (pick(carry, perturbed.carry), pick(y, perturbed.ys)), (carry, y)
 
-        def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[Any, Any]:
+        def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[PyTree, PyTree]:
             return checkpoint(run)(
                 merge(shared, shared_part, inputs.shared),
                 merge(carry, carry_part, inputs.carry),
@@ -138,7 +139,7 @@ class LayerPullback:
         saved: Arrays | None,
         cotangents: tuple[Carry, Arrays],
         inputs: Inputs | None = None,
-        totals: Sequence[Any] = (),
+        totals: Sequence[PyTree] = (),
     ) -> tuple[Arrays, Carry, Arrays]:
         """Compute the cotangents of the leaves of `shared`, `carry` and `x` that are in `inputs`.
 
@@ -166,7 +167,7 @@ class LayerPullback:
         return of_shared, of_carry, of_x
 
     def with_residuals(
-        self, shared: Arrays, carry: Sequence[Any], x: Arrays, checkpoint: Callable[[Callable], Callable]
+        self, shared: Arrays, carry: Sequence[PyTree], x: Arrays, checkpoint: Callable[[Callable], Callable]
     ) -> "LayerPullback":
         """Set the residuals that are saved to those that a checkpoint keeps.
 
@@ -174,7 +175,7 @@ class LayerPullback:
         which is computed again: a cast or a transpose of weights would fill a buffer with a segment of them.
         Traced for inputs that are told apart, whatever values the layer is given.
         """
-        structure: list[Any] = []
+        structure: list[PyTree] = []
 
         def forward(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
             results, pullback = self._linearize(shared, carry, x, self.perturbed.inputs, checkpoint)
@@ -200,7 +201,7 @@ class LayerPullback:
         return replace(self, residuals=Residuals(jaxpr, rest, constants, structure[0], is_saved, types))
 
 
-def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence[Any]) -> Any:
+def _transposed(pullback: Callable, cotangents: PyTree, inputs: Inputs, totals: Sequence[PyTree]) -> PyTree:
     """Apply a pullback, and add the cotangents for which there are totals to them in place."""
     if all(total is None for total in totals):
         return pullback(cotangents)
@@ -238,9 +239,9 @@ class LeafVisit:
         writes_to_host: whether the visitor does.
     """
 
-    layer_index: Any
+    layer_index: Index
     kind: Kind
-    row: Any
+    row: Index
     shared: Arrays
     carry: Carry
     x: Arrays
@@ -250,7 +251,9 @@ class LeafVisit:
     pullback: LayerPullback
     writes_to_host: bool = False
 
-    def vjp(self, inputs: Inputs | None = None, totals: Sequence[Any] = ()) -> tuple[Arrays, Carry, Arrays]:
+    def vjp(
+        self, inputs: Inputs | None = None, totals: Sequence[PyTree] = ()
+    ) -> tuple[Arrays, Carry, Arrays]:
         """The cotangents of its inputs: of `shared`, `carry` and `x`, those leaves that are asked for."""
 
         def compute() -> tuple[Arrays, Carry, Arrays]:
@@ -263,18 +266,18 @@ class LeafVisit:
 
 # Called once for every layer, from the last to the first. Takes the layer and a state of its own; returns the
 # cotangents of the perturbed leaves of the layer's input carry, and the state.
-LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, Any]]
+LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, PyTree]]
 
 
-def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, list[Any]]:
+def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, list[PyTree]]:
     """The first state of `write_gradients`."""
     of_shared = [jnp.zeros_like(leaf) for leaf in pick(shared, perturbed.shared)]
     return of_shared, scatter_leaves([zeros_like(leaf) for leaf in pick(xs, perturbed.xs)], perturbed.xs)
 
 
 def write_gradients(
-    visit: LeafVisit, state: tuple[Arrays, list[Any]]
-) -> tuple[Carry, tuple[Arrays, list[Any]]]:
+    visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
+) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
 
     Its state is `(shared gradients, stacked gradients)`: of the shared, one array per perturbed leaf, of the
@@ -296,15 +299,15 @@ def write_gradients(
 
 
 def write_tangents(
-    visit: LeafVisit, state: tuple[Arrays, list[Any]]
-) -> tuple[Carry, tuple[Arrays, list[Any]]]:
+    visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
+) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing reads."""
     carry_ct, new = write_gradients(visit, state)
     return carry_ct, _unread(state, new)
 
 
 @jax.custom_jvp
-def _unread(old: Any, new: Any) -> Any:
+def _unread(old: PyTree, new: PyTree) -> PyTree:
     """`new` for its derivatives. XLA removes values that loops pass on, and no sums that nothing reads."""
     return jax.tree.map(functools.partial(lax.select_n, False), old, new)  # mapped where either is
 
@@ -312,22 +315,22 @@ def _unread(old: Any, new: Any) -> Any:
 _unread.defjvp(lambda primals, tangents: (_unread(*primals), tangents[1]))
 
 
-def pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def pick(leaves: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Select the leaves in the mask."""
     return [leaf for leaf, chosen in zip(leaves, mask, strict=True) if chosen]
 
 
-def merge(leaves: Sequence[Any], part: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def merge(leaves: Sequence[PyTree], part: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Replace the leaves in the mask by those of `part`."""
     replacements = iter(part)
     return [next(replacements) if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)]
 
 
-def scatter_leaves(part: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def scatter_leaves(part: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Invert `pick`, with `None` for leaves that are not in the mask."""
     return merge([None] * len(mask), part, mask)
 
 
-def with_part(leaves: Sequence[Any], part: slice, new: Sequence[Any]) -> list[Any]:
+def with_part(leaves: Sequence[PyTree], part: slice, new: Sequence[PyTree]) -> list[PyTree]:
     """Replace the leaves of a slice."""
     return [*leaves[: part.start], *new, *leaves[part.stop :]]

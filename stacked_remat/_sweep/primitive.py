@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
 
 from .._activity import is_differentiable
 from .._compat import (
@@ -57,7 +58,7 @@ class Sweep(Differentiable):
 
     spec: SweepSpec
 
-    def __init__(self, spec: SweepSpec, *args: Any) -> None:
+    def __init__(self, spec: SweepSpec, *args: PyTree) -> None:
         self.in_avals = types_of(args)
         stacked = [stacked_type(type_, spec.rows(kind)) for kind in spec.kinds for type_ in kind.output_types]
         self.out_aval = (self.in_avals[0], stacked)
@@ -65,10 +66,10 @@ class Sweep(Differentiable):
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         super().__init__()
 
-    def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> Any:
+    def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
         return compiled(Bound("sweep", primal, (self.spec,)))(init, xs, shared)
 
-    def dce(self, used: Any, *live: Any) -> Any:
+    def dce(self, used: PyTree, *live: Any) -> PyTree:
         return (True, True, self) if self.effects else super().dce(used, *live)
 
     def _perturbed(self, nonzero: Mask) -> tuple[Perturbed, list[Mask]]:
@@ -76,7 +77,7 @@ class Sweep(Differentiable):
         every_y = [is_differentiable(type_.dtype) for type_ in self.out_aval[1]]
         return self.spec.perturbed(*masks, ys=every_y), masks
 
-    def primal(self, nonzero: Mask, args: Any) -> Any:
+    def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
         perturbed, (init, xs, shared) = self._perturbed(nonzero)[0], args
         kinds, shared = [], [*shared]
         for kind in self.spec.kinds:
@@ -84,12 +85,12 @@ class Sweep(Differentiable):
             kinds.append(kind.with_layer(primal_of(kind.jaxpr, own), shared))
         return sweep_of(replace(self.spec, kinds=tuple(kinds)), init, xs, shared)
 
-    def vjp_fwd(self, nonzero: Any, init: Carry, xs: Arrays, shared: Arrays) -> Any:
+    def vjp_fwd(self, nonzero: PyTree, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
         perturbed, masks = self._perturbed(self._nonzero(self.in_tree.flatten_up_to(nonzero)))
         carry, ys, checkpoints = sweep_forward(self.spec, perturbed, init, xs, shared)
         return (carry, ys), (checkpoints, xs, shared, Static(tuple(masks)))
 
-    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         checkpoints, xs, shared, masks = residuals
         carry_ct, ys_ct = cotangents
         # The first layers' residuals were kept for the cotangents of all outputs.
@@ -105,7 +106,7 @@ class Sweep(Differentiable):
             for total, ct in zip(pick(part, mask), cts, strict=True):
                 total.accum(ct)
 
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         (init, xs, shared), (of_init, of_xs, of_shared) = args, dims
         if not_mapped(self, axis, dims):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
@@ -129,7 +130,7 @@ class Sweep(Differentiable):
         perturbed, _ = self._perturbed(nonzero)
         return (*perturbed.carry, *self.spec.active_outputs(perturbed))
 
-    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         perturbed, masks = self._perturbed(nonzero)
         perturbed = replace(perturbed, ys=self.spec.active_outputs(perturbed))
         parts = self.in_tree.unflatten(scatter_leaves(tangents, nonzero))
@@ -196,28 +197,35 @@ class Rule(Differentiable):
     gives: Mask
 
     def __init__(
-        self, fn: Bound, reference: Bound, reads: Mask, gives: Mask, types: Any, out_types: Any, effects: Any
+        self,
+        fn: Bound,
+        reference: Bound,
+        reads: Mask,
+        gives: Mask,
+        types: PyTree,
+        out_types: PyTree,
+        effects: Any,
     ) -> None:
         self.in_avals, self.out_aval, self.effects = types, out_types, effects
         self.params = {"fn": fn, "reference": reference, "reads": reads, "gives": gives}
         super().__init__()
 
     @staticmethod
-    def of(fn: Bound, reference: Bound, reads: Mask, gives: Callable[[Any], Mask], *args: Any) -> "Rule":
+    def of(fn: Bound, reference: Bound, reads: Mask, gives: Callable[[Any], Mask], *args: PyTree) -> "Rule":
         """The rule for arguments like these."""
         closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
         out_types = jax.tree.unflatten(jax.tree.structure(found), closed.out_avals)
         return Rule(fn, reference, reads, gives(found), types_of(args), out_types, closed.effects)
 
-    def expand(self, *args: Any) -> Any:
+    def expand(self, *args: PyTree) -> PyTree:
         return compiled(self.fn)(*args)
 
-    def vjp_fwd(self, nonzero: Any, *args: Any) -> Any:
+    def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
         nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         wanted = tuple(is_ and read for is_, read in zip(nonzero, self.reads, strict=True))
         return self(*args), (args, Static(wanted))
 
-    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         args, wanted = residuals
         leaves, wanted = jax.tree.leaves(args), wanted.value
 
@@ -233,7 +241,7 @@ class Rule(Differentiable):
         for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted), found, strict=True):
             total.accum(ct)
 
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), self.out_tree.unflatten([None] * self.out_tree.num_leaves)
         flat = Static((tuple(self.in_tree.flatten_up_to(dims)), self.in_tree))
@@ -246,7 +254,7 @@ class Rule(Differentiable):
         every = zip(floats(self.out_aval), depends, strict=True)
         return tuple(any(nonzero) and is_ and of_ for is_, of_ in every)
 
-    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         active = self.active(nonzero)
         functions = _for_tangents(self.fn), self.reference
         fn, reference = (Bound("tangent", tangent_of, (fn, nonzero, active)) for fn in functions)
@@ -256,13 +264,13 @@ class Rule(Differentiable):
         )(primals, tangents)
 
 
-def _mapped(fn: Callable[..., Any], axis: Any, flat: Static, *args: Any) -> Any:
+def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
     """`fn` mapped over an axis; each result has it in front."""
     dims, tree = flat.value
     return mapped(fn, axis, tree.unflatten(dims))(*args)
 
 
-def _depends(fn: Bound, masks: Any, out_types: Any) -> Sequence[bool]:
+def _depends(fn: Bound, masks: PyTree, out_types: PyTree) -> Sequence[bool]:
     """Which outputs of a function of a sweep, or one that calls it, depend on the inputs in the masks."""
     if fn.fn is _mapped:
         return _depends(fn.bound[0], masks, out_types)
@@ -285,7 +293,7 @@ def _for_tangents(fn: Bound) -> Bound:
     return fn
 
 
-def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> tuple[Any, ...]:
+def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> tuple[PyTree, ...]:
     """The plain scan as a function of the inputs in the masks, and these."""
 
     def run(*parts: Arrays) -> tuple[Carry, Arrays]:
@@ -308,7 +316,7 @@ def _forward_reference(
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
 
-    def gives(found: Any) -> Mask:
+    def gives(found: PyTree) -> Mask:
         is_first = jax.tree.leaves(found[2].is_first())
         kept = zip(is_first, floats(found[2]), strict=True)
         return (*floats(found[:2]), *(first and is_ for first, is_ in kept))
@@ -341,7 +349,7 @@ def _backward_reference(
 
 
 def sweep_backward(
-    spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: Any
+    spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: PyTree
 ) -> tuple[Carry, Arrays, Arrays]:
     """Sweep back to the cotangents of the perturbed inputs, from `xs, shared, carry_ct, ys_ct`."""
     fn = Bound("sweep_backward", pull_back, (spec, perturbed, write_gradients))

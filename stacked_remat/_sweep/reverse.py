@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from equinox.internal import unvmap_max
 from jax import lax
+from jaxtyping import PyTree
 
 from .._placement import has_host_arrays, platform, to_device
 from .._remat import Kept
@@ -27,7 +28,7 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .slots import Arrays, Carry, Checkpoints, TripsOf, entry_at, repeat, trip_count
+from .slots import Arrays, Carry, Checkpoints, Index, TripsOf, entry_at, repeat, trip_count
 from .spec import SweepSpec
 from .store import empty_stack, read, read_before_writes, settle, write
 
@@ -66,10 +67,10 @@ def sweep_back(
     carry_ct: Carry,
     ys_ct: Arrays,
     visitor: LeafVisitor,
-    state: Any,
+    state: PyTree,
     *,
     xs_in: Callable[[Any], Arrays],
-) -> tuple[Carry, Any]:
+) -> tuple[Carry, PyTree]:
     """Visit every layer that ran, from the last to the first.
 
     Every loop is rolled, whatever the length; trip counts are static where the schedule is uniform.
@@ -114,7 +115,7 @@ class _Layers:
     numbers: range
     pullbacks: list[LayerPullback]
     shared: Arrays
-    ys_ct: list[Any]
+    ys_ct: list[PyTree]
     visitor: LeafVisitor
     xs_in: Callable[[Any], Arrays]
 
@@ -123,14 +124,16 @@ class _Layers:
         """Whether a replay keeps something of the layers of a segment beside their inputs."""
         return any(pullback.residuals for pullback in self.pullbacks)
 
-    def fetch(self, state: Any, index: Any) -> Arrays:
+    def fetch(self, state: PyTree, index: Index) -> Arrays:
         """What a layer reads from the host; called one layer ahead."""
         return self.spec.fetch(self.xs_in(state), index + self.numbers.start)
 
-    def advance(self, state: Any, index: Any, carry: Carry, fetched: Arrays, indices: Iterable[int]) -> Carry:
+    def advance(
+        self, state: PyTree, index: Index, carry: Carry, fetched: Arrays, indices: Iterable[int]
+    ) -> Carry:
         """Run a layer again; `indices` are all that the loop around does."""
 
-        def run(kind: Kind, row: Any, carry: Carry) -> Carry:
+        def run(kind: Kind, row: Index, carry: Carry) -> Carry:
             x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
             return kind.evaluated.layer(self.shared, carry, x)[0]
 
@@ -138,12 +141,12 @@ class _Layers:
         return self.spec.at(index + first, run, carry, (k + first for k in indices))
 
     def save(
-        self, state: Any, index: Any, bottom: Any, carry: Carry, saved: list[Arrays], fetched: Arrays
+        self, state: PyTree, index: Index, bottom: Index, carry: Carry, saved: list[Arrays], fetched: Arrays
     ) -> tuple[Carry, list[Arrays]]:
         """Run a layer of the segment that begins at `bottom` again, and keep its residuals."""
         first = self.numbers.start
 
-        def run(kind: Kind, row: Any, loop: Any) -> Any:
+        def run(kind: Kind, row: Index, loop: PyTree) -> PyTree:
             x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
             (carry, _), new = self.pullbacks[kind.number].save(self.shared, loop[0], x)
             return carry, self.spec.saved(loop[1], kind, index + first, bottom + first, new)
@@ -165,12 +168,18 @@ class _Layers:
         )
 
     def visit(
-        self, index: Any, bottom: Any, carry: Carry, saved: Any, fetched: Arrays, loop: tuple[Carry, Any]
-    ) -> tuple[Carry, Any]:
+        self,
+        index: Index,
+        bottom: Index,
+        carry: Carry,
+        saved: PyTree,
+        fetched: Arrays,
+        loop: tuple[Carry, PyTree],
+    ) -> tuple[Carry, PyTree]:
         """Call the visitor for a layer; `saved` has the residuals of the layers from `bottom` on, if any."""
         spec, number = self.spec, index + self.numbers.start
 
-        def run(kind: Kind, row: Any, loop: tuple[Carry, Any]) -> tuple[Carry, Any]:
+        def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
             (carry_ct, state), pullback, own, given = loop, self.pullbacks[kind.number], None, carry
             if saved is not None:
                 own = read(saved[kind.number], spec.entry(kind, number, bottom + self.numbers.start))
@@ -200,25 +209,25 @@ class _Loop(NamedTuple):
     """What goes from run to run: carries, residuals of a segment, what was fetched, cotangent and state."""
 
     slots: Carry
-    saved: Any
+    saved: PyTree
     fetched: Arrays
     cotangent: Carry
-    state: Any
+    state: PyTree
 
 
 def _visit_scheduled(
-    layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: Any, schedule: Schedule
-) -> tuple[Carry, Any]:
+    layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: PyTree, schedule: Schedule
+) -> tuple[Carry, PyTree]:
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
     plan = _Plan(runs, layers.saves, checkpoints.ran)
-    first: Any = int(plan.first[0])
+    first: Index = int(plan.first[0])
     if jax.eval_shape(lambda: layers.fetch(state, first)):
         # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
         first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
     fetched = layers.fetch(state, first)
 
-    def run(r: Any, loop: _Loop) -> _Loop:
+    def run(r: Index, loop: _Loop) -> _Loop:
         loop = _advance(layers, plan, r, loop)
         if layers.saves:
             loop = _save(layers, plan, r, loop)
@@ -234,7 +243,7 @@ def _visit_scheduled(
         loop = repeat(trips, lambda r, loop: run(before + r, loop), loop, unroll, len(runs))
         return loop.cotangent, loop.state
 
-    def fetch_and_run(loop: _Loop, at: tuple[Any, Carry]) -> tuple[_Loop, None]:
+    def fetch_and_run(loop: _Loop, at: tuple[PyTree, Carry]) -> tuple[_Loop, None]:
         r, boundary = at
         return run(r, loop._replace(slots=write(loop.slots, 0, to_device(boundary)))), None
 
@@ -257,7 +266,7 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
 class _Plan:
     """The runs of a schedule as tables, one entry per run except for `writes`."""
 
-    def __init__(self, runs: tuple[Run, ...], saving: bool, ran: Any):
+    def __init__(self, runs: tuple[Run, ...], saving: bool, ran: Index | None):
         def table(entries: Iterable[int]) -> np.ndarray:
             return np.asarray([*entries], np.int32)
 
@@ -290,8 +299,8 @@ class _Plan:
             self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
 
 
-def _advance(layers: _Layers, plan: _Plan, r: Any, loop: _Loop) -> _Loop:
-    def layer(k: Any, inner: tuple[Carry, Carry, Arrays]) -> tuple[Carry, Carry, Arrays]:
+def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
+    def layer(k: Index, inner: tuple[Carry, Carry, Arrays]) -> tuple[Carry, Carry, Arrays]:
         slots, carry, fetched = inner
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = layers.fetch(loop.state, index + 1)
@@ -306,10 +315,10 @@ def _advance(layers: _Layers, plan: _Plan, r: Any, loop: _Loop) -> _Loop:
     return loop._replace(slots=slots, fetched=fetched)
 
 
-def _save(layers: _Layers, plan: _Plan, r: Any, loop: _Loop) -> _Loop:
+def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     bottom, bottom_slot, top = (entry_at(t, r) for t in (plan.bottom, plan.bottom_slot, plan.top))
 
-    def layer(k: Any, inner: Any) -> Any:
+    def layer(k: Index, inner: Any) -> PyTree:
         slots, saved, carry, fetched = inner
         fetched, index = settle(fetched, bottom + k)
         ahead = layers.fetch(loop.state, jnp.minimum(index + 1, top))
@@ -323,11 +332,11 @@ def _save(layers: _Layers, plan: _Plan, r: Any, loop: _Loop) -> _Loop:
     return loop._replace(slots=slots, saved=saved, fetched=fetched)
 
 
-def _visit(layers: _Layers, plan: _Plan, r: Any, loop: _Loop) -> _Loop:
+def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     trips, bottom = trip_count(plan.visits, r), entry_at(plan.bottom, r)
     visits = trips.number if isinstance(trips, TripsOf) else trips
 
-    def layer(k: Any, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
+    def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
         fetched, cotangent, state = inner
         fetched, index = settle(fetched, bottom + visits - 1 - k)
         ahead = layers.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
@@ -341,11 +350,13 @@ def _visit(layers: _Layers, plan: _Plan, r: Any, loop: _Loop) -> _Loop:
     return loop._replace(fetched=fetched, cotangent=cotangent, state=state)
 
 
-def _visit_first(layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: Any) -> tuple[Carry, Any]:
+def _visit_first(
+    layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
+) -> tuple[Carry, PyTree]:
     assert checkpoints.first_layers is not None
     (carries, residuals, ran), spec = checkpoints.first_layers, layers.spec
 
-    def one(k: Any, loop: tuple[Carry, Any]) -> tuple[Carry, Any]:
+    def one(k: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
         number = last - 1 - k
         return layers.visit(number, 0, read(carries, number), residuals, [], loop)
 

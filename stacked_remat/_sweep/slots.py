@@ -1,14 +1,14 @@
 """Carries kept in numbered slots, and rolled loops whose trip counts come from a schedule's tables."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from equinox.internal import unvmap_all
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._activity import is_differentiable
 from .._placement import to_device
@@ -17,6 +17,7 @@ from .store import empty_stack, write
 
 Arrays = list[Array]
 Carry = Arrays
+Index: TypeAlias = int | Array  # of a layer, known or traced
 T = TypeVar("T")
 
 
@@ -28,7 +29,7 @@ class FirstLayersSaved(NamedTuple):
 
     carries: Carry
     residuals: list[Arrays]
-    ran: Any = None
+    ran: Index | None = None
 
 
 class Checkpoints(NamedTuple):
@@ -49,7 +50,7 @@ class Checkpoints(NamedTuple):
     boundaries: Carry | None
     first_layers: FirstLayersSaved | None = None
     origin: Carry | None = None
-    ran: Any = None
+    ran: Index | None = None
 
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
@@ -109,10 +110,10 @@ class TripsOf(NamedTuple):
     """A trip count that depends on the trip of the loop around; `table` has all, if data do not decide."""
 
     table: np.ndarray | None
-    number: Any
+    number: Index
 
 
-def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
+def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll: int | bool, most: int) -> T:
     """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
 
     `unroll` is the number of bodies in one iteration; `most` is a static upper bound of `trips`.
@@ -122,7 +123,7 @@ def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: 
             state = body(k, state)
         return state
 
-    def one(k: Any, state: T) -> T:
+    def one(k: Index, state: T) -> T:
         return body(lax.convert_element_type(k, jnp.int32), state)
 
     if isinstance(trips, int):
@@ -132,7 +133,11 @@ def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: 
     table, number = trips
 
     def loop(
-        first: Any, last: Any, of: Callable[[np.ndarray], np.ndarray], body: Callable[[Any, T], T], state: T
+        first: Index,
+        last: Index,
+        of: Callable[[np.ndarray], np.ndarray],
+        body: Callable[[Index, T], T],
+        state: T,
     ) -> T:
         total, entered = (None, 1) if table is None else (int(of(table).sum()), len(table))
         with known_trips(total, entered):
@@ -141,7 +146,7 @@ def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: 
     if step == 1:
         return loop(0, number, lambda table: table, one, state)
 
-    def several(block: Any, state: T) -> T:
+    def several(block: PyTree, state: T) -> T:
         for k in range(step):
             state = one(block * step + k, state)
         return state
@@ -151,8 +156,8 @@ def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: 
 
 
 def run_layers(
-    length: int, layer: Callable[[Any, T], T], state: T, unroll: int | bool, stops: bool
-) -> tuple[T, Any]:
+    length: int, layer: Callable[[Index, T], T], state: T, unroll: int | bool, stops: bool
+) -> tuple[T, PyTree]:
     """`repeat` a layer. If it `stops`, only until the carry, `state[0]`, begins with True.
 
     In a `jax.vmap`, until the carries of all examples do. Also returns how many layers ran, or None for all.
@@ -160,11 +165,11 @@ def run_layers(
     if not stops:
         return repeat(length, layer, state, unroll, length), None
 
-    def run(step: int, loop: tuple[Any, T]) -> tuple[Any, T]:
-        def goes_on(loop: Any) -> Any:
+    def run(step: int, loop: tuple[PyTree, T]) -> tuple[PyTree, T]:
+        def goes_on(loop: PyTree) -> PyTree:
             return (loop[0] + step <= length) & ~unvmap_all(loop[1][0][0])
 
-        def several(loop: tuple[Any, T]) -> tuple[Any, T]:
+        def several(loop: tuple[PyTree, T]) -> tuple[PyTree, T]:
             k, state = loop
             for i in range(step):
                 state = layer(k + i, state)
@@ -179,7 +184,7 @@ def run_layers(
     return state, ran
 
 
-def trip_count(table: Any, r: Any) -> int | TripsOf:
+def trip_count(table: Any, r: Index) -> int | TripsOf:
     """Look up a trip count, static if all entries agree or the index is."""
     if not isinstance(table, np.ndarray):
         return TripsOf(None, entry_at(table, r))
@@ -188,6 +193,6 @@ def trip_count(table: Any, r: Any) -> int | TripsOf:
     return TripsOf(table, entry_at(table, r))
 
 
-def entry_at(table: Any, r: Any) -> Any:
+def entry_at(table: Any, r: Index) -> PyTree:
     """Look up an entry of a table, static if the index is."""
     return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from .._activity import active_carry, active_outputs
 from .._placement import on_device
@@ -23,7 +24,7 @@ from .gradient import (
     with_part,
 )
 from .kinds import Kind, Pattern
-from .slots import Arrays, Carry, T, entry_at
+from .slots import Arrays, Carry, Index, T, entry_at
 from .store import (
     at_least_one,
     empty_stack,
@@ -63,12 +64,16 @@ class SweepSpec:
         """The number of layers."""
         return self.remat.length
 
-    def layer_index(self, number: Any) -> Any:
+    def layer_index(self, number: Index) -> PyTree:
         """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
     def at(
-        self, number: Any, run: Callable[[Kind, Any, T], T], state: T, numbers: Iterable[int] | None = None
+        self,
+        number: Index,
+        run: Callable[[Kind, Index, T], T],
+        state: T,
+        numbers: Iterable[int] | None = None,
     ) -> T:
         """`run(kind, row, state)` for the layer with this number; `row` is its place in its kind's stacks.
 
@@ -78,7 +83,7 @@ class SweepSpec:
         if self.pattern is None:
             return run(self.kinds[0], index, state)
 
-        def run_number(kind: int, row: Any, state: T) -> T:
+        def run_number(kind: int, row: Index, state: T) -> T:
             return run(self.kinds[kind], row, state)
 
         def indices() -> Iterable[int]:
@@ -98,18 +103,18 @@ class SweepSpec:
         assert self.pattern is not None
         return replace(self.pattern, kinds=self.pattern.kinds[:: -1 if self.reverse else 1]).before
 
-    def entry(self, kind: Kind, number: Any, first: Any) -> Any:
+    def entry(self, kind: Kind, number: Index, first: Index) -> PyTree:
         """How many layers of this kind have numbers from `first` to before `number`."""
         if self.pattern is None:
             return number - first
         table = self._before[:, kind.number]
         return entry_at(table, number) - entry_at(table, first)
 
-    def inputs(self, kind: Kind, xs: Arrays, row: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
+    def inputs(self, kind: Kind, xs: Arrays, row: Index, fetched: Arrays | tuple[()] = ()) -> Arrays:
         """The own inputs of the layer at a row, with those that have been fetched from the host."""
         return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched)
 
-    def fetch(self, xs: Arrays, number: Any) -> Arrays:
+    def fetch(self, xs: Arrays, number: Index) -> Arrays:
         """The inputs of a layer that are on the host, for `inputs`, if they are to be read ahead.
 
         Layers of several kinds, and those that may not run, read their own when they run.
@@ -189,7 +194,9 @@ class SweepSpec:
             for kind, pullback in zip(self.kinds, pullbacks, strict=True)
         ]
 
-    def saved(self, saved: list[Arrays], kind: Kind, number: Any, first: Any, new: Arrays) -> list[Arrays]:
+    def saved(
+        self, saved: list[Arrays], kind: Kind, number: Index, first: Index, new: Arrays
+    ) -> list[Arrays]:
         """The buffers with what the layer with this number saved, `first` being the range's first number."""
         entry = self.entry(kind, number, first)
         return [
@@ -218,7 +225,7 @@ def _plain_pattern(
         entries[kind.xs] = [on_device(leaf)[rows] if is_ else leaf for leaf, is_ in part]
     empty = [zeros_of(type_) for kind in kinds for type_ in kind.output_types]
 
-    def step(carry: Carry, at: tuple[Any, Arrays]) -> tuple[Carry, Arrays]:
+    def step(carry: Carry, at: tuple[PyTree, Arrays]) -> tuple[Carry, Arrays]:
         x = merge(entries, at[1], sliced)
 
         def run(kind: Kind, carry: Carry) -> tuple[Carry, Arrays]:

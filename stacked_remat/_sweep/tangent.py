@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .._compat import without_constants
 from .gradient import Perturbed, merge, pick
@@ -59,7 +59,7 @@ def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
     return replace(spec, kinds=tuple(map(of, spec.kinds)))
 
 
-def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Any, Arrays]:
+def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[PyTree, Arrays]:
     """A layer on `(constants, shared, tangents, carry, tangents, x, tangents)`, and the constants."""
     masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
     ends = len(masks[0]), len(masks[0]) + len(masks[1])

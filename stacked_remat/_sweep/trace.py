@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._activity import forwarded_inputs
 from .._compat import is_concrete, trace_context, without_constants
@@ -38,18 +38,18 @@ class TracedLayer(NamedTuple):
     carry_tree: Any
     y_tree: Any
 
-    def output(self, leaves: Any) -> Any:
+    def output(self, leaves: Any) -> PyTree:
         """The output with these arrays, and with what is no array in it."""
         arrays, rest = jax.tree.unflatten(self.y_tree, leaves)
         return eqx.combine(arrays, rest.value)
 
     @property
-    def output_tree(self) -> Any:
+    def output_tree(self) -> PyTree:
         """The structure of the arrays of an output."""
         return jax.tree.structure(jax.tree.unflatten(self.y_tree, range(self.y_tree.num_leaves))[0])
 
     @property
-    def carry_types(self) -> list[Any]:
+    def carry_types(self) -> list[PyTree]:
         """The types of the leaves of the carry."""
         return [var.aval for var in self.jaxpr.outvars[: self.carry_tree.num_leaves]]
 
@@ -62,15 +62,15 @@ class UntracedLayer(NamedTuple):
     depends on beside it and the types of its inputs.
     """
 
-    body: Callable[[Arrays, Any, Any], tuple[Any, Any]]
+    body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]
     shared: Arrays
-    stacks: Any
+    stacks: PyTree
     unsliced: Sequence[bool]
     key: Any = None
 
 
 def trace_layers(
-    layers: Sequence[UntracedLayer], init: Any, *, offloads: bool, replays: bool = True
+    layers: Sequence[UntracedLayer], init: PyTree, *, offloads: bool, replays: bool = True
 ) -> list[TracedLayer]:
     """Trace a layer of each kind, all with one type of carry.
 
@@ -101,7 +101,7 @@ def trace_layers(
             return traced
 
 
-def _entry_types(layer: UntracedLayer) -> Any:
+def _entry_types(layer: UntracedLayer) -> PyTree:
     """The types of a layer's own inputs."""
     stacks, tree = jax.tree.flatten(layer.stacks)
 
@@ -111,7 +111,9 @@ def _entry_types(layer: UntracedLayer) -> Any:
     return jax.tree.unflatten(tree, jax.eval_shape(entries, stacks))
 
 
-def _settled(layer: UntracedLayer, x: Any, init: Any, out_types: Sequence[Any], carry: Any) -> Any:
+def _settled(
+    layer: UntracedLayer, x: PyTree, init: PyTree, out_types: Sequence[PyTree], carry: PyTree
+) -> PyTree:
     """The first carry with types that a layer returns for it; `init` itself if it has those of `carry`.
 
     Raises:
@@ -126,7 +128,7 @@ def _settled(layer: UntracedLayer, x: Any, init: Any, out_types: Sequence[Any], 
         return init
 
     # lax.scan settles weakly typed carries, and has the error messages for the other cases.
-    def scanned(shared: Arrays, init: Any, x: Any) -> Any:
+    def scanned(shared: Arrays, init: PyTree, x: PyTree) -> PyTree:
         return lax.scan(lambda carry, _: layer.body(shared, carry, x), init, length=2)
 
     carry, _ = jax.eval_shape(scanned, layer.shared, init, x)
@@ -138,7 +140,7 @@ _traced: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 _MOST_TRACES = 32  # of one function
 
 
-def kept(key: Any, inputs: Any) -> tuple[Any, Callable[[T, Arrays], T]]:
+def kept(key: Any, inputs: PyTree) -> tuple[Any, Callable[[T, Arrays], T]]:
     """What was traced before outside of `jax.jit` for a key that can be compared; None if nothing was.
 
     Also returns a function that keeps what is traced now, unless among its constants is a traced value. The
@@ -219,14 +221,14 @@ def _with_more_shared(layer: TracedLayer, passed: Sequence[bool]) -> TracedLayer
     )
 
 
-def _as_type(leaf: Array, like: Any) -> Array:
+def _as_type(leaf: Array, like: PyTree) -> Array:
     type_ = jax.typeof(leaf)
     same = (type_.dtype, type_.weak_type) == (like.dtype, like.weak_type)
     return varying_as(leaf if same else lax.convert_element_type(leaf, like.dtype), like)
 
 
-def _same_types(init: Any, carry: Any) -> bool:
-    def types(tree: Any) -> list[Any]:
+def _same_types(init: PyTree, carry: PyTree) -> bool:
+    def types(tree: PyTree) -> list[PyTree]:
         return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
 
     return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)

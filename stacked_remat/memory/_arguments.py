@@ -163,7 +163,9 @@ class Placement:
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
 
-def donated_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], donate: str | Sequence[str]) -> PyTree:
+def donated_of(
+    fn: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], donate: str | Sequence[str]
+) -> PyTree:
     """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
     if donate == "all":
         return True

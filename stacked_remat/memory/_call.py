@@ -59,7 +59,7 @@ class TracedCall:
 
 
 def report(
-    fn: Callable[..., Any],
+    fn: Callable,
     *args: PyTree,
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
@@ -103,7 +103,7 @@ def report(
 
 
 def trace_call(
-    fn: Callable[..., Any],
+    fn: Callable,
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     target: str | Target,
@@ -132,7 +132,7 @@ def trace_call(
     return _trace(placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
 
 
-def _full_on_host(like: Any, value: int) -> jax.Array:
+def _full_on_host(like: PyTree, value: int) -> jax.Array:
     return made_on_host(jax.typeof(like), lambda type_: jnp.full(type_.shape, value, type_.dtype))
 
 
@@ -153,11 +153,11 @@ def _attached_memory(target: Target) -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
-def _is_jax_jit(fn: Any) -> bool:
+def _is_jax_jit(fn: Callable) -> bool:
     return hasattr(fn, "trace") and hasattr(fn, "lower")
 
 
-def _unwrap(fn: Any, donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
+def _unwrap(fn: Callable, donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
     """Unwrap `eqx.filter_jit`, which would treat shapes as static values."""
     is_filter_jit = hasattr(fn, "donate_first") and hasattr(fn, "__wrapped__")
     if donate and (is_filter_jit or _is_jax_jit(fn)):

@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _ragged_dot(eqn: Any) -> int:
     return 2 * _size(eqn.invars[0]) * free
 
 
-def _attention(products: int) -> Any:
+def _attention(products: int) -> PyTree:
     """Fused attention on (batch, sequence, heads, head size): `products` matmuls of T x S x H each."""
 
     def count(eqn: Any) -> int:

@@ -7,13 +7,14 @@ loops, so the traced program is counted instead. The trips of `while` loops are 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
+from jaxtyping import PyTree
 
 from .._activity import is_differentiable
 from .._trips import blocks_in, branches_in, trips_in
@@ -51,8 +52,8 @@ class _Counter:
 
     def __init__(self) -> None:
         # By ids of jaxprs and equations, which the values keep alive.
-        self._live: dict[int, tuple[Any, Any]] = {}
-        self._expansions: dict[int, tuple[Any, Any]] = {}
+        self._live: dict[int, tuple[PyTree, PyTree]] = {}
+        self._expansions: dict[int, tuple[PyTree, PyTree]] = {}
         self._runs: dict[Any, _Count] = {}
         self._blocks: int | None = None  # of splash kernels called by what is counted
 
@@ -77,14 +78,14 @@ class _Counter:
             self._runs[key] = cost, [_is_in(known, atom) for atom in live.outvars]
         return self._runs[key]
 
-    def _without_dead_code(self, jaxpr: Any) -> Any:
+    def _without_dead_code(self, jaxpr: Any) -> PyTree:
         if id(jaxpr) not in self._live:
             open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
             live, _ = partial_eval.dce_jaxpr(open_jaxpr, [True] * len(open_jaxpr.outvars), instantiate=True)
             self._live[id(jaxpr)] = (jaxpr, live)
         return self._live[id(jaxpr)][1]
 
-    def _called(self, eqn: Any, read: set[Any]) -> Any:
+    def _called(self, eqn: Any, read: set[Any]) -> PyTree:
         """The jaxpr that an equation calls with its own operands; None for any other equation."""
         if eqn.primitive.name == _EXPANDED:
             if id(eqn) not in self._expansions:
@@ -175,7 +176,7 @@ class _Counter:
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted {counted}"
         return (each + once) * (1 if trips is None else trips) + Flops(too_low=(reason,)), outputs
 
-    def _loop(self, body: Any, active: list[bool], num_consts: int, num_carry: int) -> _Count:
+    def _loop(self, body: Callable, active: list[bool], num_consts: int, num_carry: int) -> _Count:
         """The cost of a trip. A carry that becomes active on one trip is so on all."""
         consts, carry = active[:num_consts], active[num_consts:][:num_carry]
         xs = active[num_consts + num_carry :]
@@ -203,11 +204,11 @@ def _scan_parts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - num_xs - num_carry, num_carry
 
 
-def _expansion(eqn: Any, is_used: list[bool]) -> Any:
+def _expansion(eqn: Any, is_used: list[bool]) -> PyTree:
     """What a primitive expands into, with 0 in place of each result that is not used."""
     primitive = eqn.params["_prim"]
 
-    def expand(*operands: Any) -> Any:
+    def expand(*operands: PyTree) -> PyTree:
         results = primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands))
         flat = primitive.out_tree.flatten_up_to(results)
         return [result if used else 0 for result, used in zip(flat, is_used, strict=True)]

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -95,7 +94,7 @@ class Plan(Tabular):
 
 
 def compare(
-    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable],
     *args: PyTree,
     candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
     target: str | Target = "local",
@@ -137,7 +136,7 @@ def compare(
 
 
 def plan(
-    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable],
     *args: PyTree,
     budget: int | str,
     host_budget: int | str | None = None,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -73,7 +73,7 @@ class Limits:
 class Program:
     """A program that takes a policy, with the options of `plan`."""
 
-    of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]]
+    of_policy: Callable[[ScanCheckpointSpec], Callable]
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
     target: str | Target = "local"

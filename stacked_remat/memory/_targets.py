@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 
 class TargetError(RuntimeError):
@@ -49,7 +50,7 @@ class Target(ABC):
     """Whether arguments in host memory are counted as such."""
 
     @abstractmethod
-    def devices(self, count: int = 1) -> tuple[Any, ...]:
+    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
         """Return `count` `jax.Device`s to compile for.
 
         Raises:
@@ -67,7 +68,7 @@ class LocalTarget(Target):
     link: float | None = None
     source: str = "the attached device"
 
-    def devices(self, count: int = 1) -> tuple[Any, ...]:
+    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
         found = tuple(jax.devices())
         if count > len(found):
             raise TargetError(
@@ -106,7 +107,7 @@ class CudaTarget(Target):
     # inside the program is honoured.
     sizes_host_arguments: ClassVar[bool] = False
 
-    def devices(self, count: int = 1) -> tuple[Any, ...]:
+    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
         return _cuda_devices(self, count)
 
     def target_config(self) -> str:
@@ -153,12 +154,12 @@ class TpuTarget(Target):
 
     slices: tuple[tuple[int, str], ...]
 
-    def devices(self, count: int = 1) -> tuple[Any, ...]:
+    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
         return _tpu_devices(self, count)
 
 
 @functools.cache
-def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
+def _cuda_devices(target: CudaTarget, count: int) -> tuple[PyTree, ...]:
     version = next((v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")), None)
     if version is None:
         raise TargetError(
@@ -178,7 +179,7 @@ def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
+def _tpu_devices(target: TpuTarget, count: int) -> tuple[PyTree, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise TargetError(
             f"target {target.name!r} needs libtpu (no TPU is needed): pip install 'stacked_remat[tpu-report]'"

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.tree_util as jtu
 from flax import nnx
+from jaxtyping import PyTree
 
 
 class Axes:
@@ -33,7 +34,7 @@ class Axes:
         """Of the layers' axis."""
         return str(self.metadata.get(nnx.PARTITION_NAME) or "layers")
 
-    def take_carry(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
+    def take_carry(self, result: PyTree) -> tuple[Any, tuple[PyTree, ...]]:
         """The carry, and what `f` returns, as a tuple, without it."""
         results = (result,) if self.has_one_result else result
         if not isinstance(results, tuple) or len(results) != len(self.out_axes):
@@ -46,7 +47,7 @@ class Axes:
             return None, results
         return results[self.carry_out], replaced(results, self.carry_out, None)
 
-    def put_carry(self, carry: Any, results: tuple[Any, ...]) -> Any:
+    def put_carry(self, carry: PyTree, results: tuple[PyTree, ...]) -> PyTree:
         """What `nnx.scan` returns: the inverse of `take_carry`."""
         results = results if self.carry_out is None else replaced(results, self.carry_out, carry)
         return results[0] if self.has_one_result else results
@@ -74,6 +75,6 @@ def _is_axis(axis: Any) -> bool:
     return axis is None or isinstance(axis, nnx.StateAxes)
 
 
-def replaced(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+def replaced(values: tuple[PyTree, ...], index: int, value: PyTree) -> tuple[PyTree, ...]:
     """The tuple with another entry at `index`."""
     return (*values[:index], value, *values[index + 1 :])

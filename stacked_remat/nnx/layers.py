@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from .. import ScanCheckpointSpec
 from ..streaming import is_on_host, moves_to_host
@@ -66,13 +67,13 @@ def stack(modules: Sequence[M], *, transform_metadata: Mapping[str, Any] = _UNNA
     return stacked
 
 
-def _type_of(leaf: Any) -> tuple[Any, Any]:
+def _type_of(leaf: Any) -> tuple[PyTree, PyTree]:
     return jnp.shape(leaf), jnp.result_type(leaf)
 
 
-def _described(module: nnx.Module) -> dict[str, Any]:
+def _described(module: nnx.Module) -> dict[str, PyTree]:
     """Types of arrays, metadata of variables, and static attributes."""
-    found: dict[str, Any] = {}
+    found: dict[str, PyTree] = {}
     for path, value in nnx.iter_graph(module):
         name = ".".join(map(str, path))
         if isinstance(value, nnx.Variable):
@@ -115,7 +116,7 @@ class Stacked(nnx.Module):
 
     def __init__(
         self,
-        layers: Sequence[Any] | nnx.Module,
+        layers: Sequence[PyTree] | nnx.Module,
         *,
         policy: ScanCheckpointSpec = "nested",
         transform_metadata: Mapping[str, Any] | None = None,
@@ -134,7 +135,7 @@ class Stacked(nnx.Module):
         self.policy: ScanCheckpointSpec = policy
         self.transform_metadata = tuple(metadata.items())
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Apply the layers, from carry to carry.
 
         Args:
@@ -149,7 +150,7 @@ class Stacked(nnx.Module):
             ValueError: a layer writes to a `Param` of a module among `args` and `kwargs`.
         """
 
-        def apply(x: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+        def apply(x: PyTree, layer: PyTree, args: PyTree, kwargs: PyTree) -> PyTree:
             before = _weights((args, kwargs))
             result = layer(x, *args, **kwargs)
             for name, value in _weights((args, kwargs)).items():
@@ -173,7 +174,7 @@ def _argument_axis(leaf: Any) -> Any:
     return _ARGUMENT if is_node(leaf) else None
 
 
-def _weights(arguments: tuple[Any, Mapping[str, Any]]) -> dict[str, Any]:
+def _weights(arguments: tuple[Any, Mapping[str, Any]]) -> dict[str, PyTree]:
     """The values of the `Param`s in positional and keyword arguments."""
     found = {}
     for path, value in nnx.iter_graph(arguments):

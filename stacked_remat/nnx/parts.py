@@ -10,16 +10,17 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from flax import nnx
+from jaxtyping import PyTree
 
 TAG = "stacked_remat.nnx.remat_scan"
 
 
-def is_node(x: Any) -> bool:
+def is_node(x: PyTree) -> bool:
     """Whether a value is a module, another graph node or a variable, and not an array."""
     return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
 
 
-def split(tree: Any, prefix: Any, what: str) -> Any:
+def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
     """The tree with its modules, variables and arrays divided; `what` it is, for errors."""
 
     def part(context: nnx.SplitContext, path: Any, axis: Any, leaf: Any) -> nnx.NodeStates:
@@ -44,21 +45,21 @@ def split(tree: Any, prefix: Any, what: str) -> Any:
     return nnx.to_tree(tree, prefix=prefix, split_fn=part, map_non_graph_nodes=True, ctxtag=TAG)
 
 
-def merged(tree: Any, *, is_inner: bool) -> Any:
+def merged(tree: PyTree, *, is_inner: bool) -> PyTree:
     """The inverse of `split`; with `is_inner=False` it updates the caller's modules."""
 
-    def merge(context: nnx.MergeContext, path: Any, prefix: Any, part: nnx.NodeStates) -> Any:
+    def merge(context: nnx.MergeContext, path: Any, prefix: Any, part: nnx.NodeStates) -> PyTree:
         is_module = isinstance(part.metadata, tuple)
         return context.merge(part.graphdef, *part.states) if is_module else part.state
 
     return nnx.from_tree(tree, merge_fn=merge, is_inner=is_inner, ctxtag=TAG)
 
 
-def _is_part(x: Any) -> bool:
+def _is_part(x: PyTree) -> bool:
     return isinstance(x, nnx.NodeStates)
 
 
-def named_leaves(names: Sequence[str], tree: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+def named_leaves(names: Sequence[str], tree: Sequence[PyTree]) -> Iterator[tuple[str, Any, Any]]:
     """Name, array and axis of the leaves of split arguments, in order."""
     for name, argument in zip(names, tree, strict=True):
         for path, part in jtu.tree_leaves_with_path(argument, is_leaf=_is_part):
@@ -68,7 +69,7 @@ def named_leaves(names: Sequence[str], tree: Sequence[Any]) -> Iterator[tuple[st
                     yield name + jtu.keystr((*path, *below)), leaf, axis
 
 
-def change_metadata(tree: Any, change: Callable[..., Any], metadata: Mapping[str, Any]) -> Any:
+def change_metadata(tree: PyTree, change: Callable, metadata: Mapping[str, Any]) -> PyTree:
     """Put the layers' axis into the sharding metadata of split variables, or take it out."""
     if nnx.PARTITION_NAME not in metadata:
         return tree

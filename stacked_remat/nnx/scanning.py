@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from flax import nnx
 from haliax import Axis
+from jaxtyping import PyTree
 
 from .. import ScanCheckpointSpec, per_layer, scan, shared
 from .axes import Axes, replaced
@@ -21,7 +22,7 @@ _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 def remat_scan(
-    f: Any = None,
+    f: Callable | None = None,
     *,
     policy: ScanCheckpointSpec = "nested",
     length: int | None = None,
@@ -30,7 +31,7 @@ def remat_scan(
     in_axes: Any = (nnx.Carry, 0),
     out_axes: Any = (nnx.Carry, 0),
     transform_metadata: Mapping[str, Any] = _NO_METADATA,
-) -> Any:
+) -> PyTree:
     """`flax.nnx.scan`, with a choice of what the backward pass keeps.
 
     ```python
@@ -78,7 +79,7 @@ def remat_scan(
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
 
-    def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
+    def decorated(f: Callable) -> Callable:
         if inspect.ismethod(f):
             raise TypeError(
                 f"remat_scan got the bound method {f.__qualname__}, whose module it can't split. Decorate "
@@ -86,7 +87,7 @@ def remat_scan(
             )
 
         @functools.wraps(f)
-        def scanned(*args: Any, **kwargs: Any) -> Any:
+        def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
             names, given = _positional(f, args, kwargs, in_axes)
             with nnx.update_context(TAG):
                 return _run(f, names, given, axes, length, options)
@@ -97,8 +98,8 @@ def remat_scan(
 
 
 def _positional(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], in_axes: Any
-) -> tuple[list[str], tuple[Any, ...]]:
+    f: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, Any], in_axes: Any
+) -> tuple[list[str], tuple[PyTree, ...]]:
     """Names and values of the arguments."""
     bound = inspect.signature(f).bind(*args, **kwargs)
     if isinstance(in_axes, tuple) and len(bound.args) < len(in_axes):
@@ -126,13 +127,13 @@ def _positional(
 
 
 def _run(
-    f: Callable[..., Any],
+    f: Callable,
     names: list[str],
-    args: tuple[Any, ...],
+    args: tuple[PyTree, ...],
     axes: Axes,
     length: int | None,
     options: Mapping[str, Any],
-) -> Any:
+) -> PyTree:
     tree = split(args, axes.in_axes, "args")
     structure, entries = jax.tree.structure(tree), list(named_leaves(names, tree))
     given = {name: leaf for name, leaf, _ in entries}
@@ -140,9 +141,9 @@ def _run(
     sliced = {name: _layers_first(name, leaf, axis) for name, leaf, axis in entries if isinstance(axis, int)}
     marked = {name: shared(leaf) for name, leaf, axis in entries if axis is None}
     marked |= {name: per_layer(leaf) for name, leaf in sliced.items()}
-    found: Any = None
+    found: PyTree = None
 
-    def step(carry: dict[str, Any], /, **arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def step(carry: dict[str, PyTree], /, **arrays: PyTree) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         nonlocal found
         inputs = carry | arrays
         layer = jax.tree.unflatten(structure, [inputs[name] for name in given])
@@ -156,7 +157,7 @@ def _run(
 
     carry, stacked = scan(step, Axis(axes.name, _size(sliced, length)), **options)(carry, **marked)
 
-    def leaf(name: str, axis: Any) -> Any:
+    def leaf(name: str, axis: Any) -> PyTree:
         if axis is nnx.Carry:
             return carry[name]
         if name in stacked:
@@ -175,7 +176,7 @@ def _run(
     return axes.put_carry(None if axes.carry_in is None else args_out[axes.carry_in], result)
 
 
-def _split_results(args: tuple[Any, ...], result: Any, axes: Axes) -> tuple[Any, Any]:
+def _split_results(args: tuple[PyTree, ...], result: PyTree, axes: Axes) -> tuple[PyTree, PyTree]:
     """The arguments after a layer, with the new carry and without arrays, and the rest of the result."""
     carry, rest = axes.take_carry(result)
     left = jax.tree.map(lambda leaf: leaf if is_node(leaf) else None, args, is_leaf=is_node)
@@ -186,7 +187,7 @@ def _split_results(args: tuple[Any, ...], result: Any, axes: Axes) -> tuple[Any,
     return change_metadata(found, nnx.spmd.add_axis, axes.metadata)
 
 
-def _check_references(before: Any, after: Any) -> None:
+def _check_references(before: PyTree, after: PyTree) -> None:
     """Refuse a carry with other modules or variables than went in."""
     old, new = (
         {path: leaf for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_node) if is_node(leaf)}

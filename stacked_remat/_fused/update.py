@@ -266,7 +266,8 @@ class _Layers:
             return jax.tree.leaves(self.states.get(kind)) if updates else []
 
         given = per_kind({kind: leaves(kind) for kind in self.kinds}) if self.kinds else leaves(None)
-        result = self.sweep_back(self.cotangent, self._visitor(norm, updates), jnp.zeros(()), given)
+        first = jnp.zeros(()) if self.squares is None else self.squares
+        result = self.sweep_back(self.cotangent, self._visitor(norm, updates), first, given)
         for kind, state in self.states.items() if updates else ():
             after = result.layer_state if kind is None else result.layer_state.values[kind]
             self.states[kind] = jax.tree.unflatten(jax.tree.structure(state), after)

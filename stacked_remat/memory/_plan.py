@@ -60,7 +60,7 @@ class Comparison(Tabular):
         rows = [(trial.name, _row(trial.report, size, one)) for trial in self.trials]
         cells = [[name, *map(row.__getitem__, headings)] for name, row in rows]
         notes = [
-            *([f"FLOPs: of matrix products, those of {base} ({readable_count(one)}) being 1"] if one else []),
+            *([f"FLOPs / {base}: {readable_count(one)} FLOP in matrix products"] if one else []),
             *sorted({f"?: {reason}" for each in found for reason in each.flops.reasons}),
             *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
             *(f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure),
@@ -226,7 +226,7 @@ _COLUMNS = {
     "sent": "sent: to other devices, by each",
     "link": "link: seconds that it takes, or hidden behind compute",
     "FLOPs": "",
-    "compile": "",
+    "compiled": "compiled: in so many seconds",
 }
 """The columns of a comparison, and what is said of them below it."""
 
@@ -236,7 +236,7 @@ def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
         return dict.fromkeys(_COLUMNS, "") | {"total": "refused"}
     sizes = found.total, found.temporaries, found.host.total, found.flops.moved, found.sent
     compared = f"{found.flops.matmul / flops:.2f}" if flops else "-"
-    others = _link(found), compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f} s"
+    others = _link(found), compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f}"
     return dict(zip(_COLUMNS, (*(f"{size / unit:.2f}" for size in sizes), *others), strict=True))
 
 

@@ -96,7 +96,7 @@ def test_the_table_has_a_row_a_policy_and_names_that_of_the_config(reports):
         assert list(rows)[: len(of_all)] == list(of_all)
         assert {len(cells) for cells in rows.values()} == {4 if of_all is reports else 7}  # nothing moves
         assert f"`remat` of this config: {own}" in caption
-    assert rows["nested, streamed"][3:] == ["900.00", "128", "1.00", "123.4"]
+    assert rows["nested, streamed"][3:] == ["900.00", "8", "1.00", "123.4"]
     assert "64 x 16 tokens" in shown and "GiB" in shown
     assert table.rstrip().endswith(f"True: {reports['True'].flops.matmul / 1e6:.3g} M")
 

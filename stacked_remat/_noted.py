@@ -14,7 +14,7 @@ DERIVATIVE_OF_RESULT = "derivative of result"
 _PREFIX = "stacked_remat_noted_"
 
 
-@dataclass
+@dataclass(eq=False)  # of a context of jit, which has a hash
 class Notes:
     """The calls that one trace noted, by the name of the call's equation.
 

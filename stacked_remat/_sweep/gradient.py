@@ -21,8 +21,8 @@ from .._activity import active_outputs, named_inputs
 from .._compat import without_constants
 from .._placement import platform
 from .kinds import Kind
-from .slots import Arrays, Carry, Index
-from .store import apart_from_transfers, write, zeros_like
+from .slots import Arrays, Carry
+from .store import Index, apart_from_transfers, write, zeros_like
 
 LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
 Mask: TypeAlias = tuple[bool, ...]

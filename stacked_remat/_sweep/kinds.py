@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 
 from .._compat import without_constants
 from .._trips import known_trips
-from .slots import Arrays, Carry, Index, entry_at
+from .slots import Arrays, Carry, entry_at
+from .store import Index
 
 T = TypeVar("T")
 

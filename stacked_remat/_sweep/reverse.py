@@ -28,9 +28,9 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .slots import Arrays, Carry, Checkpoints, Index, TripsOf, entry_at, repeat, trip_count
+from .slots import Arrays, Carry, Checkpoints, TripsOf, entry_at, repeat, trip_count
 from .spec import SweepSpec
-from .store import empty_stack, read, read_before_writes, settle, write
+from .store import Index, empty_stack, read, read_before_writes, settle, write
 
 
 def pull_back(

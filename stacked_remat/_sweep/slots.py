@@ -1,7 +1,7 @@
 """Carries kept in numbered slots, and rolled loops whose trip counts come from a schedule's tables."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,10 @@ from jaxtyping import Array, PyTree
 from .._activity import is_differentiable
 from .._placement import to_device
 from .._trips import known_trips
-from .store import empty_stack, write
+from .store import Index, empty_stack, write
 
 Arrays = list[Array]
 Carry = Arrays
-Index: TypeAlias = int | Array  # of a layer, known or traced
 T = TypeVar("T")
 
 

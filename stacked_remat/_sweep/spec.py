@@ -24,8 +24,9 @@ from .gradient import (
     with_part,
 )
 from .kinds import Kind, Pattern
-from .slots import Arrays, Carry, Index, T, entry_at
+from .slots import Arrays, Carry, T, entry_at
 from .store import (
+    Index,
     at_least_one,
     empty_stack,
     read_ahead,

@@ -6,7 +6,7 @@ memory, so the loops of a sweep are the same for both.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jaxtyping import Array, PyTree
 from .._compat import made_on_host, stacked_type
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
 from .._trips import known_trips
-from .slots import Index
+
+Index: TypeAlias = int | Array  # of a layer, known or traced
 
 
 def empty_stack(entry: PyTree, size: int, on_host: bool = False) -> PyTree:

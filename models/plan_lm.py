@@ -43,7 +43,6 @@ from stacked_remat.training import ConfigError, lasting_console, parse_config, r
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "False": False,
-    "save_all": "save_all",
     "True": True,
     "recompute": "recompute",
     "offload": "offload",

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jaxtyping import PyTree
+
+from ._static import PyTree
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "core_call")

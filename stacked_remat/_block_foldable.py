@@ -10,7 +10,6 @@ import equinox as eqx
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
-from jaxtyping import PyTree
 
 from ._noted import noted_stack_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -22,6 +21,7 @@ from ._scan.pattern import NamedPattern
 from ._scan.step import Call, Verb
 from ._stacked_methods import check_options
 from ._state_dict import layers_to_state_dict
+from ._static import PyTree
 
 M = TypeVar("M", bound=eqx.Module)
 B = TypeVar("B", bound=eqx.Module)
@@ -234,7 +234,7 @@ def loop_over(
     layers: BlockFoldable[Any],
     method: str,
     verb: Verb,
-    fn: Callable | None = None,
+    fn: Callable[..., Any] | None = None,
     *,
     remat: ScanCheckpointSpec | None = None,
     unroll: int | bool | None = None,
@@ -249,14 +249,16 @@ def loop_over(
     return Loop.of(call, layers.Layers, policy, layers._pattern, unroll=unroll, reverse=reverse)
 
 
-def _via(layers: BlockFoldable[Any], verb: Verb, fn: Callable | None, options: dict[str, Any]) -> Callable:
+def _via(
+    layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, options: dict[str, Any]
+) -> Callable[..., Any]:
     loop = loop_over(layers, verb, verb, fn, **options)
     if call := noted_stack_call():
         return call(layers, f"{verb}_via", loop.call.named, options)
     return _applied(layers, loop)
 
 
-def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable:
+def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable[..., Any]:
     call, what = loop.call, loop.call.caller.what
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
-from jaxtyping import PyTree
 
 from ._block_foldable import B, BlockFoldable, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -30,6 +29,7 @@ from ._stacked_methods import (
     layers_builder,
 )
 from ._state_dict import layers_from_state_dict
+from ._static import PyTree
 
 if TYPE_CHECKING:
     _AnyLayers: TypeAlias = "BlockSeq[AnyLayers]"
@@ -151,6 +151,8 @@ class BlockSeq(BlockFoldable[M]):
         return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)
 
 
-def _one_by_one(build: Callable, Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree) -> list[PyTree]:
+def _one_by_one(
+    build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+) -> list[PyTree]:
     calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
     return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]

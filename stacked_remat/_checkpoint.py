@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,14 +11,14 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray
 
 from ._compat import KeptApart, nothing_is_traced
 from ._policy import ScanCheckpointPolicy, kept_internals
 from ._remat import EVERYTHING, JaxPolicy
 from ._scan.marks import is_array
 from ._schedule import Tree, whole_number
-from ._static import Static
+from ._static import PyTree, Static
 from ._sweep.effects import check_effects
 
 P = ParamSpec("P")
@@ -92,7 +92,7 @@ def checkpoint(
 
 
 def checkpoint_sequential(
-    layers: eqx.nn.Sequential | Sequence[Callable],
+    layers: eqx.nn.Sequential | Sequence[Callable[..., Any]],
     x: PyTree,
     state: PyTree = None,
     *,
@@ -253,8 +253,8 @@ def internals_are_saved(name: str | None = None) -> bool:
 
 
 def recomputed(
-    fun: Callable, policy: JaxPolicy | None, *, prevent_cse: bool = True, offloads: bool = False
-) -> Callable:
+    fun: Callable[..., Any], policy: JaxPolicy | None, *, prevent_cse: bool = True, offloads: bool = False
+) -> Callable[..., Any]:
     """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
 
     def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:

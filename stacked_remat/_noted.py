@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
+
+from ._static import PyTree
 
 DERIVATIVE_OF_RESULT = "derivative of result"
 """The rule of a function whose `jax.custom_vjp`s are only a cheaper way to the derivative of its result."""

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
-from jaxtyping import PyTree
 
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written, check_jax_policy
 from ._schedule import Schedule, bounded, equal, levels, shrinking, whole_number
+from ._static import PyTree
 
 OFFLOAD = "offload"
 _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}

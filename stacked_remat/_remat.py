@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
 
 from ._schedule import Schedule, equal
+from ._static import PyTree
 
 Carries: TypeAlias = Literal["device", "host"] | None  # where they are kept, if they are
-JaxPolicy: TypeAlias = Callable
+JaxPolicy: TypeAlias = Callable[..., Any]
 """From an operation, its operands' types and its parameters to whether the result is saved or offloaded."""
 
 
@@ -59,7 +59,7 @@ class Kept:
         # A layer's arguments are kept whether they are named or not.
         return _joined_policy(self.internals, *names) if names[1] else self.internals
 
-    def checkpoint(self, layer: Callable) -> Callable:
+    def checkpoint(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where nothing is kept."""
         if self.internals is True:
             return layer

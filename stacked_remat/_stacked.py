@@ -12,7 +12,6 @@ import equinox as eqx
 import haliax.nn
 from haliax import Axis
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._block_foldable import B, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -34,6 +33,7 @@ from ._stacked_methods import (
     check_modules,
     layers_builder,
 )
+from ._static import PyTree
 
 if TYPE_CHECKING:
     _AnyLayers: TypeAlias = "Stacked[AnyLayers]"
@@ -215,7 +215,9 @@ class Stacked(StackedKinds[M]):
         return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, name_in_stack))
 
 
-def _all_at_once(build: Callable, Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree) -> PyTree:
+def _all_at_once(
+    build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+) -> PyTree:
     def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return arrays_in_indices(build(*args, **kwargs))
 

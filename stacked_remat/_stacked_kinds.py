@@ -10,7 +10,6 @@ import jax.tree_util as jtu
 from equinox.nn import State
 from haliax.state_dict import StateDict, flatten_modules_for_export, unflatten_modules_from_export
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from ._block_foldable import BlockFoldable, M, loop_over
 from ._placement import on_device
@@ -26,6 +25,7 @@ from ._scan.sweep_back import SweepBack
 from ._scan.vjp import sweep_forward
 from ._stacked_methods import check_options
 from ._state_dict import layers_from_state_dict, stack_as
+from ._static import PyTree
 from ._sweep.store import at_least_one
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def name_in_stack(path: KeyPath) -> str:
     return f"stacked{jtu.keystr(path)}"
 
 
-def _map_blocks(fn: Callable, stack: PyTree, names: tuple[str, ...], *blocks: PyTree) -> PyTree:
+def _map_blocks(fn: Callable[..., Any], stack: PyTree, names: tuple[str, ...], *blocks: PyTree) -> PyTree:
     caller = Caller(fn.__name__, argument_namer(fn, len(names), names))
     split = split_tree((tuple(map(stored, blocks)), {}), stack.Layers, caller)
     return map_layers(fn, *split, caller.what)

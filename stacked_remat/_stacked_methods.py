@@ -8,11 +8,11 @@ from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, overlo
 import equinox as eqx
 from haliax import Axis
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_of
 from ._scan.checks import layers_axis
+from ._static import PyTree
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
 I_co = TypeVar("I_co", covariant=True)
@@ -60,7 +60,7 @@ def layers_builder(
     Block: Any,
     remat: ScanCheckpointSpec | None,
     gradient_checkpointing: ScanCheckpointSpec | None,
-) -> Callable:
+) -> Callable[..., Any]:
     """The `init` of a class of layers, which `build_all` makes from what builds one and its arguments."""
     what = f"{cls.__name__}.init"
     axis = layers_axis(Layers, what)
@@ -86,7 +86,7 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
     return resolve_policy(True if given is None else given)
 
 
-def block_builder(Block: Any, what: str) -> Callable:
+def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     """The static `init` of a block, Haliax style, or the block itself."""
     kind = type(Block).__name__
     # Equinox's partial and jitted functions are modules too.

@@ -5,7 +5,6 @@ from typing import Any, Self
 
 import equinox as eqx
 from haliax import Axis
-from jaxtyping import PyTree
 
 from ._block_foldable import B, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
@@ -17,6 +16,7 @@ from ._scan.stacking import take_layers
 from ._stacked import Stacked
 from ._stacked_kinds import StackedKinds
 from ._stacked_methods import BuiltByInit, block_builder, check_layer_index, init_policy
+from ._static import PyTree
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:

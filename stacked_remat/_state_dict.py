@@ -11,11 +11,11 @@ import numpy as np
 from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from ._messages import entry_problems
 from ._scan.marks import is_array, is_named, is_split, raw_array
 from ._scan.stacking import stack_trees
+from ._static import PyTree
 
 M = TypeVar("M", bound=eqx.Module)
 

@@ -12,7 +12,6 @@ from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
 from haliax.partitioning import physical_axis_name, physical_axis_size
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import PyTree
 
 from ._activity import is_differentiable
 from ._checkpoint import saving_internals
@@ -20,6 +19,7 @@ from ._messages import parse_bytes
 from ._scan.arguments import argument_namer, is_unsplit_key
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
+from ._static import PyTree
 from ._sweep.gradient import merge, pick
 from ._sweep.store import varying_alike
 from ._sweep.trace import kept
@@ -27,13 +27,13 @@ from ._tiles import Cut, Tiling, run_tiles
 
 
 def tiled(
-    fn: Callable,
+    fn: Callable[..., Any],
     axis: AxisSelector | int,
     *,
     tiles: int | Literal["auto"] = "auto",
     budget: int | str | None = None,
     reduce: Literal["sum"] | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """Apply `fn` tile by tile along an axis; backward, each tile is computed again, one after the other.
 
     ```python
@@ -101,7 +101,7 @@ def tiled(
 class _Caller(NamedTuple):
     """What a user gave to `tiled`."""
 
-    fn: Callable
+    fn: Callable[..., Any]
     axis: AxisSelector | int
     reduce: Literal["sum"] | None
     tiles: int | Literal["auto"]

@@ -10,11 +10,11 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr
-from ._static import Static
+from ._static import PyTree, Static
 from ._sweep.gradient import Mask, merge, pick
 from ._sweep.rules import (
     Bound,

@@ -15,7 +15,6 @@ import numpy as np
 from haliax import Axis
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from . import _placement
 from ._messages import axes_text
@@ -28,6 +27,7 @@ from ._scan.layer_state import arrays_in_indices
 from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
+from ._static import PyTree
 from ._sweep.store import empty_stack, write
 
 T = TypeVar("T")

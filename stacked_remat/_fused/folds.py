@@ -11,7 +11,6 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import PyTree
 
 from .._activity import CALLS, name_of, programs_in
 from .._block_foldable import BlockFoldable
@@ -19,7 +18,7 @@ from .._compat import HiPrim, without_constants
 from .._policy import ScanCheckpointPolicy
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import SweepResult
-from .._static import Static
+from .._static import PyTree, Static
 
 
 class Follower(Protocol):

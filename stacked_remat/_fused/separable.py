@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jaxtyping import DTypeLike, PyTree
+from jaxtyping import DTypeLike
 
 from .._activity import active_variables
 from .._messages import shortened
+from .._static import PyTree
 
 
 def check_separable(optimizer: Any, params: PyTree, owners: Sequence[int], dtype: DTypeLike | None) -> None:

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jax.tree_util import KeyPath
-from jaxtyping import DTypeLike, PyTree
+from jaxtyping import DTypeLike
 
 from .._messages import axes_text
 from .._scan.checks import describe
@@ -18,6 +18,7 @@ from .._scan.marks import is_split, raw_array
 from .._stacked import Stacked
 from .._stacked_kinds import layer_types
 from .._stacked_pattern import StackedPattern
+from .._static import PyTree
 from .folds import FollowedStack, leaves_or_none
 from .separable import check_separable
 

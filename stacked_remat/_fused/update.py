@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, PyTree
+from jaxtyping import Array, DTypeLike, Float
 
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
@@ -16,6 +16,7 @@ from .._scan.marks import PerKind
 from .._scan.pattern import per_kind
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
+from .._static import PyTree
 from .folds import followed, leaves_or_none
 from .trained import Trained, masked, replaced, state_of_layers
 
@@ -62,7 +63,7 @@ class FusedResult(NamedTuple):
 
 
 def fused_update(
-    loss: Callable,
+    loss: Callable[..., Any],
     optimizer: Any,
     *,
     trainable: Any = eqx.is_inexact_array,
@@ -128,7 +129,7 @@ def fused_update(
 class FusedUpdate:
     """The step of `fused_update`."""
 
-    loss: Callable
+    loss: Callable[..., Any]
     optimizer: Optimizer
     trainable: Any
     has_aux: bool

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
-from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointSpec
+from .._static import PyTree
 from .layers import Loop, scan_layers
 from .marks import IsScanned, check_unmarked, is_named, is_named_or_shaped_array, per_layer
 from .step import Call, Until
@@ -80,7 +80,7 @@ def scan(
     return _loops(Loop.of(call, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned))
 
 
-def _loops(loop: Loop) -> Callable:
+def _loops(loop: Loop) -> Callable[..., Any]:
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         carry, outputs = scan_layers(loop, init, (args, kwargs))

@@ -13,9 +13,9 @@ import jax.tree_util as jtu
 from haliax import Axis
 from haliax.axis import AxisSelector
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from .._messages import axes_text
+from .._static import PyTree
 from .marks import Entry, Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
 
 _NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds", "subkey", "subkeys")

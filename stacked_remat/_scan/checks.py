@@ -10,11 +10,11 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 from jax.core import Tracer
-from jaxtyping import PyTree
 
 from .._activity import CALLS, CHECKPOINTS, program_of
 from .._messages import axes_text
 from .._schedule import whole_number
+from .._static import PyTree
 from .marks import is_array, is_named, raw_array
 
 

@@ -10,9 +10,9 @@ import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from .._placement import is_on_host, to_host
+from .._static import PyTree
 from .arguments import Caller, check_keys, check_sizes, resolve_axis
 from .marks import (
     IsScanned,

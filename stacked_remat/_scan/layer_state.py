@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from equinox.nn import State, StateIndex
 from haliax import Axis
-from jaxtyping import PyTree
 
+from .._static import PyTree
 from .arguments import Caller, check_sizes
 from .checks import describe
 from .marks import Entry, Marked, PerKind, changed

@@ -9,14 +9,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from jaxtyping import PyTree
 
 from .._checkpoint import checkpoint_name, recomputed, run_tree
 from .._placement import has_host_arrays, on_device, platform
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import EVERYTHING, NOTHING, Remat
 from .._schedule import Tree
-from .._static import Static
+from .._static import PyTree, Static
 from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
 from .._sweep.store import at_least_one, empty_stack

@@ -17,9 +17,9 @@ from haliax import Axis, NamedArray, axis_name
 from haliax.axis import AxisSelector
 from jax import lax
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from .._placement import has_host_arrays, on_several_devices
+from .._static import PyTree
 
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
-from jaxtyping import PyTree
 
+from .._static import PyTree
 from .._sweep.kinds import Pattern
 from .arguments import Caller, check_keys, check_sizes
 from .marks import (

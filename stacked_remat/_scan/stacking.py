@@ -11,9 +11,9 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from .._messages import axes_text, shown
+from .._static import PyTree
 from .checks import children, describe
 from .marks import has_axis, is_array, is_named, is_split, raw_array
 

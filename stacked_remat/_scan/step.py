@@ -8,10 +8,9 @@ from typing import Any, Literal, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .._checkpoint import saving_internals
-from .._static import Static
+from .._static import PyTree, Static
 from .arguments import Caller, argument_namer
 from .checks import check_carry, describe
 from .layer_state import carry_and_state
@@ -39,13 +38,13 @@ class Call:
 
     caller: Caller
     verb: Verb
-    fn: Callable
+    fn: Callable[..., Any]
     owner: Any
     takes_block: bool = False
     until: Until | None = None
 
     @classmethod
-    def of(cls, verb: Verb, fn: Callable, until: Until | None = None) -> "Call":
+    def of(cls, verb: Verb, fn: Callable[..., Any], until: Until | None = None) -> "Call":
         """The call of a function that is given no block."""
         caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))
         return cls(caller, verb, fn, fn, until=until)
@@ -56,13 +55,13 @@ class Call:
         return self.owner, self.fn is self.owner, self.caller.what, self.verb, self.until
 
     @property
-    def named(self) -> Callable:
+    def named(self) -> Callable[..., Any]:
         """The function, with the signature of its owner."""
         if self.fn is self.owner:
             return self.fn
         return functools.update_wrapper(functools.partial(self.fn), self.owner)
 
-    def as_called(self, loop: Callable, after: str) -> Callable:
+    def as_called(self, loop: Callable[..., Any], after: str) -> Callable[..., Any]:
         """A loop of such calls, with the name that Python has for it in errors of missing arguments."""
         loop.__qualname__ = f"{self.verb}{after}"
         return loop

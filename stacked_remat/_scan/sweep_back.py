@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import PyTree
 
 from .._activity import is_differentiable
+from .._static import PyTree
 from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, with_part
 from .._sweep.kinds import Kind

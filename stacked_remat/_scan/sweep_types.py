@@ -10,10 +10,10 @@ import jax.tree_util as jtu
 from haliax import Axis
 from jax import lax
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
 
 from .._activity import is_differentiable
 from .._placement import platform
+from .._static import PyTree
 from .._sweep.gradient import Inputs, LeafVisit, Perturbed, scatter_leaves
 from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays

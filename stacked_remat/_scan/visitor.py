@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jaxtyping import PyTree
+from .._static import PyTree
 
 Part: TypeAlias = Literal["layer", "carry", "args", "kwargs"]
 

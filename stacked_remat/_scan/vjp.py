@@ -7,10 +7,10 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from haliax.axis import AxisSelector
-from jaxtyping import PyTree
 
 from .._activity import is_differentiable
 from .._policy import ScanCheckpointSpec
+from .._static import PyTree
 from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.spec import SweepSpec
 from .._sweep.trace import kinds_of, trace_layers
@@ -22,7 +22,7 @@ from .sweep_types import KindTypes, SweepTypes
 
 
 def fold_vjp(
-    f: Callable,
+    f: Callable[..., Any],
     axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = True,

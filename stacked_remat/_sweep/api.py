@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 from jax.interpreters import partial_eval
-from jaxtyping import PyTree
 
 from .._placement import is_on_host
+from .._static import PyTree
 from .gradient import merge, pick
 from .primitive import plain_scan, sweep_of
 from .slots import Arrays

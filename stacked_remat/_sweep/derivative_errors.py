@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
+
+from .._static import PyTree
 
 
 def not_differentiable(x: Array, why: str, of: Sequence[Array] = ()) -> Array:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from jax.extend.core import Jaxpr
-from jaxtyping import PyTree
 
 from .._compat import is_reference, ordered_effects
+from .._static import PyTree
 
 
 def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) -> None:

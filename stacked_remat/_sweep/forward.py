@@ -9,10 +9,10 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree
 
 from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
+from .._static import PyTree
 from .gradient import Perturbed, with_part
 from .kinds import Kind
 from .slots import (

@@ -15,11 +15,11 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import PyTree
 
 from .._activity import active_outputs, named_inputs
 from .._compat import without_constants
 from .._placement import platform
+from .._static import PyTree
 from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import Index, apart_from_transfers, write, zeros_like

@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jaxtyping import PyTree
 
 from .._compat import without_constants
+from .._static import PyTree
 from .._trips import known_trips
 from .slots import Arrays, Carry, entry_at
 from .store import Index

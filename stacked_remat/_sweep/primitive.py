@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import PyTree
 
 from .._activity import is_differentiable
 from .._compat import (
@@ -22,7 +21,7 @@ from .._compat import (
     is_concrete,
     stacked_type,
 )
-from .._static import Static
+from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import (
     Mask,

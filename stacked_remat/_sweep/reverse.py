@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from equinox.internal import unvmap_max
 from jax import lax
-from jaxtyping import PyTree
 
 from .._placement import has_host_arrays, platform, to_device
 from .._remat import Kept
 from .._schedule import Run, Schedule
+from .._static import PyTree
 from .gradient import (
     LayerPullback,
     LeafVisit,

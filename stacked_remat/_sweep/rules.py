@@ -12,11 +12,10 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import PyTree
 
 from .._activity import has_rules, is_differentiable
 from .._compat import HiPrim, canonical, named_axes
-from .._static import Static
+from .._static import PyTree, Static
 from .gradient import Mask, merge, pick
 from .slots import Arrays
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from equinox.internal import unvmap_all
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._activity import is_differentiable
 from .._placement import to_device
+from .._static import PyTree
 from .._trips import known_trips
 from .store import Index, empty_stack, write
 

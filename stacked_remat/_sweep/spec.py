@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree
 
 from .._activity import active_carry, active_outputs
 from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
+from .._static import PyTree
 from .._trips import known_branches
 from .gradient import (
     LayerPullback,

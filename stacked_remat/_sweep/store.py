@@ -14,10 +14,11 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._compat import made_on_host, stacked_type
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
+from .._static import PyTree
 from .._trips import known_trips
 
 Index: TypeAlias = int | Array  # of a layer, known or traced

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .._compat import without_constants
+from .._static import PyTree
 from .gradient import Perturbed, merge, pick
 from .kinds import Kind
 from .rules import primal_of

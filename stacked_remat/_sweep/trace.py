@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._activity import forwarded_inputs
 from .._compat import is_concrete, trace_context, without_constants
+from .._static import PyTree
 from .effects import check_effects
 from .gradient import merge, pick
 from .kinds import Kind

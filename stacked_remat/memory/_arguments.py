@@ -10,9 +10,9 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from jaxtyping import PyTree
 
 from .._messages import shortened
+from .._static import PyTree
 from ._targets import Target, TargetError
 
 

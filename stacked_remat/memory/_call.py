@@ -9,10 +9,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from .._compat import made_on_host
 from .._placement import compiled_for
+from .._static import PyTree
 from ._arguments import Placement, donated_of, is_array_or_shape
 from ._compiled_sizes import sizes_of
 from ._costs import Flops
@@ -59,7 +59,7 @@ class TracedCall:
 
 
 def report(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: PyTree,
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
@@ -103,7 +103,7 @@ def report(
 
 
 def trace_call(
-    fn: Callable,
+    fn: Callable[..., Any],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     target: str | Target,
@@ -153,11 +153,11 @@ def _attached_memory(target: Target) -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
-def _is_jax_jit(fn: Callable) -> bool:
+def _is_jax_jit(fn: Callable[..., Any]) -> bool:
     return hasattr(fn, "trace") and hasattr(fn, "lower")
 
 
-def _unwrap(fn: Callable, donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
+def _unwrap(fn: Callable[..., Any], donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
     """Unwrap `eqx.filter_jit`, which would treat shapes as static values."""
     is_filter_jit = hasattr(fn, "donate_first") and hasattr(fn, "__wrapped__")
     if donate and (is_filter_jit or _is_jax_jit(fn)):

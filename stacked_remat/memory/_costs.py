@@ -6,7 +6,8 @@ import operator
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
+
+from .._static import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
-from jaxtyping import PyTree
 
 from .._activity import is_differentiable
+from .._static import PyTree
 from .._trips import blocks_in, branches_in, trips_in
 from ._costs import Flops, leaf_cost
 

@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._schedule import whole_number
+from .._static import PyTree
 from ._arguments import host_memory_kind
 from ._report import MemoryReport
 from ._search import Limits, Program, Search, Trial, policy_name
@@ -94,7 +95,7 @@ class Plan(Tabular):
 
 
 def compare(
-    fn_of_policy: Callable[[ScanCheckpointSpec], Callable],
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
     *args: PyTree,
     candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
     target: str | Target = "local",
@@ -136,7 +137,7 @@ def compare(
 
 
 def plan(
-    fn_of_policy: Callable[[ScanCheckpointSpec], Callable],
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
     *args: PyTree,
     budget: int | str,
     host_budget: int | str | None = None,

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._static import PyTree
 from ._arguments import arguments_on_host
 from ._call import TracedCall, trace_call
 from ._compiled_sizes import DoesNotFit
@@ -73,7 +73,7 @@ class Limits:
 class Program:
     """A program that takes a policy, with the options of `plan`."""
 
-    of_policy: Callable[[ScanCheckpointSpec], Callable]
+    of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]]
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
     target: str | Target = "local"

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from jaxtyping import PyTree
+
+from .._static import PyTree
 
 
 class TargetError(RuntimeError):

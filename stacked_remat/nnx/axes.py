@@ -5,7 +5,8 @@ from typing import Any
 
 import jax.tree_util as jtu
 from flax import nnx
-from jaxtyping import PyTree
+
+from .._static import PyTree
 
 
 class Axes:

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PyTree
 
 from .. import ScanCheckpointSpec
+from .._static import PyTree
 from ..streaming import is_on_host, moves_to_host
 from .parts import is_node
 from .scanning import remat_scan

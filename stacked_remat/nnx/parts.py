@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from flax import nnx
-from jaxtyping import PyTree
+
+from .._static import PyTree
 
 TAG = "stacked_remat.nnx.remat_scan"
 
@@ -69,7 +70,7 @@ def named_leaves(names: Sequence[str], tree: Sequence[PyTree]) -> Iterator[tuple
                     yield name + jtu.keystr((*path, *below)), leaf, axis
 
 
-def change_metadata(tree: PyTree, change: Callable, metadata: Mapping[str, Any]) -> PyTree:
+def change_metadata(tree: PyTree, change: Callable[..., Any], metadata: Mapping[str, Any]) -> PyTree:
     """Put the layers' axis into the sharding metadata of split variables, or take it out."""
     if nnx.PARTITION_NAME not in metadata:
         return tree

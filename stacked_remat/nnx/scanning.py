@@ -12,9 +12,9 @@ import jax.tree_util as jtu
 import numpy as np
 from flax import nnx
 from haliax import Axis
-from jaxtyping import PyTree
 
 from .. import ScanCheckpointSpec, per_layer, scan, shared
+from .._static import PyTree
 from .axes import Axes, replaced
 from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
 
@@ -22,7 +22,7 @@ _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 def remat_scan(
-    f: Callable | None = None,
+    f: Callable[..., Any] | None = None,
     *,
     policy: ScanCheckpointSpec = "nested",
     length: int | None = None,
@@ -79,7 +79,7 @@ def remat_scan(
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
 
-    def decorated(f: Callable) -> Callable:
+    def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.ismethod(f):
             raise TypeError(
                 f"remat_scan got the bound method {f.__qualname__}, whose module it can't split. Decorate "
@@ -98,7 +98,7 @@ def remat_scan(
 
 
 def _positional(
-    f: Callable, args: tuple[PyTree, ...], kwargs: Mapping[str, Any], in_axes: Any
+    f: Callable[..., Any], args: tuple[PyTree, ...], kwargs: Mapping[str, Any], in_axes: Any
 ) -> tuple[list[str], tuple[PyTree, ...]]:
     """Names and values of the arguments."""
     bound = inspect.signature(f).bind(*args, **kwargs)
@@ -127,7 +127,7 @@ def _positional(
 
 
 def _run(
-    f: Callable,
+    f: Callable[..., Any],
     names: list[str],
     args: tuple[PyTree, ...],
     axes: Axes,

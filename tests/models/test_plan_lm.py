@@ -358,7 +358,7 @@ AUTO = ["--model.type", "qwen3", "--remat", "auto", "--budget", "1GiB"]
         (["--target", "h200"], "No model to plan for: give --config_path FILE"),
         (
             ["--model.type", "qwen3", "--only", "nestd"],
-            "only = 'nestd' leaves no row. There are: False; save_all; True;",
+            "only = 'nestd' leaves no row. There are: False; True;",
         ),
         (["--only", "(nested"], "only is no regular expression: missing ), unterminated subpattern"),
         (["--remat", "auto", "--budget", "1GiB", "--only", "nested"], "only has no effect with remat: auto"),

@@ -5,7 +5,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from haliax import Axis
 from jax import lax
+
+from stacked_remat import Stacked, fused_update
 
 from .test_fused_update import assert_close, fused_steps, model, plain_steps
 
@@ -41,3 +44,33 @@ def test_stacks_on_which_the_loss_does_not_depend_are_updated_by_zeros():
     for options in ({}, {"max_grad_norm": 100.0}):
         found = fused_steps(optimizer, model(), steps=1, loss=independent, **options)
         assert_close(found, plain_steps(optimizer, model(), steps=1, loss=independent))
+
+
+class Mapped(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x, fn=jnp.tanh):
+        return x + fn(x @ self.weight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "match"),
+    [
+        (lambda model, x: model["a"][:2].fold(x), TypeError, "model.*a.* no layers by index"),
+        (
+            lambda model, x: [block(x) for block in model["a"]][0],
+            TypeError,
+            "model.*a.* no layers one by one",
+        ),
+        (
+            lambda model, x: model["a"].fold(x, lambda h: h * model["e"]),
+            ValueError,
+            "a.*fold uses arrays of the",
+        ),
+    ],
+)
+def test_what_a_followed_stack_is_not(loss, error, match):
+    model = {"e": jnp.ones(4), "a": Stacked(Mapped(jnp.ones((2, 4, 4))), Axis("layers", 2))}
+    step = fused_update(lambda *args: jnp.sum(loss(*args)), optax.sgd(0.1))
+    with pytest.raises(error, match=match):
+        step(model, step.init(model), jnp.ones(4))

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import equinox as eqx
 import jax
 from haliax import Axis
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -133,16 +133,28 @@ class FollowedStack(eqx.Module):
             return getattr(stack, verb + suffix)(init, *args, **options, **kwargs)
 
         arrays, static = eqx.partition((self._stack, init, args, kwargs), eqx.is_array)
-        result = eqx.filter_eval_shape(functools.partial(call, ""), self._stack, init, args, kwargs)
-        types, rest = eqx.partition(result, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+        traced = eqx.filter_make_jaxpr(functools.partial(call, ""))
+        closed, types, rest = traced(self._stack, init, args, kwargs)
+        if any(isinstance(constant, Tracer) for constant in closed.consts):
+            raise ValueError(
+                f"In the loss of a fused update, a function passed to {self._name}.{verb} uses arrays "
+                "of the loss that are not among its arguments. Pass these arrays as arguments of their own."
+            )
         params = {"name": self._name, "call": call, "static": Static(static), "follower": None}
         return eqx.combine(FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays), rest)
 
     def __getattr__(self, name: str) -> PyTree:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"In the loss of a fused update, {self._name} has fold and scan, and no {name!r}: its weights "
+        raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
+
+    def __getitem__(self, index: PyTree) -> NoReturn:
+        raise TypeError(self._lacks("layers by index"))
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(self._lacks("layers one by one"))
+
+    def _lacks(self, what: str) -> str:
+        return (
+            f"In the loss of a fused update, {self._name} has fold and scan, and no {what}: its weights "
             "are updated in the backward pass of the one fold. "
             "Freeze the stack (trainable) to use it otherwise."
         )

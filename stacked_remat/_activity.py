@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ._static import PyTree
-
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "core_call")
 """Primitives that evaluate a program, argument by argument, by their names in each JAX, as checkpoints do."""
 
 
-def program_of(equation: core.JaxprEqn) -> PyTree:
+def program_of(equation: core.JaxprEqn) -> Any:
     """What an equation that evaluates one jaxpr evaluates, open or closed."""
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
@@ -110,7 +108,7 @@ def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
     return [numbers.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars]
 
 
-def expansion(equation: core.JaxprEqn) -> PyTree:
+def expansion(equation: core.JaxprEqn) -> Any:
     """What a primitive that expands into others does, closed, as a fold that is cut; None for any other."""
     if equation.primitive.name != "call_hi_primitive":
         return None
@@ -121,7 +119,7 @@ def expansion(equation: core.JaxprEqn) -> PyTree:
         return jax.make_jaxpr(primitive.expand, axis_env=axes)(*primitive.in_avals)
 
 
-def programs_in(equation: core.JaxprEqn) -> list[PyTree]:
+def programs_in(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """The jaxprs, open, that an equation evaluates."""
     expanded = expansion(equation)
     return [*core.jaxprs_in_params(equation.params)] if expanded is None else [expanded.jaxpr]

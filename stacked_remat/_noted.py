@@ -15,7 +15,7 @@ DERIVATIVE_OF_RESULT = "derivative of result"
 _PREFIX = "stacked_remat_noted_"
 
 
-@dataclass(eq=False)  # of a context of jit, which has a hash
+@dataclass(eq=False)  # a context of jax.jit must have a hash
 class Notes:
     """The calls that one trace noted, by the name of the call's equation.
 
@@ -27,10 +27,10 @@ class Notes:
     """
 
     stack_call: Callable | None = None
-    rules: dict[str, PyTree] = field(default_factory=dict)
-    types: dict[str, list[PyTree]] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
+    types: dict[str, list[Any]] = field(default_factory=dict)
 
-    def rule_of(self, equation: Any) -> PyTree:
+    def rule_of(self, equation: Any) -> Any:
         """The rule of an equation, None where it is of no noted call.
 
         What `jax.grad` and `jax.vmap` make of a call has its name and other arrays.
@@ -90,6 +90,6 @@ def noted(rule: Any, fn: Callable) -> Callable:
     return noting_types
 
 
-def _types(arrays: Iterable[PyTree]) -> list[PyTree]:
+def _types(arrays: Iterable[Any]) -> list[Any]:
     avals = (array.aval if hasattr(array, "aval") else jax.typeof(array) for array in arrays)
     return [(aval.shape, aval.dtype) for aval in avals]

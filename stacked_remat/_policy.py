@@ -15,7 +15,6 @@ import jax
 
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written, check_jax_policy
 from ._schedule import Schedule, bounded, equal, levels, shrinking, whole_number
-from ._static import PyTree
 
 OFFLOAD = "offload"
 _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
@@ -88,7 +87,7 @@ class ScanCheckpointPolicy:
             save_block_internals=self.save_block_internals,
             offload_block_internals=self.offload_block_internals,
         )
-        checked: dict[str, PyTree] = {
+        checked: dict[str, Any] = {
             "save_block_internals": kept.internals or False,
             "offload_block_internals": kept.offloaded,
             "nested": _nesting(self.nested),
@@ -148,7 +147,7 @@ class ScanCheckpointPolicy:
                 "other settings cut or offload the rest."
             )
 
-    def settings(self) -> list[tuple[str, PyTree]]:
+    def settings(self) -> list[tuple[str, Any]]:
         """Fields that differ from their defaults, in order."""
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return [(field.name, value) for field, value in values if value is not field.default and value != ()]
@@ -162,7 +161,7 @@ class ScanCheckpointPolicy:
         return hash(self._identity)
 
     @property
-    def _identity(self) -> tuple[PyTree, ...]:
+    def _identity(self) -> tuple[Any, ...]:
         """The settings with their types, since `nested=True` is not `nested=1` though `True == 1`."""
         return tuple((name, type(value), value) for name, value in self.settings())
 
@@ -278,7 +277,7 @@ def _nothing_to_offload(save_field: str, setting: str) -> str:
     )
 
 
-def _internals(field: str, value: PyTree) -> bool | tuple[str, ...] | JaxPolicy:
+def _internals(field: str, value: Any) -> bool | tuple[str, ...] | JaxPolicy:
     if value is jax.checkpoint_policies.everything_saveable:
         return True
     if value is jax.checkpoint_policies.nothing_saveable:
@@ -291,7 +290,7 @@ def _internals(field: str, value: PyTree) -> bool | tuple[str, ...] | JaxPolicy:
     return _names(field, value) or False
 
 
-def _names(field: str, value: PyTree) -> tuple[str, ...]:
+def _names(field: str, value: Any) -> tuple[str, ...]:
     """Checkpoint names that a user wrote for `field`, sorted."""
     if isinstance(value, str):
         raise TypeError(f"{field} is a list of checkpoint names; got {value!r}. Write {field}=[{value!r}].")

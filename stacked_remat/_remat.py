@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._schedule import Schedule, equal
-from ._static import PyTree
 
 Carries: TypeAlias = Literal["device", "host"] | None  # where they are kept, if they are
 JaxPolicy: TypeAlias = Callable[..., Any]
@@ -129,7 +128,7 @@ def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPoli
 def _joined_policy(internals: JaxPolicy, saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPolicy:
     named = _named_policy(saved, offloaded)
 
-    def policy(primitive: Any, *operands: PyTree, **params: PyTree) -> PyTree:
+    def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
         is_named = primitive.name == "name" and params["name"] in (*saved, *offloaded)
         return (named if is_named else internals)(primitive, *operands, **params)
 
@@ -165,7 +164,7 @@ class _AsWritten(str):
     __repr__ = str.__str__
 
 
-def as_written(value: PyTree) -> PyTree:
+def as_written(value: Any) -> Any:
     """A setting as the user wrote it: a list for a tuple, the name of a function."""
     if callable(value):
         known = vars(jax.checkpoint_policies).items()

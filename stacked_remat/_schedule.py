@@ -5,7 +5,7 @@ A reverse sweep visits the layers from the last to the first and needs the input
 again. It is a stack: a slot holds the input of one layer, later slots hold later layers, and the top is
 consumed first.
 
-    forward:  every layer writes its input to a slot; a slot that is written again loses what it held
+    forward:  every layer writes its input to a slot; writing a slot overwrites it
     reverse:  for each *run*: read the carry held at the top of the stack, run some layers forward
               again, write their inputs to slots above it, then visit layers backwards, popping a slot each
 
@@ -265,10 +265,7 @@ def _split(size: int, slots: int) -> int:
 
 def _parts_of(length: int, count: int) -> tuple[int, ...]:
     """The lengths of at most `count` parts, all of one length but the last."""
-    return _pieces(length, -(-length // count))
-
-
-def _pieces(length: int, size: int) -> tuple[int, ...]:
+    size = -(-length // count)
     whole, rest = divmod(length, size)
     return (size,) * whole + (rest,) * (rest > 0)
 

@@ -201,7 +201,7 @@ class Stacked(StackedKinds[M]):
         return changed(self, stacked=stacked, Layers=Layers)
 
     @property
-    def _stacks(self) -> dict[str, PyTree]:
+    def _stacks(self) -> dict[str, Any]:
         return {"": self}
 
     @property

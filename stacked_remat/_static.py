@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-PyTree: TypeAlias = Any  # pyright does not know that of jaxtyping
+PyTree: TypeAlias = Any  # that of jaxtyping is unknown to pyright
 
 
 @jax.tree_util.register_static

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
@@ -73,7 +73,7 @@ class Cut:
         own = array.shape[dim] // self.parts
         return array.reshape(*array.shape[:dim], self.parts, own, *array.shape[dim + 1 :])
 
-    def total(self, tile: Any, dim: int | None) -> PyTree:
+    def total(self, tile: ShapedArray, dim: int | None) -> ShapedArray:
         """The type of all tiles of a type; sums of them are in float32 at least."""
         if dim is not None:
             return tile.update(shape=(*tile.shape[:dim], self.size, *tile.shape[dim + 1 :]))
@@ -86,7 +86,7 @@ class Cut:
         arrays: Sequence[Array],
         inputs: Dims,
         outputs: Dims,
-        types: Sequence[PyTree],
+        types: Sequence[Any],
         later: Sequence[bool] = (),
     ) -> Arrays:
         """Apply rules, one for each length, tile by tile; for derivatives each tile is computed again.
@@ -162,32 +162,24 @@ class Tiling:
         return Tiling(cut, tuple(jaxprs), (*inputs, *[None] * len(constants)), tuple(outputs)), constants
 
 
-@dataclass(frozen=True)
-class _Pullback:
+def _pull_back(tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cotangents: Arrays) -> Arrays:
     """The cotangents of some inputs of a tiling, from those of some outputs."""
+    first, count = tiling.jaxprs[0], len(arrays)
 
-    tiling: Tiling
-    nonzero: Mask
-    has_ct: Mask
-    __name__ = "tiles_back"
+    def rule(tile: Arrays, jaxpr: Jaxpr) -> Arrays:
+        def run(part: Arrays) -> Arrays:
+            return pick(eval_jaxpr(jaxpr, (), *merge(tile[:count], part, nonzero)), has_ct)
 
-    def __call__(self, arrays: Arrays, cotangents: Arrays) -> Arrays:
-        tiling, first, count = self.tiling, self.tiling.jaxprs[0], len(arrays)
+        return jax.vjp(run, pick(tile[:count], nonzero))[1](tile[count:])[0]
 
-        def rule(tile: Arrays, jaxpr: Jaxpr) -> Arrays:
-            def run(part: Arrays) -> Arrays:
-                return pick(eval_jaxpr(jaxpr, (), *merge(tile[:count], part, self.nonzero)), self.has_ct)
-
-            return jax.vjp(run, pick(tile[:count], self.nonzero))[1](tile[count:])[0]
-
-        return tiling.cut.loop(
-            [lambda tile, jaxpr=jaxpr: rule(tile, jaxpr) for jaxpr in tiling.jaxprs],
-            [*arrays, *cotangents],
-            (*tiling.inputs, *pick(tiling.outputs, self.has_ct)),
-            tuple(pick(tiling.inputs, self.nonzero)),
-            [var.aval.to_ct_aval() for var in pick(first.invars, self.nonzero)],
-            later=[*(dim is not None for dim in tiling.inputs), *[True] * len(cotangents)],
-        )
+    return tiling.cut.loop(
+        [lambda tile, jaxpr=jaxpr: rule(tile, jaxpr) for jaxpr in tiling.jaxprs],
+        [*arrays, *cotangents],
+        (*tiling.inputs, *pick(tiling.outputs, has_ct)),
+        tuple(pick(tiling.inputs, nonzero)),
+        [var.aval.to_ct_aval() for var in pick(first.invars, nonzero)],
+        later=[*(dim is not None for dim in tiling.inputs), *[True] * len(cotangents)],
+    )
 
 
 class Tiles(Differentiable):
@@ -195,7 +187,7 @@ class Tiles(Differentiable):
 
     tiling: Tiling
 
-    def __init__(self, tiling: Tiling, types: Sequence[PyTree]) -> None:
+    def __init__(self, tiling: Tiling, types: Sequence[ShapedArray]) -> None:
         self.in_avals = tuple(types)
         self.out_aval = jax.make_jaxpr(compiled(tiling))(*types).out_avals
         self.params = {"tiling": tiling}
@@ -228,7 +220,7 @@ class Tiles(Differentiable):
         arrays, nonzero = residuals[0], residuals[1].value
         is_float = floats(self.out_aval)
         has_ct = tuple(is_ and not is_zero(ct) for is_, ct in zip(is_float, cotangents, strict=True))
-        pullback = compiled(_Pullback(self.tiling, nonzero, has_ct))
+        pullback = compiled(Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct)))
         found = pullback([*arrays], as_arrays(pick(cotangents, has_ct)))
         for total, ct in zip(pick(sums, nonzero), found, strict=True):
             total.accum(ct)

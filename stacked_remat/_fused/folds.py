@@ -49,7 +49,7 @@ class FollowedFold(HiPrim):
     static: Static
     follower: Follower | None
 
-    def __init__(self, in_types: Any, out_types: PyTree, **params: PyTree) -> None:
+    def __init__(self, in_types: PyTree, out_types: PyTree, **params: Any) -> None:
         self.in_avals, self.out_aval, self.params = in_types, out_types, params
         super().__init__()
 
@@ -143,10 +143,10 @@ class FollowedStack(eqx.Module):
         params = {"name": self._name, "call": call, "static": Static(static), "follower": None}
         return eqx.combine(FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays), rest)
 
-    def __getattr__(self, name: str) -> PyTree:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
 
-    def __getitem__(self, index: PyTree) -> NoReturn:
+    def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(self._lacks("layers by index"))
 
     def __iter__(self) -> NoReturn:
@@ -231,7 +231,7 @@ def _inlined(jaxpr: Jaxpr, same: dict[Var, Any]) -> Iterator[JaxprEqn]:
         same |= zip(eqn.outvars, inner.outvars, strict=True)
 
 
-def _resolve(var: Any, same: dict[Var, Any]) -> PyTree:
+def _resolve(var: Any, same: dict[Var, Any]) -> Any:
     while isinstance(var, Var) and var in same:
         var = same[var]
     return var

@@ -202,7 +202,7 @@ class Trained:
         check_separable(optimizer, self._tree(nodes), owners, dtype)
 
 
-def _folded(model: PyTree, paths: list[tuple[PyTree, ...]]) -> list[FoldedLayers]:
+def _folded(model: PyTree, paths: list[KeyPath]) -> list[FoldedLayers]:
     """What is folded, given the paths of the stacks that are trained."""
     found = []
     for path, node in jtu.tree_leaves_with_path(model, is_leaf=_is_folded):

@@ -221,7 +221,7 @@ def _added(leaf: Any, step: Any) -> Any:
     return (leaf.astype(dtype) + step.astype(dtype)).astype(leaf.dtype)
 
 
-def _sum_of_squares(leaves: list[PyTree]) -> PyTree:
+def _sum_of_squares(leaves: list[Array]) -> Array:
     def of_one(leaf: Any) -> Any:
         size = jnp.abs(leaf)
         return jnp.sum(jnp.square(size if jnp.finfo(size.dtype).bits > 32 else size.astype(jnp.float32)))
@@ -240,6 +240,10 @@ class _Layers:
         states: their states by kind, before and after the update.
         layers: the updated stacks.
         squares: the sum of the squares of the gradients.
+        cotangent: of what the fold returned.
+        sweep_back: from it.
+        wanted: which arrays of `(init, args, kwargs)` have cotangents.
+        kinds: of a `StackedPattern`, none of a `Stacked`.
     """
 
     fused: FusedUpdate
@@ -249,10 +253,13 @@ class _Layers:
     layers: dict[str | None, Any] = dataclasses.field(default_factory=dict)
     squares: Any = None
     cotangent: PyTree = None
+    sweep_back: SweepBack = dataclasses.field(init=False)
+    wanted: Any = dataclasses.field(init=False)
+    kinds: list[str] = dataclasses.field(init=False)
 
     def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
         self.sweep_back, self.wanted = sweep_back, wanted
-        self.kinds: list[str] = [] if None in self.stacks else [*stack.stacks]
+        self.kinds = [] if None in self.stacks else [*stack.stacks]
 
     def __call__(self, cotangent: PyTree) -> SweepResult:
         self.cotangent = cotangent
@@ -267,8 +274,7 @@ class _Layers:
             return jax.tree.leaves(self.states.get(kind)) if updates else []
 
         given = per_kind({kind: leaves(kind) for kind in self.kinds}) if self.kinds else leaves(None)
-        first = jnp.zeros(()) if self.squares is None else self.squares
-        result = self.sweep_back(self.cotangent, self._visitor(norm, updates), first, given)
+        result = self.sweep_back(self.cotangent, self._visitor(norm, updates), jnp.zeros(()), given)
         for kind, state in self.states.items() if updates else ():
             after = result.layer_state if kind is None else result.layer_state.values[kind]
             self.states[kind] = jax.tree.unflatten(jax.tree.structure(state), after)
@@ -290,7 +296,7 @@ class _Layers:
 
         def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
             is_trained = visit.kind in self.stacks
-            of_layer: list[PyTree] = ["layer"] if is_trained else []
+            of_layer: list[Any] = ["layer"] if is_trained else []
             carry, *others = visit.vjp("carry", *further, *of_layer)
             pairs = zip(further.items(), others, strict=False)
             cotangents = {

@@ -198,7 +198,7 @@ def split_tree(
     return TreeLayout(axis, treedef, tuple(leaves)), arrays, shared
 
 
-def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[PyTree], PyTree]:
+def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[Any], PyTree]:
     """A function of an index, which is not checked, to the tree of that layer. Errors as of `split_tree`."""
     layout, arrays, shared = split_tree(tree, axis, caller)
     return lambda index: layout.layer([array[index] for array in arrays], shared)

@@ -32,7 +32,7 @@ def _states(tree: PyTree) -> list[State]:
     return [node for node in jtu.tree_leaves(tree, is_leaf=_is_state) if _is_state(node)]
 
 
-def _markers(module: PyTree) -> list[PyTree]:
+def _markers(module: PyTree) -> list[Any]:
     """The keys of what a module keeps in a state."""
     return [node.marker for node in jtu.tree_leaves(module, is_leaf=_is_index) if _is_index(node)]
 
@@ -130,7 +130,7 @@ def _updated(whole: State, found: Sequence[State], stack: PyTree, what: str) -> 
 
 
 def part_of(
-    state: State, module: PyTree, axis: Axis, what: str, *, whole: Iterable[PyTree] = frozenset()
+    state: State, module: PyTree, axis: Axis, what: str, *, whole: Iterable[Any] = frozenset()
 ) -> State:
     """What layers keep in a state, marked to be divided among them.
 

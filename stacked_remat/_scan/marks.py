@@ -24,7 +24,7 @@ from .._static import PyTree
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
-Entry: TypeAlias = tuple[tuple[PyTree, ...], Any, Rule]  # path, leaf, and its rule
+Entry: TypeAlias = tuple[KeyPath, Any, Rule]  # path, leaf, and its rule
 
 
 def is_named(leaf: Any) -> bool:
@@ -212,7 +212,7 @@ class LayerStack(eqx.Module):
         return LayerStack(jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0), axis_name)
 
 
-def unsliced(**kwargs: PyTree) -> PyTree:
+def unsliced(**kwargs: Any) -> Any:
     """Declare a field of a block that a stack of such blocks does not slice.
 
     ```python

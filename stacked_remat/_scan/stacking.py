@@ -48,7 +48,7 @@ def take_layers(tree: T, axis: Axis, rows: Sequence[int]) -> tuple[T, Axis]:
 def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
     """An array that is split over `axis`, with these of its entries; a slice where they are evenly spaced."""
     steps = {after - before for before, after in itertools.pairwise(rows)}
-    part: PyTree = np.asarray(rows, np.int32)
+    part: Any = np.asarray(rows, np.int32)
     if len(steps) <= 1 and min(steps, default=1) > 0:
         first, step = (rows[0] if len(rows) else 0), min(steps, default=1)
         part = slice(first, first + step * len(rows), step)
@@ -119,7 +119,7 @@ def _structural_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, An
 
 
 def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueError:
-    def text(value: PyTree) -> str:
+    def text(value: Any) -> str:
         is_node = value is None or is_named(value) or is_array(value) or jtu.tree_leaves(value) != [value]
         return describe(value) if is_node else shown(value)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._checkpoint import saving_internals
 from .._static import PyTree, Static
@@ -18,7 +19,7 @@ from .marks import raw_array
 
 Verb: TypeAlias = Literal["fold", "scan", "map"]
 Names: TypeAlias = tuple[str, ...] | Literal[True]  # of internals that are kept; True for all
-Until: TypeAlias = Callable[[PyTree], PyTree]  # of a carry: whether to stop
+Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Call:
         return cls(caller, verb, fn, fn, until=until)
 
     @property
-    def key(self) -> tuple[PyTree, ...]:
+    def key(self) -> tuple[Any, ...]:
         """The owner, and what else calls of the same function differ in."""
         return self.owner, self.fn is self.owner, self.caller.what, self.verb, self.until
 
@@ -150,7 +151,7 @@ def _unless_done(
     return (done | _is_done(until, carry), carry), y
 
 
-def _is_done(until: Until, carry: PyTree) -> PyTree:
+def _is_done(until: Until, carry: PyTree) -> Array:
     """Whether to stop at this carry; a `TypeError` where `until` returns anything but one bool."""
     done = raw_array(until(carry))
     if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":

@@ -233,7 +233,7 @@ class _LayerState(NamedTuple):
     part: slice
     of_kind: bool
 
-    def row(self, leaves: LeafVisit) -> PyTree:
+    def row(self, leaves: LeafVisit) -> Any:
         """The entry of a layer."""
         return leaves.row if self.of_kind else leaves.layer_index
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -76,7 +76,7 @@ class Residuals(NamedTuple):
     constants: Arrays
     pullback: Callable
     is_saved: Mask
-    types: list[PyTree]
+    types: list[ShapedArray]
 
     @property
     def on_host(self) -> bool:
@@ -175,7 +175,7 @@ class LayerPullback:
         which is computed again: a cast or a transpose of weights would fill a buffer with a segment of them.
         Traced for inputs that are told apart, whatever values the layer is given.
         """
-        structure: list[PyTree] = []
+        structure: list[Any] = []
 
         def forward(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
             results, pullback = self._linearize(shared, carry, x, self.perturbed.inputs, checkpoint)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jax import lax
@@ -48,7 +48,7 @@ class Kind:
         return len(self.jaxpr.outvars) - (self.ys.stop - self.ys.start)
 
     @property
-    def output_types(self) -> list[PyTree]:
+    def output_types(self) -> list[Any]:
         """The types of a layer's outputs."""
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
 

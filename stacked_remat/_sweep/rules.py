@@ -26,7 +26,7 @@ class Bound:
 
     name: str
     fn: Callable
-    bound: tuple[PyTree, ...]
+    bound: tuple[Any, ...]
 
     @property
     def __name__(self) -> str:

@@ -146,7 +146,7 @@ def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll
     if step == 1:
         return loop(0, number, lambda table: table, one, state)
 
-    def several(block: PyTree, state: T) -> T:
+    def several(block: Index, state: T) -> T:
         for k in range(step):
             state = one(block * step + k, state)
         return state
@@ -157,7 +157,7 @@ def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll
 
 def run_layers(
     length: int, layer: Callable[[Index, T], T], state: T, unroll: int | bool, stops: bool
-) -> tuple[T, PyTree]:
+) -> tuple[T, Index | None]:
     """`repeat` a layer. If it `stops`, only until the carry, `state[0]`, begins with True.
 
     In a `jax.vmap`, until the carries of all examples do. Also returns how many layers ran, or None for all.
@@ -165,11 +165,11 @@ def run_layers(
     if not stops:
         return repeat(length, layer, state, unroll, length), None
 
-    def run(step: int, loop: tuple[PyTree, T]) -> tuple[PyTree, T]:
-        def goes_on(loop: PyTree) -> PyTree:
+    def run(step: int, loop: tuple[Index, T]) -> tuple[Index, T]:
+        def goes_on(loop: PyTree) -> Array:
             return (loop[0] + step <= length) & ~unvmap_all(loop[1][0][0])
 
-        def several(loop: tuple[PyTree, T]) -> tuple[PyTree, T]:
+        def several(loop: tuple[Index, T]) -> tuple[Index, T]:
             k, state = loop
             for i in range(step):
                 state = layer(k + i, state)
@@ -193,6 +193,6 @@ def trip_count(table: Any, r: Index) -> int | TripsOf:
     return TripsOf(table, entry_at(table, r))
 
 
-def entry_at(table: Any, r: Index) -> PyTree:
+def entry_at(table: Any, r: Index) -> Any:
     """Look up an entry of a table, static if the index is."""
     return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]

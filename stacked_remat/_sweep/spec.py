@@ -65,7 +65,7 @@ class SweepSpec:
         """The number of layers."""
         return self.remat.length
 
-    def layer_index(self, number: Index) -> PyTree:
+    def layer_index(self, number: Index) -> Any:
         """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
@@ -104,7 +104,7 @@ class SweepSpec:
         assert self.pattern is not None
         return replace(self.pattern, kinds=self.pattern.kinds[:: -1 if self.reverse else 1]).before
 
-    def entry(self, kind: Kind, number: Index, first: Index) -> PyTree:
+    def entry(self, kind: Kind, number: Index, first: Index) -> Any:
         """How many layers of this kind have numbers from `first` to before `number`."""
         if self.pattern is None:
             return number - first

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from .._compat import without_constants
-from .._static import PyTree
 from .gradient import Perturbed, merge, pick
 from .kinds import Kind
 from .rules import primal_of
@@ -59,7 +59,7 @@ def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
     return replace(spec, kinds=tuple(map(of, spec.kinds)))
 
 
-def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[PyTree, Arrays]:
+def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Jaxpr, Arrays]:
     """A layer on `(constants, shared, tangents, carry, tangents, x, tangents)`, and the constants."""
     masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
     ends = len(masks[0]), len(masks[0]) + len(masks[1])

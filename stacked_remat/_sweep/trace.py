@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
@@ -45,12 +45,12 @@ class TracedLayer(NamedTuple):
         return eqx.combine(arrays, rest.value)
 
     @property
-    def output_tree(self) -> PyTree:
+    def output_tree(self) -> Any:
         """The structure of the arrays of an output."""
         return jax.tree.structure(jax.tree.unflatten(self.y_tree, range(self.y_tree.num_leaves))[0])
 
     @property
-    def carry_types(self) -> list[PyTree]:
+    def carry_types(self) -> list[Any]:
         """The types of the leaves of the carry."""
         return [var.aval for var in self.jaxpr.outvars[: self.carry_tree.num_leaves]]
 
@@ -222,7 +222,7 @@ def _with_more_shared(layer: TracedLayer, passed: Sequence[bool]) -> TracedLayer
     )
 
 
-def _as_type(leaf: Array, like: PyTree) -> Array:
+def _as_type(leaf: Array, like: ShapedArray) -> Array:
     type_ = jax.typeof(leaf)
     same = (type_.dtype, type_.weak_type) == (like.dtype, like.weak_type)
     return varying_as(leaf if same else lax.convert_element_type(leaf, like.dtype), like)

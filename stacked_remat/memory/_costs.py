@@ -3,11 +3,10 @@
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-
-from .._static import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _ragged_dot(eqn: Any) -> int:
     return 2 * _size(eqn.invars[0]) * free
 
 
-def _attention(products: int) -> PyTree:
+def _attention(products: int) -> Callable:
     """Fused attention on (batch, sequence, heads, head size): `products` matmuls of T x S x H each."""
 
     def count(eqn: Any) -> int:

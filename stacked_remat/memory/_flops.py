@@ -52,8 +52,8 @@ class _Counter:
 
     def __init__(self) -> None:
         # By ids of jaxprs and equations, which the values keep alive.
-        self._live: dict[int, tuple[PyTree, PyTree]] = {}
-        self._expansions: dict[int, tuple[PyTree, PyTree]] = {}
+        self._live: dict[int, tuple[Any, Any]] = {}
+        self._expansions: dict[int, tuple[Any, Any]] = {}
         self._runs: dict[Any, _Count] = {}
         self._blocks: int | None = None  # of splash kernels called by what is counted
 
@@ -78,14 +78,14 @@ class _Counter:
             self._runs[key] = cost, [_is_in(known, atom) for atom in live.outvars]
         return self._runs[key]
 
-    def _without_dead_code(self, jaxpr: Any) -> PyTree:
+    def _without_dead_code(self, jaxpr: Any) -> Any:
         if id(jaxpr) not in self._live:
             open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
             live, _ = partial_eval.dce_jaxpr(open_jaxpr, [True] * len(open_jaxpr.outvars), instantiate=True)
             self._live[id(jaxpr)] = (jaxpr, live)
         return self._live[id(jaxpr)][1]
 
-    def _called(self, eqn: Any, read: set[Any]) -> PyTree:
+    def _called(self, eqn: Any, read: set[Any]) -> Any:
         """The jaxpr that an equation calls with its own operands; None for any other equation."""
         if eqn.primitive.name == _EXPANDED:
             if id(eqn) not in self._expansions:
@@ -204,7 +204,7 @@ def _scan_parts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - num_xs - num_carry, num_carry
 
 
-def _expansion(eqn: Any, is_used: list[bool]) -> PyTree:
+def _expansion(eqn: Any, is_used: list[bool]) -> Any:
     """What a primitive expands into, with 0 in place of each result that is not used."""
     primitive = eqn.params["_prim"]
 

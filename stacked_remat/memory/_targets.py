@@ -20,8 +20,6 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from .._static import PyTree
-
 
 class TargetError(RuntimeError):
     """A target cannot do what was asked; the message says what to do instead."""
@@ -51,7 +49,7 @@ class Target(ABC):
     """Whether arguments in host memory are counted as such."""
 
     @abstractmethod
-    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
         """Return `count` `jax.Device`s to compile for.
 
         Raises:
@@ -69,7 +67,7 @@ class LocalTarget(Target):
     link: float | None = None
     source: str = "the attached device"
 
-    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
         found = tuple(jax.devices())
         if count > len(found):
             raise TargetError(
@@ -108,7 +106,7 @@ class CudaTarget(Target):
     # inside the program is honoured.
     sizes_host_arguments: ClassVar[bool] = False
 
-    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
         return _cuda_devices(self, count)
 
     def target_config(self) -> str:
@@ -155,12 +153,12 @@ class TpuTarget(Target):
 
     slices: tuple[tuple[int, str], ...]
 
-    def devices(self, count: int = 1) -> tuple[PyTree, ...]:
+    def devices(self, count: int = 1) -> tuple[Any, ...]:
         return _tpu_devices(self, count)
 
 
 @functools.cache
-def _cuda_devices(target: CudaTarget, count: int) -> tuple[PyTree, ...]:
+def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
     version = next((v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")), None)
     if version is None:
         raise TargetError(
@@ -180,7 +178,7 @@ def _cuda_devices(target: CudaTarget, count: int) -> tuple[PyTree, ...]:
 
 
 @functools.cache
-def _tpu_devices(target: TpuTarget, count: int) -> tuple[PyTree, ...]:
+def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise TargetError(
             f"target {target.name!r} needs libtpu (no TPU is needed): pip install 'stacked_remat[tpu-report]'"

@@ -67,13 +67,13 @@ def stack(modules: Sequence[M], *, transform_metadata: Mapping[str, Any] = _UNNA
     return stacked
 
 
-def _type_of(leaf: Any) -> tuple[PyTree, PyTree]:
+def _type_of(leaf: Any) -> tuple[Any, Any]:
     return jnp.shape(leaf), jnp.result_type(leaf)
 
 
-def _described(module: nnx.Module) -> dict[str, PyTree]:
+def _described(module: nnx.Module) -> dict[str, Any]:
     """Types of arrays, metadata of variables, and static attributes."""
-    found: dict[str, PyTree] = {}
+    found: dict[str, Any] = {}
     for path, value in nnx.iter_graph(module):
         name = ".".join(map(str, path))
         if isinstance(value, nnx.Variable):
@@ -174,7 +174,7 @@ def _argument_axis(leaf: Any) -> Any:
     return _ARGUMENT if is_node(leaf) else None
 
 
-def _weights(arguments: tuple[Any, Mapping[str, Any]]) -> dict[str, PyTree]:
+def _weights(arguments: tuple[Any, Mapping[str, Any]]) -> dict[str, Any]:
     """The values of the `Param`s in positional and keyword arguments."""
     found = {}
     for path, value in nnx.iter_graph(arguments):

@@ -79,7 +79,7 @@ def _described(module: nnx.Module) -> dict[str, Any]:
         if isinstance(value, nnx.Variable):
             found[f"the metadata of {name}"] = type(value), value.get_metadata()
             found[name] = jax.tree.map(_type_of, value.get_raw_value())
-        elif hasattr(value, "shape"):
+        elif hasattr(value, "shape") and not isinstance(value, type):  # such as the class of a variable
             found[name] = _type_of(value)
         elif "_pytree_" not in name and not is_node(value) and not isinstance(value, tuple | list | dict):
             found[name] = value

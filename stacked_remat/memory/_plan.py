@@ -260,10 +260,16 @@ def _nothing_fits(tried: Comparison, limits: Limits, on_host: bool) -> str:
     smallest, needs = min(within or found, key=lambda pair: pair[1].total)
     if needs.arguments > limits.device:
         what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
-    takes = f"{readable_bytes(needs.total)} a device and {readable_bytes(needs.host.total)} on the host"
-    which = " within the host's budget" if within and limits.host is not None else ""
-    streaming = "" if on_host else " keep weights on the host,"
-    return (
-        f"no candidate fits {what}. The smallest found{which} is {smallest} with {takes}. Shorten the "
-        f"context, shard over more devices,{streaming} or freeze weights.\n{tried}"
-    )
+    takes = f"{readable_bytes(needs.total)} a device"
+    remedies = ["shorten the context", "shard over more devices", "freeze weights"]
+    remedies += [] if on_host else ["keep weights on the host"]
+    which = ""
+    if limits.host is not None:
+        takes += f" and {readable_bytes(needs.host.total)} on the host"
+        which = " within the host's budget" if within else ""
+        remedies.append("allow the host more memory")
+    closest = f"The smallest found{which} is {smallest} with {takes}."
+    if len(found) == 1:
+        closest = f"{smallest} takes {takes}."
+    remedies[-1] = f"or {remedies[-1]}"
+    return f"no candidate fits {what}. {closest} {', '.join(remedies).capitalize()}.\n{tried}"

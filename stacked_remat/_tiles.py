@@ -1,5 +1,6 @@
 """The loop over tiles as a JAX primitive: forwards and backwards, one tile exists at a time."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from ._activity import active_outputs, is_differentiable
-from ._compat import batch_jaxpr
+from ._compat import batch_jaxpr, trace_context
 from ._static import PyTree, Static
 from ._sweep.gradient import Mask, merge, pick
 from ._sweep.rules import (
@@ -121,6 +122,12 @@ class Cut:
         return [total.astype(type_.dtype) for total, type_ in zip(totals, types, strict=True)]
 
 
+@functools.lru_cache(maxsize=512)
+def _known_primals(context: Any, tiling: "Tiling", nonzero: Mask) -> list["Derived"]:
+    """What `Tiling.primal` gave for equal arguments, as `jax.jit` keeps what it traces."""
+    return []
+
+
 @dataclass(frozen=True)
 class Tiling:
     """A function of arrays, applied tile by tile.
@@ -143,10 +150,21 @@ class Tiling:
         types = [var.aval for var in self.jaxprs[0].outvars]
         return self.cut.loop(rules, arrays, self.inputs, self.outputs, types)
 
+    def primal(self, nonzero: Mask) -> "Derived":
+        """The outputs where some inputs are differentiated, by what custom rules compute them with."""
+        known = _known_primals(trace_context(), self, nonzero)
+        if known:
+            return known[0]
+        traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
+        derived = Tiling.of(self.cut, traced, self.inputs, self.outputs)
+        if not derived[1]:  # arrays that rules close over are of this trace
+            known.append(derived)
+        return derived
+
     @staticmethod
     def of(
         cut: Cut, traced: Sequence[ClosedJaxpr], inputs: Sequence[int | None], outputs: Sequence[int | None]
-    ) -> tuple["Tiling", Arrays]:
+    ) -> "Derived":
         """A traced function's tiling, and the constants of all jaxprs, which are its last inputs."""
         constants = [jnp.asarray(constant) for one in traced for constant in one.consts]
         types, jaxprs, start = [*map(jax.typeof, constants)], [], 0
@@ -182,6 +200,9 @@ def _pull_back(tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cota
     )
 
 
+Derived = tuple[Tiling, Arrays]
+
+
 class Tiles(Differentiable):
     """The loop over tiles."""
 
@@ -201,9 +222,7 @@ class Tiles(Differentiable):
         return (True, True, self) if self.effects else super().dce(used, *live)
 
     def primal(self, nonzero: Mask, args: PyTree) -> Arrays:
-        tiling = self.tiling
-        traced = [primal_of(jaxpr, nonzero) for jaxpr in tiling.jaxprs]
-        return run_tiles(Tiling.of(tiling.cut, traced, tiling.inputs, tiling.outputs), args)
+        return run_tiles(self.tiling.primal(nonzero), args)
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxprs[0], nonzero))
@@ -237,7 +256,8 @@ class Tiles(Differentiable):
         return run_tiles(tiling, moved(args, dims, 0)), [0] * len(outputs)
 
 
-def run_tiles(tiling: tuple[Tiling, Arrays], arrays: Sequence[Array]) -> Arrays:
+def run_tiles(derived: Derived, arrays: Sequence[Array]) -> Arrays:
     """Run a tiling on arrays, and on the constants that it comes with."""
-    arrays = [*arrays, *tiling[1]]
-    return Tiles(tiling[0], [*map(jax.typeof, arrays)])(*arrays)
+    tiling, constants = derived
+    arrays = [*arrays, *constants]
+    return Tiles(tiling, [*map(jax.typeof, arrays)])(*arrays)

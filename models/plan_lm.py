@@ -54,8 +54,8 @@ POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
 STREAMED = ("nested", "offload")
 """Which of them are compared with the layers' weights on the host too, where they can be there."""
 
-CUT = ("nested", "offload")
-"""Which of them are compared with layers cut into tiles too, where the config has whole ones."""
+LEANER = ("nested", "offload")
+"""Which of them are compared with experts in blocks and layers in tiles too, where the config has neither."""
 
 _FOUND = {"context": "longest context", "batch": "largest batch", "devices": "fewest devices"}
 _PLAIN, _BASELINE = "False", "True"
@@ -208,7 +208,7 @@ def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> None:
     found = find_divisions(config.step, config.devices, budget)
     if config.json:
         rows = [
-            _row(one.trial, config.step.tiles)
+            _row(one.trial, config.step)
             | {"name": one.name, "mesh": dataclasses.asdict(one.mesh), "microbatches": one.microbatches}
             for one in found
         ]
@@ -246,7 +246,7 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
     if not found:
         raise errors[0]
     if config.json:
-        _print_json(config, console, rows=[_row(trial, rows[trial.name][0].tiles) for trial in trials])
+        _print_json(config, console, rows=[_row(trial, rows[trial.name][0]) for trial in trials])
         return
     console.print(policy_table(config, trials))
     if saved := saving(config, found):
@@ -264,20 +264,22 @@ def _show_plan(
     """Shows a plan, and the size that was found for it."""
     found = {} if config.find in ("policy", "mesh") else {KEYS[config.find]: size}
     if config.json:
-        chosen = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, "tiles": step.tiles}
-        tried = [_row(trial, step.tiles) for trial in plan.tried.trials]
+        chosen = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, **step.settings}
+        tried = [_row(trial, step) for trial in plan.tried.trials]
         _print_json(step.config, console, chosen=found | chosen, budget=plan.budget, rows=tried)
         return
     console.print(plan)
-    if step.tiles != config.step.tiles:
-        console.print(f"with model.tiles: {step.tiles}; nothing fits without.")
+    for key, value in step.settings.items():
+        if value != config.step.settings[key]:
+            console.print(f"with {key}: {value}; nothing fits without.")
     for key, value in found.items():
         console.print(f"{_FOUND[config.find]}: {key}: {value}", markup=False, highlight=False)
 
 
-def _row(trial: Trial, tiles: int) -> dict[str, Any]:
+def _row(trial: Trial, step: StepMemory) -> dict[str, Any]:
     """A row of the JSON: its report, or why it was refused."""
-    row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed, "tiles": tiles}
+    row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed}
+    row |= step.settings
     if trial.report is None:
         return row | {"refused": trial.failure}
     return row | {"total": trial.report.total, **dataclasses.asdict(trial.report)}
@@ -297,10 +299,8 @@ def _rows(config: PlanLmConfig) -> dict[str, tuple[StepMemory, ScanCheckpointPol
     """
     step, policies = config.step, compared(config)
     rows = {name: (step, policy, False) for name, policy in policies.items()}
-    if (cut := step.in_tiles) is not None:
-        rows |= {
-            f"{name}, {cut.tiles} tiles": (cut, policies[name], False) for name in CUT if name in policies
-        }
+    for lean in step.leaner:
+        rows |= {f"{name}{lean.label}": (lean, policies[name], False) for name in LEANER if name in policies}
     if step.can_stream:
         if not _fits(step):
             rows = {}

@@ -1,6 +1,7 @@
 """The policy with which a training step fits a budget, and the size of the run up to which one does."""
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,31 +67,25 @@ class Budget:
 
 
 def planned(step: StepMemory, budget: Budget) -> tuple[Plan, StepMemory]:
-    """What fits the budget, and the step: as it is, or with its layers in more tiles.
+    """What fits the budget, and the step: as it is, or the first of `leaner` with which something does.
 
     Raises:
         BudgetError: neither.
     """
 
     def plan(step: StepMemory) -> Plan:
-        tiles = f", {step.tiles} tiles" if step.tiles > 1 else ""
-
         def show(trial: Trial) -> None:
-            budget.show_trial(trial.name + tiles, trial.report)
+            budget.show_trial(trial.name + step.label, trial.report)
 
         return step.plan(budget=budget.device, host_budget=budget.host, streamed=step.can_stream, show=show)
 
     try:
         return plan(step), step
-    except BudgetError:
-        cut = step.in_tiles
-        if cut is None:
-            raise
-        try:
-            return plan(cut), cut
-        except BudgetError:
-            pass
-        raise
+    except BudgetError as error:
+        for lean in step.leaner:
+            with contextlib.suppress(BudgetError):
+                return plan(lean), lean
+        raise error from None
 
 
 def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepMemory]:
@@ -170,8 +165,7 @@ def _leanest(step: StepMemory, budget: Budget) -> tuple[StepMemory, ScanCheckpoi
     found: list[tuple[int, int, StepMemory, ScanCheckpointSpec, bool]] = []
 
     def take(step: StepMemory, policy: ScanCheckpointSpec, streamed: bool) -> None:
-        tiles = f", {step.tiles} tiles" if step.tiles > 1 else ""
-        name = f"{policy!r}{', streamed' if streamed else ''}{tiles}"
+        name = f"{policy!r}{', streamed' if streamed else ''}{step.label}"
         report = _report(step, policy, streamed, name)
         budget.show_trial(name, report)
         if report is not None and (budget.host is None or report.host.total <= parse_bytes(budget.host)):
@@ -180,7 +174,7 @@ def _leanest(step: StepMemory, budget: Budget) -> tuple[StepMemory, ScanCheckpoi
     for policy in _LEAN:
         take(step, policy, False)
     policy = min(found)[3] if found else _LEAN[0]  # a TPU's compiler refuses what is too large
-    for other, streamed in itertools.product(filter(None, (step, step.in_tiles)), (False, True)):
+    for other, streamed in itertools.product((step, *step.leaner[-1:]), (False, True)):
         if (other is not step or streamed) and (other.can_stream or not streamed):
             take(other, policy, streamed)
     return min(found)[2:] if found else (step, policy, False)

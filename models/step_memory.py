@@ -10,7 +10,7 @@ import jax
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from models.transformer.config import DecoderConfig
+from models.transformer.config import DecoderConfig, ExpertsConfig
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.memory import (
     MemoryReport,
@@ -21,6 +21,7 @@ from stacked_remat.memory import (
     plan,
     report,
 )
+from stacked_remat.ops import expert_backend
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -69,12 +70,36 @@ class StepMemory:
         return self.config.model.tiles if isinstance(self.config.model, DecoderConfig) else 1
 
     @property
-    def in_tiles(self) -> "StepMemory | None":
-        """The step with layers in as many tiles as attention can have; None if they are, or can't be."""
+    def settings(self) -> dict[str, Any]:
+        """What `leaner` changes: keys of the config, and their values."""
+        experts = _experts(self.config.model)
+        blocks = {} if experts is None else {"model.experts.backend": experts.backend}
+        return {"model.tiles": self.tiles, **blocks}
+
+    @property
+    def label(self) -> str:
+        """The settings with which the step takes less memory, to be written after a policy."""
+        experts = _experts(self.config.model)
+        tiles = f", {self.tiles} tiles" if self.tiles > 1 else ""
+        return tiles if experts is None or experts.backend != "block" else f"{tiles}, experts in blocks"
+
+    @property
+    def leaner(self) -> "list[StepMemory]":
+        """The step with settings that take less memory and more time, the fastest first.
+
+        Experts block by block where `auto` takes kernels, layers in as many tiles as attention can have, and
+        both.
+        """
         model = self.config.model
-        if not isinstance(model, DecoderConfig) or model.tiles > 1:
-            return None
-        return replace(self, config=self._altered(model=replace(model, tiles=max(2, model.num_kv_heads))))
+        if not isinstance(model, DecoderConfig):
+            return []
+        experts, blocks, tiles = _experts(model), {}, {}
+        if experts is not None and experts.backend == "auto" and self._has_expert_kernels(model):
+            blocks = {"experts": replace(experts, backend="block")}
+        if model.tiles == 1:
+            tiles = {"tiles": max(2, model.num_kv_heads)}
+        changes = [blocks, tiles, blocks | tiles if blocks and tiles else {}]
+        return [replace(self, config=self._altered(model=replace(model, **new))) for new in changes if new]
 
     def mesh_size(self) -> int:
         """How many devices the mesh has.
@@ -190,6 +215,10 @@ class StepMemory:
             limit=target.memory,
         )
 
+    def _has_expert_kernels(self, model: DecoderConfig) -> bool:
+        """Whether `auto` applies experts by kernels on this target."""
+        return expert_backend(model.compute_dtype, find_target(self.target).devices()[0]) != "block"
+
     def _sizes_host(self, partitioning: Partitioning) -> bool:
         """Whether what is on the host can be sized for these devices."""
         return find_target(self.target).sizes_host_arguments or partitioning.mesh.size == 1
@@ -234,3 +263,8 @@ class StepMemory:
         """The config with other fields, and without its policy, which may not go with them."""
         policy = {} if self.config.policy is None else {"remat": True}
         return replace(self.config, **policy, **fields)
+
+
+def _experts(model: Any) -> ExpertsConfig | None:
+    found = getattr(model, "experts", None)
+    return found if isinstance(found, ExpertsConfig) else None

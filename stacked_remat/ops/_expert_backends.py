@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._placement import compiled_for, platform
 from ._grouped_linear import Kernels
 from ._grouped_tokamax import against_tokamax, tokamax_kernels
 
@@ -122,3 +123,15 @@ EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
     "block": ExpertsBackend(None),  # supports every call
 }
 """By name, in the order in which `"auto"` tries them."""
+
+
+def expert_backend(dtype: Any, device: Any) -> str:
+    """The backend of `grouped_experts` that `"auto"` is on a device, attached or not.
+
+    Args:
+        dtype: of the tokens.
+        device: as `stacked_remat.memory.find_target(...).devices()` has them.
+    """
+    with compiled_for(device):
+        call = ExpertsFacts(platform(), jnp.dtype(dtype))
+        return next(name for name, one in EXPERT_BACKENDS.items() if one.reason_against(call) is None)

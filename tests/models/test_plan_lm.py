@@ -246,7 +246,7 @@ def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
     monkeypatch.setattr(StepMemory, "plan", plan)
     table = printed("--only", "offload.*|nested")
     assert table["tokens_per_step"] == 16 * 256
-    assert [(row["name"], row["tiles"]) for row in table["rows"]] == [
+    assert [(row["name"], row["model.tiles"]) for row in table["rows"]] == [
         ("offload", 1),
         ("nested", 1),
         ("offload, 2 tiles", 2),
@@ -259,7 +259,7 @@ def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
     )
     assert [row["name"] for row in printed("--only", "True")["rows"]] == ["True"]  # a boolean in YAML
     planned = printed("--remat", "auto", "--budget", "1GiB")
-    assert planned["chosen"] == {"remat": "nested", "streamed": False, "tiles": 1}
+    assert planned["chosen"] == {"remat": "nested", "streamed": False, "model.tiles": 1}
     refused, fitting = planned["rows"]
     assert refused["refused"] == "too large" and fitting["temporaries"] == reports["nested"].temporaries
 
@@ -298,6 +298,34 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert (shown.count("nested, 2 tiles"), shown.count("offload, 2 tiles")) == (2, 1)
     assert "with model.tiles: 2; nothing fits without." in shown
+
+
+def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, tmp_path, reports):
+    console = Console(file=io.StringIO(), width=200)
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
+        "data: {batch_size: 2, seq_len: 8}\n"
+        "trainer: {mesh: {axes: {data: 1}}}"
+    )
+    planned = []
+
+    def plan(step, **_):
+        planned.append((*step.settings.values(),))
+        if len(planned) < 4:
+            raise BudgetError("no candidate fits")
+        return Plan("nested", reports["nested"], Comparison((Trial("nested", reports["nested"]),)), 2**30)
+
+    monkeypatch.setattr(StepMemory, "report", lambda step, remat, **_: reports["True"])
+    monkeypatch.setattr(StepMemory, "plan", plan)
+    monkeypatch.setattr(step_memory, "expert_backend", lambda dtype, device: "tokamax")
+    assert main(["--config_path", str(path), "--remat", "auto", "--budget", "1GiB"], console) == 0
+    assert planned == [(1, "auto"), (1, "block"), (2, "auto"), (2, "block")]
+    assert main(["--config_path", str(path), "--only", "nested.*"], console) == 0
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "with model.experts.backend: block; nothing fits without." in shown
+    for row in ("nested, experts in blocks", "nested, 2 tiles", "nested, 2 tiles, experts in blocks"):
+        assert re.search(f"{row} +[0-9]", shown)
 
 
 NAMED = {

@@ -3,6 +3,7 @@
 from ._found import GradDots
 from ._grad_dot import grad_dot, val_direction
 from ._interpret import UnsupportedLeafError
+from ._replay import Replay, replay, weighted_step
 from ._second_order import hessian_vector_product, shapley_direction
 from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
 from .manager import GhostManager
@@ -11,12 +12,15 @@ __all__ = [
     "LOG_FOLDER",
     "GhostManager",
     "GradDots",
+    "Replay",
     "ScoreLog",
     "ScoreLogError",
     "StepScores",
     "UnsupportedLeafError",
     "grad_dot",
     "hessian_vector_product",
+    "replay",
     "shapley_direction",
     "val_direction",
+    "weighted_step",
 ]

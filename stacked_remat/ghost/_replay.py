@@ -1,0 +1,174 @@
+"""Which training examples decide the held-out loss: its gradient through the training run itself.
+
+The run is a fold of the training step over its steps, so what is kept of it is what a checkpoint policy says.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from haliax import Axis, NamedArray
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from .._policy import ScanCheckpointSpec
+from .._scan.api import fold
+from .._scan.checks import layers_axis
+from .._scan.marks import is_named, raw_array
+from .._static import PyTree
+
+Step: TypeAlias = Callable[..., PyTree]
+"""(state, batch, weights `[Examples]`, and the values of `per_step` for this step by name) to the state."""
+
+ExampleLosses: TypeAlias = Callable[[Any, Any], Any]
+"""(model, batch) to the loss of each example, `[Examples]`."""
+
+
+class Replay(NamedTuple):
+    """What `replay` finds.
+
+    Attributes:
+        loss: the held-out loss after the last step.
+        state: the state after the last step.
+        examples: the derivative of the loss with respect to the weight of each example in each step,
+            `[Steps, Examples]`, at weights of one: to first order, by how much leaving the example out there
+            would lower the loss.
+        per_step: the derivatives with respect to what `per_step` gave, in its structure.
+    """
+
+    loss: Float[Array, ""]
+    state: PyTree
+    examples: NamedArray
+    per_step: dict[str, PyTree]
+
+
+def replay(
+    train_step: Step,
+    state: PyTree,
+    batches: PyTree,
+    held_out_loss: Callable[[Any], Array],
+    Steps: Axis | int,
+    Examples: Axis,
+    *,
+    per_step: dict[str, PyTree] | None = None,
+    remat: ScanCheckpointSpec = "nested",
+) -> Replay:
+    """Train again, and differentiate the held-out loss through all steps: influence functions by replay.
+
+    ```python
+    step = ghost.weighted_step(losses, optimizer)
+    found = ghost.replay(step, (model, optimizer.init(model)), batches, held_out, Steps, Examples)
+    harm = hax.sum(found.examples, Steps)  # of examples that are in the same place of every batch
+    ```
+
+    Exact for this run, with its order, keys and optimizer, where a gradient dot product tells of one step
+    (Bae et al. 2024, "Training Data Attribution via Approximate Unrolled Differentiation"; Ilyas and Engstrom
+    2025, "MAGIC").
+
+    Args:
+        train_step: takes the state, a batch, a weight for each example, and the values of `per_step` by name;
+            returns the next state. The weights multiply the examples' losses in the loss of the step, and are
+            ones. `weighted_step` makes one.
+        state: before the first step: a tree with the model, the optimizer's state, keys.
+        batches: those of all steps: named arrays with the axis `Steps`, plain arrays with it first.
+        held_out_loss: from the last state to a scalar.
+        Steps: the axis of the steps, or their number.
+        Examples: the axis of the examples of a batch.
+        per_step: further arguments of the step by name, arrays with an entry for each step, such as learning
+            rates or weight decays, which are differentiated too.
+        remat: which states are kept, as of any fold: with `"nested"` about `2 * sqrt(steps)`, with
+            `ScanCheckpointPolicy(max_carries=k)` so many, and with `save_carries="offload"` beside it those
+            at the starts of segments in host memory. A model within the step has a policy of its own.
+
+    Returns:
+        The loss, the last state and the derivatives; see `Replay`.
+
+    Raises:
+        ValueError: sizes along `Steps` differ; outside of `jax.jit`, a derivative is not finite.
+        TypeError: `held_out_loss` returns no scalar.
+
+    Cost: with `"nested"` about two runs, and the derivative of each step, about two or three steps'
+    arithmetic. Memory: the states that `remat` keeps, and what the derivative of one step takes.
+
+    The square root in Adam has no derivative at zero: where an array's gradients are zero from the first
+    step on, as of tokens that do not occur, give the optimizer a small `eps_root`, such as 1e-30.
+    """
+    Steps = Steps if isinstance(Steps, Axis) else layers_axis(Steps, "replay").alias("steps")
+    given = {} if per_step is None else per_step
+    ones = hax.ones((Steps, Examples), jnp.float32)
+
+    def step(state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]) -> PyTree:
+        return train_step(state, batch, weights, **of_step)
+
+    def trained(weights: NamedArray, given: dict[str, PyTree]) -> tuple[Array, PyTree]:
+        last = fold(step, Steps, remat=remat)(state, batches, weights, given)
+        loss = raw_array(held_out_loss(last))
+        if jnp.shape(loss):
+            raise TypeError(f"held_out_loss returns one number; it returned an array {jnp.shape(loss)}.")
+        return loss, last
+
+    found = jax.value_and_grad(trained, argnums=(0, 1), has_aux=True)(ones, given)
+    (loss, last), (of_examples, of_steps) = found
+    _check_finite(of_examples.array)
+    return Replay(loss, last, of_examples, of_steps)
+
+
+def weighted_step(
+    losses: ExampleLosses, optimizer: optax.GradientTransformation
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """A training step for `replay`: the mean of the examples' weighted losses, and an Optax optimizer.
+
+    Args:
+        losses: the loss of each example, `[Examples]`, named or plain.
+        optimizer: its state is that of the model's floating-point arrays. From `optax.inject_hyperparams` it
+            takes hyperparameters by step: `per_step={"learning_rate": rates}`.
+
+    Returns:
+        A function from `(model, optimizer state)`, a batch, weights and hyperparameters to such a pair.
+    """
+
+    def step(
+        state: tuple[PyTree, PyTree], batch: PyTree, weights: NamedArray, **hyperparameters: Array
+    ) -> tuple[PyTree, PyTree]:
+        model, optimizer_state = state
+
+        def loss(model: PyTree) -> Array:
+            each = losses(model, batch)
+            if is_named(each):
+                return hax.mean(weights * each).scalar()
+            return jnp.mean(weights.array * each)
+
+        gradients = eqx.filter_grad(loss)(model)
+        if hyperparameters:
+            optimizer_state = _with_hyperparameters(optimizer_state, hyperparameters)
+        trained = eqx.filter(model, eqx.is_inexact_array)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, trained)
+        return eqx.apply_updates(model, updates), optimizer_state
+
+    return step
+
+
+def _with_hyperparameters(state: Any, new: dict[str, Array]) -> Any:
+    known = getattr(state, "hyperparams", {})
+    if unknown := sorted(new.keys() - known.keys()):
+        raise ValueError(
+            f"per_step has {unknown[0]!r}, which is no hyperparameter of the optimizer. It has: "
+            f"{', '.join(known) or 'none'}. Make it with optax.inject_hyperparams(optax.adam)(...)."
+        )
+    cast = {name: jnp.asarray(value, jnp.result_type(known[name])) for name, value in new.items()}
+    return state._replace(hyperparams={**known, **cast})
+
+
+def _check_finite(of_examples: Array) -> None:
+    if isinstance(of_examples, Tracer) or np.isfinite(of_examples).all():
+        return
+    raise ValueError(
+        "The derivative of the held-out loss through the run is not finite. With Adam, give the optimizer a "
+        "small eps_root, such as 1e-30: its square root has no derivative at a gradient of zero. Else the "
+        "run itself diverges: replay fewer steps, or lower its learning rate."
+    )

@@ -1,0 +1,181 @@
+"""Influence of examples by replay of a training run, against unrolled loops and retraining."""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from haliax import Axis
+
+from stacked_remat import ScanCheckpointPolicy, Stacked
+from stacked_remat.ghost import replay, weighted_step
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam raises a float to an integer power
+
+Steps, Examples, Embed, Layers = Axis("steps", 7), Axis("batch", 4), Axis("embed", 6), Axis("layers", 3)
+
+
+class Block(eqx.Module):
+    map: hnn.Linear
+
+    @staticmethod
+    def init(key):
+        return Block(hnn.Linear.init(Embed, Embed.alias("out"), key=key))
+
+    def __call__(self, x):
+        return x + hax.tanh(self.map(x)).rename({"out": "embed"})
+
+
+def network():
+    return Stacked.init(Layers, Block.init, remat="nested")(jax.random.split(jax.random.key(0), Layers.size))
+
+
+def losses(model, batch):
+    return hax.mean((model.fold(batch["x"]) - batch["y"]) ** 2, Embed)
+
+
+def held_out(state):
+    return hax.mean(losses(state[0], data(1, Axis("batch", 16)))).scalar()
+
+
+def data(seed, *axes):
+    x = hax.random.normal(jax.random.key(seed), (*axes, Embed))
+    return {"x": x, "y": hax.roll(x, 1, Embed)}
+
+
+def unrolled(step, state, batches, weights, per_step):
+    """The same run as a loop of Python."""
+    for i in range(Steps.size):
+        batch = {name: named[Steps, i] for name, named in batches.items()}
+        state = step(state, batch, weights[Steps, i], **{name: each[i] for name, each in per_step.items()})
+    return held_out(state)
+
+
+@pytest.mark.parametrize(
+    "optimizer, per_step",
+    [
+        (optax.sgd(0.3, momentum=0.8), {}),
+        (optax.adam(0.05, eps_root=1e-30), {}),
+        (
+            optax.inject_hyperparams(optax.adamw)(0.05, weight_decay=0.1, eps_root=1e-30),
+            {"learning_rate": jnp.linspace(0.08, 0.02, 7), "weight_decay": jnp.full(7, 0.2)},
+        ),
+    ],
+    ids=["momentum", "adam", "adamw by step"],
+)
+def test_derivatives_are_those_of_the_unrolled_run_under_every_policy(optimizer, per_step):
+    step, model, batches = weighted_step(losses, optimizer), network(), data(2, Steps, Examples)
+    state, ones = (model, optimizer.init(model)), hax.ones((Steps, Examples))
+    policies = (False, "nested", ScanCheckpointPolicy(max_carries=2), "offload")
+
+    @jax.jit
+    def every(state, batches, ones):
+        def replayed(remat):
+            found = replay(
+                step, state, batches, held_out, Steps, Examples, per_step=per_step or None, remat=remat
+            )
+            return found.loss, found.examples, found.per_step
+
+        wanted = jax.value_and_grad(lambda *some: unrolled(step, state, batches, *some), argnums=(0, 1))
+        loss, (of_examples, of_steps) = wanted(ones, per_step)
+        return (loss, of_examples, of_steps), [replayed(remat) for remat in policies]
+
+    wanted, found = every(state, batches, ones)
+    assert float(jnp.abs(wanted[1].array).min()) > 1e-6
+    for one in found:
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-6)
+
+
+def test_influence_is_what_another_weight_of_the_example_does_to_the_loss():
+    optimizer = optax.sgd(0.3)
+    step, model, batches = weighted_step(losses, optimizer), network(), data(2, Steps, Examples)
+    state = model, optimizer.init(model)
+    found = replay(step, state, batches, held_out, Steps, Examples)
+
+    @jax.jit
+    def final(weights):
+        return unrolled(step, state, batches, hax.named(weights, (Steps, Examples)), {})
+
+    ones = np.ones((Steps.size, Examples.size), np.float32)
+    for place in ((0, 1), (3, 2), (6, 0)):
+        change = np.zeros_like(ones)
+        change[place] = 0.05
+        difference = (final(ones + change) - final(ones - change)) / 0.1
+        np.testing.assert_allclose(found.examples.array[place], difference, rtol=0.02, atol=1e-5)
+    np.testing.assert_allclose(found.loss, final(ones), rtol=1e-5)
+    np.testing.assert_allclose(found.loss, held_out(found.state), rtol=1e-5)
+
+
+def test_plain_arrays_and_losses_and_a_number_of_steps():
+    def plain(model, batch):
+        return jnp.mean((batch @ model) ** 2, axis=-1)
+
+    optimizer = optax.sgd(0.1)
+    batches = jax.random.normal(jax.random.key(0), (Steps.size, Examples.size, 3))
+    model = jnp.eye(3)
+    found = jax.jit(
+        lambda model: (
+            replay(
+                weighted_step(plain, optimizer),
+                (model, optimizer.init(model)),
+                batches,
+                lambda state: jnp.sum(state[0] ** 2),
+                Steps.size,
+                Examples,
+            ).examples
+        )
+    )(model)
+
+    def final(weights):
+        model = jnp.eye(3)
+        for i in range(Steps.size):
+            loss = lambda model, i=i: jnp.mean(weights[i] * plain(model, batches[i]))  # noqa: E731
+            model = model - 0.1 * jax.grad(loss)(model)
+        return jnp.sum(model**2)
+
+    wanted = jax.grad(final)(jnp.ones((Steps.size, Examples.size)))
+    assert found.axes == (Axis("steps", Steps.size), Examples)
+    np.testing.assert_allclose(found.array, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_nested_keeps_fewer_states_than_a_plain_scan():
+    optimizer, Long = optax.sgd(0.1), Axis("steps", 100)
+    model = network()
+
+    def temporaries(remat):
+        def run(model, batches):
+            state = model, optimizer.init(model)
+            step = weighted_step(losses, optimizer)
+            return replay(step, state, batches, held_out, Long, Examples, remat=remat).examples
+
+        compiled = jax.jit(run).lower(model, data(2, Long, Examples)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert 3 * temporaries("nested") < temporaries(False)
+
+
+def test_mistakes_are_named():
+    def attempt(*, losses=losses, optimizer=None, held_out=held_out, batches=None, per_step=None):
+        optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+        model = network()
+        batches = data(2, Steps, Examples) if batches is None else batches
+        step = weighted_step(losses, optimizer)
+        return replay(
+            step, (model, optimizer.init(model)), batches, held_out, Steps, Examples, per_step=per_step
+        )
+
+    def of_one_weight(model, batch):  # the others have no gradients
+        return losses(model, batch) * 0 + model.stacked.map.bias["layers", 0]["out", 0]
+
+    with pytest.raises(ValueError, match="eps_root, such as 1e-30"):
+        attempt(losses=of_one_weight, optimizer=optax.adam(0.1))
+    with pytest.raises(ValueError, match="'rate', which is no hyperparameter of the optimizer. It has: none"):
+        attempt(per_step={"rate": jnp.ones(7)})
+    with pytest.raises(TypeError, match=r"held_out_loss returns one number; it returned an array \(4,\)"):
+        attempt(held_out=lambda state: jnp.ones(4))
+    with pytest.raises(ValueError, match="`steps` of size 5"):
+        attempt(batches=data(2, Axis("steps", 5), Examples))

@@ -8,6 +8,8 @@ from .checkpoint import (
     Checkpoints as Checkpoints,
     check_unsaved as check_unsaved,
     checkpoint_config as checkpoint_config,
+    checkpoint_position as checkpoint_position,
+    checkpoint_steps as checkpoint_steps,
     load_checkpoint as load_checkpoint,
 )
 from .config_error import ConfigError as ConfigError
@@ -86,6 +88,7 @@ from .scoring import (
     ExampleLosses as ExampleLosses,
     Scoring as Scoring,
     ValidationBatch as ValidationBatch,
+    named_examples as named_examples,
     validation_batches as validation_batches,
 )
 from .signals import (

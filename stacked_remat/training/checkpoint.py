@@ -106,7 +106,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint, whole or damaged; None if there is none."""
-        return max(_steps(self.folder), default=None)
+        return max(checkpoint_steps(self.folder), default=None)
 
     def is_due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after this step."""
@@ -251,7 +251,7 @@ class Checkpoints:
 
     def _latest_whole(self) -> tuple[int, dict[Path, str]]:
         """The step of the latest whole checkpoint, and later, damaged ones, with the reasons."""
-        steps = _steps(self.folder)
+        steps = checkpoint_steps(self.folder)
         damaged: dict[Path, str] = {}
         for step in reversed(steps):
             path = self.folder / str(step)
@@ -297,7 +297,7 @@ def load_checkpoint(
     path = _existing(folder, step)
     problem = _damage(path)
     if problem is not None:
-        others = [str(other) for other in _steps(folder) if str(other) != path.name]
+        others = [str(other) for other in checkpoint_steps(folder) if str(other) != path.name]
         choice = f", or choose another step: {', '.join(others)}" if others else ""
         raise CheckpointDamagedError(f"{problem} Restore it from a copy{choice}.")
     arrays, _ = _read(path, like, f"{part}." if part else "", present_name)
@@ -342,15 +342,25 @@ def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any
     return _read_run(_existing(folder, step))["config"]
 
 
-def _steps(folder: Path) -> list[int]:
-    """The steps of a folder's checkpoints, including damaged ones, some of which Orbax hides."""
+def checkpoint_position(folder: Path, *, step: int | None = None) -> dict[str, Any]:
+    """What a checkpoint was saved with to resume from, as JSON; the latest if no step is given.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: the checkpoint is damaged.
+    """
+    return _read_run(_existing(folder, step))["position"]
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of a folder's checkpoints, in order, including damaged ones, some of which Orbax hides."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(int(path.name) for path in paths if path.name.isdecimal() and path.is_dir())
 
 
 def _existing(folder: Path, step: int | None) -> Path:
     """The folder of a checkpoint; of the latest if no step is given."""
-    steps = _steps(folder)
+    steps = checkpoint_steps(folder)
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         choice = f" It has steps {', '.join(map(str, steps))}." if steps else ""

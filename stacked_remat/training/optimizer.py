@@ -53,7 +53,7 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
 
 
 def build_optimizer(
-    config: OptimizerConfig, num_steps: int, *, state_dtype: FloatName = "float32"
+    config: OptimizerConfig, num_steps: int, *, state_dtype: FloatName = "float32", eps_root: float = 0.0
 ) -> optax.GradientTransformation:
     """Clipping, the update of `config`'s optimizer, weight decay, and the learning rate by step.
 
@@ -61,11 +61,12 @@ def build_optimizer(
         config: the optimizer and its schedule.
         num_steps: steps of the run, for the schedule.
         state_dtype: dtype in which the optimizer's arrays are stored; it computes in float32.
+        eps_root: added below AdamW's square root, for derivatives of the updates.
 
     Memory: as the config's class says, in `state_dtype`.
     """
     chain = [
-        _direction(config),
+        _direction(config, eps_root),
         optax.add_decayed_weights(config.weight_decay, mask=_is_decayed),
         optax.scale_by_learning_rate(learning_rate_schedule(config, num_steps)),
     ]
@@ -104,11 +105,11 @@ def _constant_then_linear(
     return optax.join_schedules([optax.constant_schedule(highest), down], [max(0, steps - 1 - falls)])
 
 
-def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
+def _direction(config: OptimizerConfig, eps_root: float) -> optax.GradientTransformation:
     """From gradients to updates, before weight decay and the learning rate."""
     match config:
         case AdamWConfig():
-            return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+            return optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, eps_root)
         case LionConfig():
             return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
         case AdafactorConfig():

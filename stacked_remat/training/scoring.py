@@ -172,9 +172,7 @@ class StepScorer:
         assert self._found is not None
         found, self._found = jax.tree.map(np.asarray, self._found), None
         if all(np.isfinite(array).all() for array in jax.tree.leaves(found)):
-            rows = _rows(batch)
-            texts = [_text(row, self._scoring.decode) for row in rows]
-            ids = [_id(row) for row in rows]
+            ids, texts = named_examples(batch, self._scoring.decode)
             self._scoring.log.append(StepScores(step, ids, found.losses, found.scores, found.norms, texts))
 
     def flush(self) -> None:
@@ -313,6 +311,12 @@ def _batch_over_own_weights(batch: TokenBatch) -> Array:
     """For each row, by how much its loss per own token is larger than its part of the batch's."""
     own = hax.sum(batch.weights, POSITION_AXIS).array
     return jnp.maximum(jnp.sum(own), 1.0) / jnp.maximum(own, 1.0)
+
+
+def named_examples(batch: TokenBatch, decode: Callable[[np.ndarray], str]) -> tuple[list[str], list[str]]:
+    """The ids and the texts of a batch's examples, as logs of scores have them."""
+    rows = _rows(batch)
+    return [_id(row) for row in rows], [_text(row, decode) for row in rows]
 
 
 def _rows(batch: TokenBatch) -> list[dict[str, np.ndarray]]:

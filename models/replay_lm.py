@@ -1,0 +1,195 @@
+"""Replays the end of a run, and finds by how much each of its sequences lowered the loss of held-out text.
+
+    python -m models.replay_lm --run_dir runs/mine --from_step 80
+    python -m stacked_remat.ghost top runs/mine/replay
+
+Trains again from a checkpoint of `models.train_lm` to its last one, on the same batches, and differentiates
+the held-out loss through all these steps (`stacked_remat.ghost.replay`). Writes a log of scores as the
+`ghost` section of a config does, with the leaf `replay`; a score is by how much the loss would be higher
+without the sequence in that step, to first order.
+"""
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from rich.console import Console
+
+from models.command import local_path, run_command, shown_on
+from models.lm import example_losses, next_token_loss
+from models.run_config import LmRunConfig
+from models.run_state import initial_state, present_name, saved_arrays
+from models.trained_run import read_run_config
+from models.transformer.config import DecoderConfig
+from stacked_remat import ghost
+from stacked_remat.training import (
+    BATCH_AXIS,
+    ConfigError,
+    ConsoleProgress,
+    GhostValidationConfig,
+    TokenBatch,
+    TrainingData,
+    TrainState,
+    build_optimizer,
+    check_unsaved,
+    checkpoint_position,
+    checkpoint_steps,
+    load_checkpoint,
+    load_tokenizer,
+    named_examples,
+    open_training_data,
+    train_step,
+    validation_batches,
+)
+
+_EPS_ROOT = 1e-30  # Adam's square root has no derivative at zero
+
+
+def main(arguments: Sequence[str], console: Console | None = None) -> int:
+    """The command: returns the exit status."""
+    console = Console() if console is None else console
+    return run_command(lambda arguments, _: _replay(arguments, console), arguments, shown_on(console))
+
+
+def _replay(arguments: Sequence[str], console: Console) -> int:
+    options = _parser().parse_args(arguments)
+    first, last = _span(options.run_dir / "checkpoints", options.from_step)
+    config = _checked(read_run_config(options.run_dir, first))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_date)
+    progress = ConsoleProgress(console)
+    data = open_training_data(config.data, tokenizer, seed=config.trainer.seed, progress=progress)
+    try:
+        batches, state = _batches(options.run_dir, data, first, last), _state(config, options.run_dir, first)
+        held_out = validation_batches(GhostValidationConfig(batches=options.batches), data.held_out, {})
+        texts = [one.held_out.batch(one.index) for one in held_out]
+    finally:
+        data.training.close()
+    Steps = Axis("steps", last - first)
+    stacked = jax.tree.map(lambda *each: hax.stack(Steps, each), *batches, is_leaf=_is_named)
+    weights = jnp.asarray([one.weight for one in held_out])
+    loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
+    out = options.out or options.run_dir / "replay"
+    shutil.rmtree(out, ignore_errors=True)
+    log = ghost.ScoreLog(out)
+    for index, batch in enumerate(batches):
+        ids, shown = named_examples(batch, tokenizer.decode)
+        own = -np.asarray(found[index])
+        unknown = np.full(own.shape, np.nan, np.float32)
+        log.append(ghost.StepScores(first + index + 1, ids, unknown, {"replay": own}, texts=shown))
+    log.close()
+    shown_on(console)(
+        f"replayed steps {first + 1} to {last}; held-out loss {float(loss):.4f} after them\n"
+        f"  python -m stacked_remat.ghost top {out}"
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.replay_lm", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
+    add("--from_step", type=int, help="of the checkpoint to begin with; the one before the latest by default")
+    add("--batches", type=int, default=1, help="of held-out text (default 1)")
+    add("--out", type=local_path, help="folder of the log, replaced; `replay` in the run folder by default")
+    add("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _span(folder: Path, first: int | None) -> tuple[int, int]:
+    """The steps of the checkpoint to begin with and of the latest.
+
+    Raises:
+        ConfigError: there is no earlier checkpoint.
+    """
+    steps = checkpoint_steps(folder)
+    earlier = [step for step in steps[:-1] if first is None or step == first]
+    if not earlier:
+        found = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            f"{folder} has checkpoints of the steps {found}; a replay goes from an earlier one to the latest. "
+            f"Name one of them with --from_step, or train with more of them: trainer.checkpoint.every_steps "
+            f"and keep_last."
+        )
+    return earlier[-1], steps[-1]
+
+
+def _checked(config: LmRunConfig) -> LmRunConfig:
+    """The config with attention that has second derivatives.
+
+    Raises:
+        ConfigError: it updates weights within the backward pass, or keeps them on the host.
+    """
+    for key, is_set in (
+        ("trainer.update.fused", config.trainer.update.fused),
+        ("trainer.streaming", config.trainer.streaming),
+    ):
+        if is_set:
+            raise ConfigError(f"A run with {key} can't be replayed: its steps have no derivatives.")
+    if not isinstance(config.model, DecoderConfig):
+        return config
+    attention = dataclasses.replace(config.model.attention, backend="exact")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+
+
+def _state(config: LmRunConfig, run_dir: Path, step: int) -> TrainState:
+    """The state of a checkpoint."""
+    folder, like = run_dir / "checkpoints", initial_state(config)
+    saved, rest = eqx.partition(like, saved_arrays(like))
+    check_unsaved(folder, rest, step=step, present_name=present_name)
+    return eqx.combine(load_checkpoint(folder, saved, step=step, present_name=present_name), rest)
+
+
+def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[TokenBatch]:
+    """Those of the steps after the first up to the last."""
+    data.training.set_state(checkpoint_position(run_dir / "checkpoints", step=first)["data"])
+    return [data.training.next() for _ in range(last - first)]
+
+
+def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
+    """A function to the held-out loss, and its derivatives by the weights of the sequences."""
+    optimizer = build_optimizer(
+        config.optimizer,
+        config.trainer.num_steps,
+        state_dtype=config.trainer.precision.optimizer_state,
+        eps_root=_EPS_ROOT,
+    )
+
+    def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
+        def loss(model: Any, batch: TokenBatch) -> Any:
+            (parts, auxiliary), metrics = example_losses(model, batch)
+            return hax.sum(parts * weights).scalar() + auxiliary, metrics
+
+        options = {"optimizer": optimizer, "gradient_dtype": config.trainer.precision.gradients}
+        return train_step(batch, state, loss_function=loss, **options)[0]
+
+    @eqx.filter_jit
+    def run(state: TrainState, batches: TokenBatch, texts: list[TokenBatch], shares: Any) -> Any:
+        def held_out(state: TrainState) -> Any:
+            losses = [next_token_loss(state.model, text)[1]["loss"] for text in texts]
+            return jnp.sum(shares * jnp.stack(losses))
+
+        Examples = Axis(BATCH_AXIS, config.data.batch_size)
+        found = ghost.replay(step, state, batches, held_out, Steps, Examples)
+        return found.loss, found.examples.array
+
+    return run
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedArray)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

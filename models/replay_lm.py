@@ -118,7 +118,7 @@ def _span(folder: Path, first: int | None) -> tuple[int, int]:
     if not earlier:
         found = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
-            f"{folder} has checkpoints of the steps {found}; a replay goes from an earlier one to the latest. "
+            f"{folder} has checkpoints of the steps {found}; a replay goes from an earlier one to the last. "
             f"Name one of them with --from_step, or train with more of them: trainer.checkpoint.every_steps "
             f"and keep_last."
         )

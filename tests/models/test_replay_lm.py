@@ -1,0 +1,62 @@
+"""The end of a run is replayed, and its sequences are scored by the derivative of the held-out loss."""
+
+import json
+
+import numpy as np
+import pytest
+
+from models.replay_lm import main
+from stacked_remat.ghost.log import read_scores
+
+from .tiny_run import train
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+RATE = 1e-4
+OPTIMIZER = ("--optimizer.type", "sgd", "--optimizer.learning_rate", str(RATE), "--optimizer.warmup", "0")
+CONSTANT = (
+    "--optimizer.schedule.type",
+    "constant",
+    "--optimizer.weight_decay",
+    "0",
+    "--optimizer.momentum",
+    "0",
+)
+SGD = (*OPTIMIZER, *CONSTANT, "--optimizer.max_grad_norm", "null")
+SCORED = ("--ghost", json.dumps({"method": "grad_dot", "token_mean": "batch", "every": 1}))
+CHECKPOINTS = ("--trainer.checkpoint.every_steps", "1", "--trainer.checkpoint.keep_last", "3")
+
+
+def scores_of(folder, step):
+    table = read_scores(folder, ["example", "score", "text"], steps=(step, step))
+    found = {}
+    for example, score, text in zip(*(table[name].to_pylist() for name in table.column_names), strict=True):
+        found[example, text] = found.get((example, text), 0.0) + score
+    return found
+
+
+def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, capsys):
+    assert train(workplace, *SGD, *SCORED, *CHECKPOINTS, "--trainer.num_steps", "4") == 0
+    run = workplace / "run"
+    assert main(["--run_dir", str(run), "--from_step", "2"]) == 0
+    assert "replayed steps 3 to 4" in capsys.readouterr().out
+    for step in (3, 4):
+        replayed, dotted = scores_of(run / "replay", step), scores_of(run / "ghost", step)
+        assert replayed.keys() == dotted.keys()
+        for example, score in replayed.items():
+            np.testing.assert_allclose(score, RATE * dotted[example], rtol=0.02)
+    assert not scores_of(run / "replay", 2)
+    # again, over the log that is there, from the checkpoint before the latest
+    assert main(["--run_dir", str(run)]) == 0
+    assert scores_of(run / "replay", 4) and not scores_of(run / "replay", 3)
+    assert main(["--run_dir", str(run), "--from_step", "1"]) == 1
+    assert "has checkpoints of the steps 2, 3, 4; a replay goes from" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+
+
+def test_a_run_without_derivatives_is_refused(workplace, capsys):
+    fused = ("--trainer.update.fused", "true", *SGD)
+    assert train(workplace, *fused, *CHECKPOINTS, "--trainer.num_steps", "2") == 0
+    assert main(["--run_dir", str(workplace / "run")]) == 1
+    assert "A run with trainer.update.fused can't be replayed" in capsys.readouterr().out

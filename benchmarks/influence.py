@@ -51,7 +51,8 @@ class Task:
         losses: (model, batch) to the loss of each example, `[batch]`.
         batch: the arrays of some examples, by their rows.
         count: of the examples to train on; held-out ones follow them.
-        rate: the learning rate.
+        rate: the highest learning rate.
+        eps_root: of Adam: the larger, the smoother the run is as a function of the weights.
         wrong: which examples have a wrong label; None if labels are not planted.
     """
 
@@ -61,6 +62,7 @@ class Task:
     batch: Callable[[np.ndarray], Any]
     count: int
     rate: float
+    eps_root: float
     wrong: np.ndarray | None = None
 
 
@@ -74,7 +76,9 @@ def classifier(count: int, held_out: int) -> Task:
         np.concatenate([data.wrong, right.wrong]),
     )
     model = planted_examples.Classifier.init(key=jax.random.key(0))
-    return Task("classifier", model, planted_examples.example_losses, every.batch, count, 1e-2, data.wrong)
+    return Task(
+        "classifier", model, planted_examples.example_losses, every.batch, count, 1e-2, 1e-30, data.wrong
+    )
 
 
 def language_model(count: int, held_out: int) -> Task:
@@ -98,62 +102,93 @@ def language_model(count: int, held_out: int) -> Task:
         (parts, _), _ = sequence_losses(model, batch)
         return parts * parts.size
 
-    return Task("language model", model, losses, batch, count, 5e-3)
+    return Task("language model", model, losses, batch, count, 5e-3, 1e-6)
 
 
-def measured(task: Task, *, epochs: int, runs: int, held_out: int, targets: int) -> list[dict[str, Any]]:
-    """A row for each method: its score on the task."""
-    generator = np.random.default_rng(1)
-    orders = [generator.permutation(task.count).reshape(-1, Examples.size) for _ in range(epochs)]
-    order = np.concatenate(orders)  # [step, example]
-    Steps = Axis("steps", len(order))
-    batches = _stacked([task.batch(rows) for rows in order], Steps)
-    texts = np.arange(task.count, task.count + held_out).reshape(targets, -1)
-    held = _stacked([task.batch(rows) for rows in texts], Axis("targets", targets))
-    optimizer = optax.adam(optax.cosine_decay_schedule(task.rate, Steps.size), eps_root=1e-30)
-    step = ghost.weighted_step(task.losses, optimizer)
-    start = task.model, optimizer.init(eqx.filter(task.model, eqx.is_inexact_array))
+class Training:
+    """The training of a task, from the same start and in the same order whatever weights the examples have.
 
-    def loss(state: Any, target: Any) -> Any:
-        return hax.mean(task.losses(state[0], target)).scalar()
+    Args:
+        task: what is trained.
+        epochs: how often it sees each example.
+        held_out: how many examples are held out, in `targets` parts.
+        targets: see there.
+    """
 
-    @eqx.filter_jit
-    def losses_of(start: Any, batches: Any, weights: Any, held: Any) -> Any:
-        """The held-out losses of a run with these weights of the examples, `[target]`."""
+    def __init__(self, task: Task, *, epochs: int, held_out: int, targets: int):
+        generator = np.random.default_rng(1)
+        orders = [generator.permutation(task.count).reshape(-1, Examples.size) for _ in range(epochs)]
+        self.order = np.concatenate(orders)  # [step, example]
+        self.Steps = Axis("steps", len(self.order))
+        self._batches = _stacked([task.batch(rows) for rows in self.order], self.Steps)
+        texts = np.arange(task.count, task.count + held_out).reshape(targets, -1)
+        self._held = _stacked([task.batch(rows) for rows in texts], Axis("targets", targets))
+        rates = optax.cosine_decay_schedule(task.rate, self.Steps.size)
+        optimizer = optax.adam(rates, eps_root=task.eps_root)
+        self._step = ghost.weighted_step(task.losses, optimizer)
+        self._start = task.model, optimizer.init(eqx.filter(task.model, eqx.is_inexact_array))
+        self._task, self._targets = task, targets
 
-        def run(weights: Any) -> Any:
-            named = hax.named(weights, (Steps, Examples))
-            last = fold(step, Steps)(start, batches, named)
-            return _of_each(lambda target: loss(last, target), held)
+    def losses(self, weights: np.ndarray) -> np.ndarray:
+        """The held-out losses of runs with weights `[run, step, example]`: `[run, target]`."""
 
-        return jax.lax.map(run, weights, batch_size=4)
+        @eqx.filter_jit
+        def of_runs(start: Any, batches: Any, held: Any, weights: Any) -> Any:
+            def run(weights: Any) -> Any:
+                last = fold(self._step, self.Steps)(
+                    start, batches, hax.named(weights, (self.Steps, Examples))
+                )
+                return jnp.stack([self._loss(last, _entry(held, index)) for index in range(self._targets)])
 
-    @eqx.filter_jit
-    def replayed(start: Any, batches: Any, target: Any) -> Any:
-        found = ghost.replay(step, start, batches, lambda last: loss(last, target), Steps, Examples)
-        return found.examples.array
+            return jax.lax.map(run, weights, batch_size=4)
 
-    @eqx.filter_jit
-    def dotted(start: Any, batches: Any, target: Any) -> Any:
-        def scored(state: Any, batch: Any) -> tuple[Any, Any]:
-            direction = ghost.val_direction(state[0], task.losses, target)
-            _, found = ghost.grad_dot(state[0], task.losses, batch, direction=direction)
-            return step(state, batch, hax.ones(Examples)), found.total
+        return np.asarray(of_runs(self._start, self._batches, self._held, weights.astype(np.float32)))
 
-        return -scan(scored, Steps)(start, batches)[1].rearrange((Steps, Examples)).array
+    def replayed(self) -> np.ndarray:
+        """The influence of the examples, `[target, example]`."""
 
-    def of_examples(by_step: Any) -> np.ndarray:
-        """The sums over the steps of an example, `[target, example]`."""
-        sums = np.zeros((targets, task.count))
-        for target, values in enumerate(by_step):
-            np.add.at(sums[target], order, np.asarray(values, np.float64))
+        @eqx.filter_jit
+        def of_target(start: Any, batches: Any, target: Any) -> Any:
+            def held_out(last: Any) -> Any:
+                return self._loss(last, target)
+
+            return ghost.replay(self._step, start, batches, held_out, self.Steps, Examples).examples.array
+
+        return self._of_examples(of_target)
+
+    def dotted(self) -> np.ndarray:
+        """The sums of the examples' gradient dot products, so that more is worse, `[target, example]`."""
+
+        @eqx.filter_jit
+        def of_target(start: Any, batches: Any, target: Any) -> Any:
+            def scored(state: Any, batch: Any) -> tuple[Any, Any]:
+                direction = ghost.val_direction(state[0], self._task.losses, target)
+                _, found = ghost.grad_dot(state[0], self._task.losses, batch, direction=direction)
+                return self._step(state, batch, hax.ones(Examples)), found.total
+
+            return -scan(scored, self.Steps)(start, batches)[1].rearrange((self.Steps, Examples)).array
+
+        return self._of_examples(of_target)
+
+    def _loss(self, state: Any, target: Any) -> Any:
+        return hax.mean(self._task.losses(state[0], target)).scalar()
+
+    def _of_examples(self, of_target: Callable[..., Any]) -> np.ndarray:
+        """The sums over the steps of an example."""
+        sums = np.zeros((self._targets, self._task.count))
+        for index in range(self._targets):
+            values = of_target(self._start, self._batches, _entry(self._held, index))
+            np.add.at(sums[index], self.order, np.asarray(values, np.float64))
         return sums
 
-    each = [_entry(held, index) for index in range(targets)]
+
+def measured(task: Task, runs: int, **sizes: int) -> list[dict[str, Any]]:
+    """A row for each method: its scores on the task."""
+    training, generator = Training(task, **sizes), np.random.default_rng(2)
     scores = {
-        "replay": of_examples([replayed(start, batches, target) for target in each]),
-        "gradient dot products": of_examples([dotted(start, batches, target) for target in each]),
-        "random": generator.standard_normal((targets, task.count)),
+        "replay": training.replayed(),
+        "gradient dot products": training.dotted(),
+        "random": generator.standard_normal((sizes["targets"], task.count)),
     }
     rows = {
         name: {"task": task.name, "method": name, "auc": _auc(of_target.mean(0), task.wrong)}
@@ -162,11 +197,10 @@ def measured(task: Task, *, epochs: int, runs: int, held_out: int, targets: int)
     for share in SHARES:
         most = round(share * task.count)
         kept = np.stack([generator.permutation(task.count) < most for _ in range(runs)])
-        found = losses_of(start, batches, jnp.asarray(kept[:, order], jnp.float32), held)
+        found = training.losses(kept[:, training.order])
         for name, of_target in scores.items():
-            pairs = zip((kept @ of_target.T).T, np.asarray(found).T, strict=True)
-            each = [_correlation(*pair) for pair in pairs]
-            rows[name][f"score_{share}"] = round(float(np.mean(each)), 4)
+            pairs = zip((kept @ of_target.T).T, found.T, strict=True)
+            rows[name][f"score_{share}"] = round(float(np.mean([_correlation(*pair) for pair in pairs])), 4)
     return list(rows.values())
 
 
@@ -187,11 +221,6 @@ def _auc(harm: np.ndarray, wrong: np.ndarray | None) -> float | None:
 def _stacked(batches: Sequence[Any], axis: Axis) -> Any:
     """Batches with an axis in front of their arrays."""
     return jax.tree.map(lambda *each: hax.stack(axis, each), *batches, is_leaf=_is_named)
-
-
-def _of_each(fn: Callable[[Any], Any], stacked: Any) -> Any:
-    targets = len(jax.tree.leaves(stacked)[0])
-    return jnp.stack([fn(_entry(stacked, index)) for index in range(targets)])
 
 
 def _entry(stacked: Any, index: int) -> Any:
@@ -215,8 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     rows = []
     for make in (classifier, language_model):
         task = make(given.examples, held_out)
-        sizes = {"epochs": given.epochs, "runs": given.runs, "held_out": held_out, "targets": given.targets}
-        rows += measured(task, **sizes)
+        sizes = {"epochs": given.epochs, "held_out": held_out, "targets": given.targets}
+        rows += measured(task, given.runs, **sizes)
         print(*rows[-3:], sep="\n", flush=True)
     path = given.out / "influence.json"
     settings = {"examples": given.examples, "epochs": given.epochs, "runs": given.runs}

@@ -14,6 +14,7 @@ SUBJECTS = (
     "gpt_equinox",
     "gpt_named_axes",
     "hessian_eigenvalue",
+    "influence",
     "kv_cache",
     "nnx_model",
     "planner",

@@ -177,7 +177,9 @@ def test_an_axis_without_inputs_is_a_loop():
 
 
 def test_a_carry_may_be_any_tree_with_static_parts(data):
+    without_array = eqx.filter(hax.zeros(Width), False)  # of a tree that was partitioned
     init = {"total": hax.zeros((Width, Depth)), "count": 0, "kind": "sum", "act": jnp.tanh, "none": None}
+    init["other part"] = without_array
 
     def step(carry, x):
         return {**carry, "total": carry["total"] + x, "count": carry["count"] + 1}

@@ -11,7 +11,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from haliax import Axis, NamedArray
 from jax.core import Tracer
 from jaxtyping import Array, Float
@@ -118,15 +117,14 @@ def replay(
     return Replay(loss, last, of_examples, of_steps)
 
 
-def weighted_step(
-    losses: ExampleLosses, optimizer: optax.GradientTransformation
-) -> Callable[..., tuple[PyTree, PyTree]]:
+def weighted_step(losses: ExampleLosses, optimizer: Any) -> Callable[..., tuple[PyTree, PyTree]]:
     """A training step for `replay`: the mean of the examples' weighted losses, and an Optax optimizer.
 
     Args:
         losses: the loss of each example, `[Examples]`, named or plain.
-        optimizer: its state is that of the model's floating-point arrays. From `optax.inject_hyperparams` it
-            takes hyperparameters by step: `per_step={"learning_rate": rates}`.
+        optimizer: an `optax.GradientTransformation`, with the state of the model's floating-point arrays.
+            From `optax.inject_hyperparams` it takes hyperparameters by step:
+            `per_step={"learning_rate": rates}`.
 
     Returns:
         A function from `(model, optimizer state)`, a batch, weights and hyperparameters to such a pair.

@@ -46,7 +46,9 @@ TABLES = {
     "ghost-memory": Table(
         ("ghost_memory_h200.json",), rows=("examples", "plain: temporaries", "scored: temporaries")
     ),
-    "ghost-influence": Table(("influence.json",), rows=("task", "method", "score_0.5", "score_0.9", "auc")),
+    "ghost-influence": Table(
+        ("influence.json",), rows=("task", "rate", "method", "score_0.5", "score_0.9", "auc")
+    ),
     "ghost-planted": Table(
         ("planted_examples.json",),
         rows=(

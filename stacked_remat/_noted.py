@@ -16,12 +16,11 @@ class Notes:
     """The rules of the calls that one trace noted, by the name of the call's equation.
 
     Args:
-        stack_call: makes the calls of stacks in this trace, instead of the stacks: from the stack, the name
-            `fold_via` or `scan_via`, the function and the options to what the method returns.
+        instead: makes what is called in the place of the noted functions, which then have no rules.
     """
 
-    def __init__(self, stack_call: Callable[..., Any] | None = None) -> None:
-        self.stack_call = stack_call
+    def __init__(self, instead: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> None:
+        self.instead = instead
         self.rules: dict[str, Any] = {}
         self.types: dict[str, list[Any]] = {}
 
@@ -59,11 +58,6 @@ def is_noting() -> bool:
     return _notes.value is not None
 
 
-def noted_stack_call() -> Callable[..., Any] | None:
-    """What makes the calls of stacks, None where they do themselves."""
-    return None if _notes.value is None else _notes.value.stack_call
-
-
 def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 
@@ -76,6 +70,8 @@ def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     notes = _notes.value
     if notes is None:
         return fn
+    if notes.instead is not None:
+        return notes.instead(fn)
 
     def call(*args: Any) -> Any:
         return fn(*args)

@@ -17,6 +17,7 @@ from haliax import Axis, NamedArray, axis_name
 from haliax.axis import AxisSelector
 from jax import lax
 
+from .._noted import is_noting
 from .._placement import has_host_arrays, on_several_devices
 
 T = TypeVar("T")
@@ -77,11 +78,12 @@ class Marked(eqx.Module):
 def applied(blocks: Any) -> Marked:
     """The arrays of a stack for `fold` and `scan`, with fields marked that are not to be sliced.
 
-    Not those in host memory, nor on several devices, where the compiler would gather the whole stack.
+    Not those in host memory, nor on several devices, where the compiler would gather the whole stack, nor for
+    gradient dot products.
     """
 
     def mark(field: Any) -> Any:
-        is_sliced = has_host_arrays(field) or on_several_devices(field)
+        is_sliced = has_host_arrays(field) or on_several_devices(field) or is_noting()
         return field if is_sliced else Marked(field, "unsliced")
 
     return stored(map_unsliced(mark, blocks))

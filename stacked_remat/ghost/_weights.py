@@ -1,48 +1,102 @@
-"""Values of a traced program that depend on weights alone, and the derivative along a direction."""
+"""Values of a traced program that depend on weights, and scores from their derivatives along directions."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.core import eval_jaxpr
+from jax.custom_batching import custom_vmap
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import partial_eval
 
 from .._activity import program_of
+from .._sweep.store import varying_over
+
+
+class UnsupportedLeafError(ValueError):
+    """A weight is used in a way for which its scores can't be found leaf by leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Leaf:
-    """An array of the model that is scored.
+class Along:
+    """A direction of an array of the model, or what it is of a value that was computed from the array.
 
     Attributes:
         path: of the array in the model.
-        array: its value.
-        direction: of the same shape.
-        probe: zeros with a number for each unit; its cotangent is the score.
-        in_stack: whether it is of several layers, and the probe has numbers for each.
-        is_shared: whether each of them has all of it.
+        direction: of the shape of the value.
+        probe: zeros, a number or one for each layer; its cotangent is the score.
+        layers: which dimension of the direction holds the layers that the probe has numbers for.
     """
 
     path: str
-    array: Any
     direction: Any
     probe: Any
-    in_stack: bool = False
-    is_shared: bool = False
+    layers: int | None = None
+
+    def of_layer(self, number: Any) -> Any:
+        """The direction of one layer, zero elsewhere."""
+        numbers = lax.broadcasted_iota("int32", self.direction.shape, self.layers or 0)
+        return jnp.where(numbers == number, self.direction, jnp.zeros((), self.direction.dtype))
+
+    def split(self) -> "list[Along]":
+        """One direction for each layer."""
+        return [Along(self.path, self.of_layer(number), probe) for number, probe in enumerate(self.probe)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Applied:
-    """The result `index` of an equation on values that depend on weights, and others."""
+class Weight:
+    """An array that is scored, along one direction or several."""
+
+    array: Any
+    alongs: tuple[Along, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """An equation on values that depend on weights, and others."""
 
     equation: Any
     operands: tuple[Any, ...]
+    inline_custom: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """One result of such a call."""
+
+    call: Call
     index: int
 
 
-Node: TypeAlias = Leaf | Applied
+Node: TypeAlias = Weight | Result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """A value of the program.
+
+    Attributes:
+        array: the value itself.
+        node: how it depends on weights, where it depends on them and not on data.
+        depends: whether it depends on data.
+    """
+
+    array: Any
+    node: Node | None = None
+    depends: bool = False
+
+    @property
+    def operand(self) -> Any:
+        """As an operand of a derivative."""
+        return self.array if self.node is None else self.node
+
+    def of(self, array: Any) -> "Value":
+        """The same of another array."""
+        return dataclasses.replace(self, array=array)
 
 
 def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) -> list[Any]:
@@ -57,8 +111,8 @@ def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) ->
     if inline_custom and equation.primitive.name == "stop_gradient":
         return list(operands)
     if inline_custom and (inner := program_of(equation)):
-        if equation.primitive.name in ("custom_vjp_call", "jit", "pjit"):
-            return _evaluate_without_rules(inner, operands)
+        if equation.primitive.name in ("custom_vjp_call", "jit", "pjit", "rows"):
+            return evaluate_without_rules(inner, operands)
         if equation.primitive.name == "shard_map":
             return _per_device(equation)(*operands)
     pairs = zip(equation.invars, operands, strict=True)
@@ -72,7 +126,7 @@ def _per_device(equation: Any) -> Any:
     params = equation.params
 
     def own(*operands: Any) -> list[Any]:
-        return _evaluate_without_rules(params["jaxpr"], operands)
+        return evaluate_without_rules(params["jaxpr"], operands)
 
     return jax.shard_map(
         own,
@@ -84,8 +138,8 @@ def _per_device(equation: Any) -> Any:
     )
 
 
-def _evaluate_without_rules(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, open or closed."""
+def evaluate_without_rules(closed: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr, open or closed, without the rules of `jax.custom_vjp`s."""
     jaxpr = getattr(closed, "jaxpr", closed)
     values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     values |= dict(zip(jaxpr.invars, operands, strict=True))
@@ -99,97 +153,170 @@ def _evaluate_without_rules(closed: Any, operands: Sequence[Any]) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def leaves_of(nodes: Sequence[Any]) -> list[Leaf]:
-    """The weights that values depend on, each once."""
-    return [node for node in _all_of(nodes) if isinstance(node, Leaf)]
-
-
-def _all_of(nodes: Sequence[Any]) -> list[Any]:
+def _needed(nodes: Sequence[Any]) -> list[Any]:
+    """The weights and arrays that nodes are computed from, each once."""
     found: dict[int, Any] = {}
 
     def visit(node: Any) -> None:
         if id(node) not in found:
             found[id(node)] = node
-            for operand in node.operands if isinstance(node, Applied) else ():
+            for operand in node.call.operands if isinstance(node, Result) else ():
                 visit(operand)
 
     for node in nodes:
         visit(node)
-    return list(found.values())
+    return [node for node in found.values() if not isinstance(node, Result)]
+
+
+def directions_of(nodes: Sequence[Any]) -> list[tuple[Weight, Along]]:
+    """The weights that nodes depend on, with each direction along which they have derivatives."""
+    return [(node, along) for node in _needed(nodes) if isinstance(node, Weight) for along in node.alongs]
+
+
+def _values(nodes: Sequence[Any], known: dict[int, Any]) -> list[Any]:
+    """Nodes as arrays, with those of weights and others by their `id`s."""
+
+    def value(node: Any) -> Any:
+        if isinstance(node, Result):
+            call = node.call
+            if id(call) not in known:
+                operands = [value(operand) for operand in call.operands]
+                known[id(call)] = bind(call.equation, operands, call.inline_custom)
+            return known[id(call)][node.index]
+        return known.get(id(node), node.array if isinstance(node, Weight) else node)
+
+    return [value(node) for node in nodes]
+
+
+def tangents_of(
+    nodes: Sequence[Any], weight: Weight, direction: Any, known: dict[int, Any] | None = None
+) -> list[Any]:
+    """The derivatives of nodes along a direction of one weight, with other arrays where some are given."""
+    given = known or {id(weight): weight.array}
+    own = given[id(weight)]
+    run = lambda array: _values(nodes, {**given, id(weight): array})  # noqa: E731
+    return jax.jvp(run, (own,), (direction.astype(own.dtype),))[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tangent:
-    """The derivative of one result along the direction of one weight, as a program.
+    """The derivatives of some nodes along a direction: `program` of this and the arrays that it needs."""
 
-    Attributes:
-        jaxpr: of the arrays that it needs.
-        consts: its constants.
-        arrays: these arrays.
-    """
-
-    jaxpr: Any
-    consts: Any
+    program: Callable[..., list[Any]]
     arrays: list[Any]
 
     @staticmethod
-    def of(
-        equation: Any, operands: Sequence[Any], leaf: Leaf, indices: Sequence[int], *, inline_custom: bool
-    ) -> "Tangent":
-        """Trace the derivative of results `indices` of an equation, of which some operands are `Node`s."""
-        nodes = _all_of(operands)
-        given = [node for node in nodes if not isinstance(node, Applied | Leaf)]
-        weights = [node for node in nodes if isinstance(node, Leaf)]
+    def of(nodes: Sequence[Any], weight: Weight, along: Along) -> "Tangent":
+        """Trace it."""
+        needed = _needed(nodes)
 
-        def tangent(direction: Any, own: Any, others: list[Any], arrays: list[Any]) -> list[Any]:
-            known = {id(node): array for node, array in zip(given, arrays, strict=True)}
-            rest = [node for node in weights if node is not leaf]
-            known |= {id(node): array for node, array in zip(rest, others, strict=True)}
+        def tangents(direction: Any, arrays: list[Any]) -> list[Any]:
+            known = {id(node): array for node, array in zip(needed, arrays, strict=True)}
+            return tangents_of(nodes, weight, direction, known)
 
-            def results(weight: Any) -> list[Any]:
-                values = {**known, id(leaf): weight}
-                found = bind(equation, [_value(node, values) for node in operands], inline_custom)
-                return [found[index] for index in indices]
-
-            return jax.jvp(results, (own,), (direction.astype(own.dtype),))[1]
-
-        others = [node.array for node in weights if node is not leaf]
-        arguments = (leaf.direction, leaf.array, others, given)
-        closed = jax.make_jaxpr(tangent)(*arguments)
-        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(indices))
-        arrays = jax.tree.leaves(arguments)
-        assert len(arrays) == len(used), "an operand that is no array"
-        needed = [array for array, is_used in zip(arrays, used, strict=True) if is_used]
-        return Tangent(jaxpr, closed.consts, needed)
-
-    @staticmethod
-    def known(derivatives: list[Any]) -> "Tangent":
-        """Derivatives that are evaluated already."""
-        closed = jax.make_jaxpr(lambda *arrays: list(arrays))(*derivatives)
-        return Tangent(closed.jaxpr, closed.consts, derivatives)
-
-    def evaluate(self, arrays: Sequence[Any]) -> list[Any]:
-        """The derivatives, for the arrays that it needs."""
-        return eval_jaxpr(self.jaxpr, self.consts, *arrays)
+        arrays = [node.array if isinstance(node, Weight) else node for node in needed]
+        closed = jax.make_jaxpr(tangents)(along.direction, arrays)
+        keep = [True] + [False] * len(arrays)
+        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(nodes), instantiate=keep)
+        program = functools.partial(eval_jaxpr, jaxpr, closed.consts)
+        return Tangent(program, [one for one, is_used in zip(arrays, used[1:], strict=True) if is_used])
 
 
-def _value(node: Any, values: dict[int, Any]) -> Any:
-    if id(node) not in values:
-        found = bind(node.equation, [_value(operand, values) for operand in node.operands])
-        values[id(node)] = found[node.index]
-    return values[id(node)]
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
+class _Meeting:
+    """How the backward pass finds a score.
+
+    Attributes:
+        tangents: the program of a `Tangent`.
+        layers: see `Along`.
+        varying: the axes of the mesh along which the score differs within a `jax.shard_map`.
+    """
+
+    tangents: Callable[..., list[Any]]
+    layers: int | None
+    varying: frozenset[str]
 
 
-def tangent_of(node: Node, leaf: Leaf) -> Any:
-    """The derivative of a value that depends on weights, along the direction of one of them."""
+def deposit(results: list[Any], along: Along, tangent: Tangent) -> list[Any]:
+    """The results as they are; the backward pass adds the score to the cotangent of the probe.
 
-    def value(weight: Any) -> Any:
-        nodes = _all_of([node])
-        known = {
-            id(one): one.array if isinstance(one, Leaf) else one
-            for one in nodes
-            if not isinstance(one, Applied)
-        }
-        return _value(node, {**known, id(leaf): weight})
+    Args:
+        results: arrays that depend on a weight.
+        along: a direction of this weight.
+        tangent: of the results along it. It is evaluated in the backward pass.
+    """
+    direction, *arrays = map(lax.stop_gradient, (along.direction, *tangent.arrays))
+    given = (*results, direction, *arrays, along.probe)
+    varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in given))
+    meeting = _Meeting(tangent.program, along.layers, varying)
+    return _deposit(meeting, results, varying_over(along.probe, varying), direction, arrays)
 
-    return jax.jvp(value, (leaf.array,), (leaf.direction.astype(leaf.array.dtype),))[1]
+
+def settled(value: Value) -> Any:
+    """A value as an array, with deposits for the weights that it alone depends on."""
+    return value.array if value.node is None else deposited([value.array], [value.node])[0]
+
+
+def deposited(arrays: list[Any], nodes: Sequence[Any]) -> list[Any]:
+    """The arrays that nodes have, with deposits for each direction."""
+    for weight, along in directions_of(nodes):
+        arrays = deposit(arrays, along, Tangent.of(nodes, weight, along))
+    return arrays
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _deposit(
+    meeting: _Meeting, results: list[Any], probe: Any, direction: Any, arrays: list[Any]
+) -> list[Any]:
+    return _of_each_example(probe, results)
+
+
+def _forward(
+    meeting: _Meeting, results: list[Any], probe: Any, direction: Any, arrays: list[Any]
+) -> tuple[list[Any], Any]:
+    return _of_each_example(probe, results), (direction, arrays)
+
+
+def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
+    direction, arrays = kept
+
+    def score(direction: Any) -> Any:
+        pairs = zip(cotangents, meeting.tangents(direction, *arrays), strict=True)
+        return sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
+
+    if meeting.layers is None:
+        found = score(direction)
+    else:
+        along = Along("", direction, None, meeting.layers)
+        numbers = jnp.arange(direction.shape[meeting.layers])
+        found = lax.map(lambda number: score(along.of_layer(number)), numbers)
+    return cotangents, varying_over(found, meeting.varying), None, None
+
+
+_deposit.defvjp(_forward, _backward)
+
+
+def _product(cotangent: Any, tangent: Any) -> Any:
+    if jnp.iscomplexobj(tangent):
+        return jnp.sum(jnp.real(cotangent * tangent))
+    return jnp.sum(cotangent.astype(jnp.float32) * tangent.astype(jnp.float32))
+
+
+@custom_vmap
+def _of_each_example(probe: Any, arrays: list[Any]) -> list[Any]:
+    """The arrays, mapped wherever the probe is.
+
+    A cotangent of an array that is the same for all examples would be their sum.
+    """
+    return arrays
+
+
+@_of_each_example.def_vmap
+def _mapped(
+    size: int, is_mapped: Sequence[Any], probe: Any, arrays: list[Any]
+) -> tuple[list[Any], list[bool]]:
+    if not is_mapped[0]:
+        return arrays, is_mapped[1]
+    pairs = zip(arrays, is_mapped[1], strict=True)
+    found = [array if is_ else jnp.broadcast_to(array, (size, *array.shape)) for array, is_ in pairs]
+    return found, [True] * len(found)

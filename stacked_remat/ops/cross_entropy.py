@@ -8,6 +8,7 @@ recomputes them.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from jaxtyping import Array, Float, Int
 
 from .._compat import as_residual, of_residual
 from .._messages import axes_text
-from .._noted import noted
+from .._noted import is_noting, noted
 from .._sweep.store import zeros_after
+from ._row_calls import call_on_rows
 from .per_device import divided_alike, per_device
 
 Hidden = Float[Array, "token embed"]
@@ -150,21 +152,36 @@ def _of_tokens(
         ignored |= (counted == 0) & ((labels < 0) | (labels >= Vocab.size))
     # A negative index would count from the end; an index beyond the end reads NaN.
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
-    size = min(chunk_size, count) or 1
-    padding = (0, -count % size)
     along = None if direction is None else direction.array.astype(flat.dtype)
-    found: Any = _losses(
-        jnp.pad(flat, (padding, (0, 0))), matrix, jnp.pad(labels, padding), along, z_loss, size, names
-    )
+    of_rows = functools.partial(_of_rows, z_loss=z_loss, chunk_size=chunk_size, names=names)
+    call = call_on_rows if is_noting() else operator.call
+    found: Any = call(of_rows, (flat, labels), (matrix, along))
 
     def of_tokens(each: Any) -> NamedArray:
-        each = jnp.where(ignored, 0.0, each[:count])
+        each = jnp.where(ignored, 0.0, each)
         if counted is not None:
             each = each * counted.astype(jnp.float32)
         return NamedArray(each.reshape([axis.size for axis in tokens]), tokens)
 
     losses, derivatives = found
     return of_tokens(losses) if derivatives is None else (of_tokens(losses), of_tokens(derivatives))
+
+
+def _of_rows(
+    rows: tuple[Hidden, Targets],
+    heads: tuple[Head, Head | None],
+    *,
+    z_loss: float,
+    chunk_size: int,
+    names: str,
+) -> Any:
+    hidden, targets = rows
+    count = len(targets)
+    size = min(chunk_size, count) or 1
+    padding = (0, -count % size)
+    hidden, targets = jnp.pad(hidden, (padding, (0, 0))), jnp.pad(targets, padding)
+    found = _losses(hidden, heads[0], targets, heads[1], z_loss, size, names)
+    return jax.tree.map(lambda each: each[:count], found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

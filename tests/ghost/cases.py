@@ -14,8 +14,8 @@ from models.transformer.config import AttentionConfig, ExpertsConfig
 from models.transformer.decoder import Decoder
 from stacked_remat import BlockSeq, Stacked
 from stacked_remat._scan.marks import is_named, raw_array
+from stacked_remat.ghost._losses import leaves_with_paths
 from stacked_remat.ghost._probed import layers_of, shown_paths
-from stacked_remat.ghost._stacks import leaves_with_paths
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import TokenBatch

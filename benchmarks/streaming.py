@@ -253,7 +253,12 @@ def steps(options: argparse.Namespace, altered: Sequence[str]) -> Path:
             config = dataclasses.replace(given, data=dataclasses.replace(given.data, seq_len=tokens))
             assert config.policy is not None
             found = StepMemory(config, options.target).report(config.policy)
-            transfers = found.transfers(config.data.batch_size * tokens)
+            moved, least = found.flops.bytes_from_host + found.flops.bytes_to_host, found.least_time
+            transfers = "-"
+            if moved and least is not None:
+                bound = config.data.batch_size * tokens / least.transfer
+                verdict = "hidden" if least.hidden else f"bound by the link at {bound:,.0f} tokens/s"
+                transfers = f"{memory.readable_bytes(moved)}, {verdict}"
             print(
                 f"{file.stem:40} {tokens:9,} tokens  device {found.total / 2**30:6.2f} GiB  "
                 f"host {found.host.total / 2**30:7.2f} GiB  transfers {transfers}",

@@ -146,7 +146,11 @@ def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None, key
         return
     if isinstance(policy.first_policy, ScanCheckpointPolicy):
         check_remat_names(config, policy.first_policy, f"{key}.first_policy")
-    saved = {"save_block_internals": policy.saved_names, "offload_block_internals": policy.offloaded_names}
+    internals = policy.save_block_internals
+    saved = {
+        "save_block_internals": internals if isinstance(internals, tuple) else (),
+        "offload_block_internals": policy.offload_block_internals,
+    }
     for field, names in saved.items():
         for name in names:
             if name not in config.remat_names:

@@ -9,7 +9,6 @@ Takes the same config files as `models.train_lm`.
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -24,7 +23,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 
-from models.command import local_path, run_command, shown_on
+from models.command import run_command, shown_on
 from models.plan_mesh import find_divisions
 from models.plan_search import KEYS, Budget, find_size, planned
 from models.run_config import LmRunConfig
@@ -38,14 +37,12 @@ from stacked_remat.memory import (
     Trial,
     find_target,
     parse_bytes,
-    plot,
     readable_bytes,
 )
 from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_entry, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "False": False,
-    "save_all": "save_all",
     "True": True,
     "recompute": "recompute",
     "offload": "offload",
@@ -84,7 +81,6 @@ class PlanLmConfig(LmRunConfig):
             the longest `context` (`data.seq_len`), the largest `batch` (`data.batch_size`) or the fewest
             `devices` for which one does; or what `trainer.mesh` of that many devices can be, with the policy
             and the microbatches that fit, by arithmetic and by what devices send.
-        plot: file for a PNG of memory against arithmetic, a point for each policy that was compiled.
         cache: whether to keep what compilations find in the user's cache folder (`$XDG_CACHE_HOME` or
             `~/.cache`), and to read it there.
         json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
@@ -94,7 +90,6 @@ class PlanLmConfig(LmRunConfig):
     devices: int | None = None
     only: str | bool | None = None
     find: Literal["policy", "context", "batch", "devices", "mesh"] = "policy"
-    plot: str | None = None
     cache: bool = True
     json: bool = False
 
@@ -143,7 +138,6 @@ def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
     on_cpu = config.target == "local" and jax.default_backend() == "cpu"
     return Comparison(
         tuple(trials),
-        config.data.batch_size * config.data.seq_len,
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{each}{some.target} and not run",
         baseline=_BASELINE,
@@ -178,46 +172,40 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _plan(arguments: Sequence[str], console: Console) -> int:
     config = parse_config(PlanLmConfig, arguments).resolved(check_folder=False)
-    path = None if config.plot is None else _checked_plot(config.plot)
     if not any(argument.startswith(_NAMES_A_MODEL) for argument in arguments):
         raise ConfigError(
             "No model to plan for: give --config_path FILE, such as one of models/configs, or the keys of a "
             "model, beginning with --model.type."
         )
     if config.policy is None and config.budget is not None:
-        reports = _find(config, console)
+        _find(config, console)
     else:
         config.step.check(streamed=config.step.can_stream)
-        reports = _compare(config, console)
-    if path is not None:
-        plot(reports, path, f"{config.data.batch_size} x {config.data.seq_len} tokens")
-        if not config.json:
-            console.print(f"wrote {path}", markup=False, highlight=False)
+        _compare(config, console)
     return 0
 
 
-def _find(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryReport]:
-    """Finds what fits the budget and shows it; what each policy takes that was tried last."""
+def _find(config: PlanLmConfig, console: Console) -> None:
+    """Finds what fits the budget and shows it."""
     assert config.budget is not None
     quiet = (lambda _: None) if config.json else shown_on(console)
     step, budget = config.step, Budget(config.budget, config.host_budget, quiet)
     size = None
     if config.find == "mesh":
-        return _find_mesh(config, console, budget)
+        _find_mesh(config, console, budget)
+        return
     if config.find == "policy":
         step.check(streamed=step.can_stream)
     else:
         size, step = find_size(step, config.find, budget)
     plan, chosen = planned(step, budget)
     _show_plan(config, console, plan, chosen, size)
-    return {t.name: t.report for t in plan.tried.trials if t.report is not None}
 
 
-def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> Mapping[str, MemoryReport]:
+def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> None:
     """Finds the meshes on which the step fits the budget and shows them, the least arithmetic first."""
     assert config.devices is not None
     found = find_divisions(config.step, config.devices, budget)
-    trials = {one.name: one.report for one in found}
     if config.json:
         rows = [
             _row(one.trial, config.step.tiles)
@@ -226,20 +214,19 @@ def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> Mappin
         ]
         chosen = {"mesh": rows[0]["mesh"], "microbatches": rows[0]["microbatches"], "remat": rows[0]["remat"]}
         _print_json(config, console, chosen=chosen, budget=parse_bytes(budget.device), rows=rows)
-        return trials
-    best, tokens = found[0], config.data.batch_size * config.data.seq_len
+        return
+    best = found[0]
     title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
-    console.print(Comparison(tuple(one.trial for one in found), tokens, title))
+    console.print(Comparison(tuple(one.trial for one in found), title))
     update = {"microbatches": best.microbatches}
     entries = {"mesh": dataclasses.asdict(best.mesh), "update": update}
     entries = {"trainer": entries, "remat": remat_entry(best.policy)}
     text = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None)
     console.print(f"\nfor the config:\n\n{text}", end="", markup=False, highlight=False, soft_wrap=True)
-    return trials
 
 
-def _compare(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryReport]:
-    """Compiles the rows of the table and shows them; the reports of those that were not refused."""
+def _compare(config: PlanLmConfig, console: Console) -> None:
+    """Compiles the rows of the table and shows them."""
     rows = _rows(config)
     trials: list[Trial] = []
     errors: list[Exception] = []
@@ -260,30 +247,15 @@ def _compare(config: PlanLmConfig, console: Console) -> Mapping[str, MemoryRepor
         raise errors[0]
     if config.json:
         _print_json(config, console, rows=[_row(trial, rows[trial.name][0].tiles) for trial in trials])
-        return found
+        return
     console.print(policy_table(config, trials))
     if saved := saving(config, found):
         console.print(saved, markup=False, highlight=False)
-    return found
 
 
 def _cache_folder() -> Path:
     """Where what compilations find is kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stacked_remat" / "reports"
-
-
-def _checked_plot(file: str) -> Path:
-    """The path of the plot.
-
-    Raises:
-        ConfigError: its folder is not there, or matplotlib is not installed.
-    """
-    path = local_path(file)
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(f"plot = {file!r} must be a file in a folder that exists. Make {path.parent}.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("plot needs matplotlib: pip install 'stacked_remat[plot]'.")
-    return path
 
 
 def _show_plan(

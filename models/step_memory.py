@@ -149,7 +149,6 @@ class StepMemory:
                 donate="state",
                 layers=self.config.model.num_layers,
                 streamed=(lambda *_: self._shapes(partitioning, True)) if streamed else None,
-                tokens_per_step=self.config.data.batch_size * self.config.data.seq_len,
                 cache=self.cache,
                 show=show,
             )

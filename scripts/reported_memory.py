@@ -12,7 +12,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 _POLICIES: dict[str, dict[str, Any]] = {
-    "False": {"disable": True},
+    "False": {"save_block_internals": True},
     "True": {},
     "nested": {"nested": True},
     "nested=7": {"nested": 7},

@@ -90,9 +90,11 @@ def haliax() -> Suite:
     import stacked_remat
 
     def policy(
-        *, simple: bool = False, save_inputs: bool = True, **fields: Any
+        *, simple: bool = False, save_inputs: bool = True, disable: bool = False, **fields: Any
     ) -> stacked_remat.ScanCheckpointPolicy:
         """Without the fields that have no meaning here, as docs/migrating-from-haliax.md says."""
+        if disable:
+            fields = {"save_block_internals": True}
         return stacked_remat.ScanCheckpointPolicy(**fields)
 
     names = ("Stacked", "BlockSeq", "scan", "fold", "map")

@@ -30,12 +30,10 @@ def is_differentiable(dtype: Any) -> bool:
 def active_carry(
     layers: Sequence[tuple[core.Jaxpr, Sequence[bool], Sequence[bool]]], init: Sequence[bool]
 ) -> list[bool]:
-    """Find the carry leaves that are active in some layer.
+    """Find the carry leaves that are active in some layer, given which of the first carry are.
 
-    Args:
-        layers: for each kind, one layer, `(shared, carry, x) -> (carry, y)` in leaves, its constants first;
-            which of the shared inputs are active; and which of the layers' own.
-        init: which leaves of the first carry are.
+    Of each kind there is one layer, `(shared, carry, x) -> (carry, y)` in leaves, and which of `shared` and
+    of `x` are active.
     """
     carry = list(init)
     while True:
@@ -121,7 +119,7 @@ def expansion(equation: core.JaxprEqn) -> Any:
         return jax.make_jaxpr(primitive.expand, axis_env=axes)(*primitive.in_avals)
 
 
-def programs_in(equation: core.JaxprEqn) -> list[Any]:
+def programs_in(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """The jaxprs, open, that an equation evaluates."""
     expanded = expansion(equation)
     return [*core.jaxprs_in_params(equation.params)] if expanded is None else [expanded.jaxpr]

@@ -20,6 +20,7 @@ from ._scan.pattern import NamedPattern
 from ._scan.step import Call, Verb
 from ._stacked_methods import check_options
 from ._state_dict import layers_to_state_dict
+from ._static import PyTree
 
 M = TypeVar("M", bound=eqx.Module)
 B = TypeVar("B", bound=eqx.Module)
@@ -59,33 +60,33 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return self.Layers
 
     @overload
-    def fold(self, init: T, state: State, /, *args: Any, **kwargs: Any) -> tuple[T, State]: ...
+    def fold(self, init: T, state: State, /, *args: PyTree, **kwargs: PyTree) -> tuple[T, State]: ...
 
     @overload
-    def fold(self, init: T, /, *args: Any, state: State, **kwargs: Any) -> tuple[T, State]: ...
+    def fold(self, init: T, /, *args: PyTree, state: State, **kwargs: PyTree) -> tuple[T, State]: ...
 
     @overload
     def fold(
         self,
         init: T,
         /,
-        *args: Any,
+        *args: PyTree,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> T: ...
 
     def fold(
         self,
-        init: Any,
+        init: PyTree,
         /,
-        *args: Any,
+        *args: PyTree,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: PyTree,
+    ) -> PyTree:
         """Apply the layers one after the other: `for block in layers: carry = block(carry, *args, **kwargs)`.
 
         Args:
@@ -115,12 +116,12 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         self,
         init: T,
         /,
-        *args: Any,
+        *args: PyTree,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[T, Any]:
+        **kwargs: PyTree,
+    ) -> tuple[T, PyTree]:
         """As `fold`, for blocks that return `(carry, output)`; also stacks the outputs.
 
         A state among a layer's outputs is not stacked: the whole one, as of `fold`, is in its place.
@@ -156,7 +157,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
         return _via(self, "scan", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
 
-    def vmap(self, /, *args: Any, **kwargs: Any) -> Any:
+    def vmap(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Apply all layers to the same arguments with `vmap`; the outputs get the layers' axis in front.
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
@@ -195,7 +196,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     @overload
     def __getitem__(self, index: slice) -> Self: ...
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> PyTree:
         return self._layers(index) if isinstance(index, slice) else self.get_layer(index)
 
     @abc.abstractmethod
@@ -203,7 +204,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """Some of the layers."""
 
     @abc.abstractmethod
-    def _own_part(self, state: State, what: str) -> Any:
+    def _own_part(self, state: State, what: str) -> PyTree:
         """What of a state is the layers' own, marked to be divided among them; `what` is for errors."""
 
     @property
@@ -217,10 +218,10 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return None
 
     @abc.abstractmethod
-    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
         """What runs a loop, from the first carry and the arguments to the last carry and the outputs."""
 
-    def _blocks(self, how: Callable[[Any], Any]) -> Any:
+    def _blocks(self, how: Callable[[PyTree], PyTree]) -> PyTree:
         """The blocks as the first argument of a loop, marked by `how` it uses a stack; None for none."""
         return None
 
@@ -256,7 +257,7 @@ def _via(
 def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable[..., Any]:
     call, what = loop.call, loop.call.caller.what
 
-    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
         warn_of_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)

@@ -29,6 +29,7 @@ from ._stacked_methods import (
     layers_builder,
 )
 from ._state_dict import layers_from_state_dict
+from ._static import PyTree
 
 if TYPE_CHECKING:
     _AnyLayers: TypeAlias = "BlockSeq[AnyLayers]"
@@ -101,31 +102,26 @@ class BlockSeq(BlockFoldable[M]):
     def _kinds(self) -> Sequence[M]:
         return self.blocks
 
-    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
         call = loop.call
 
-        def unpack(inputs: Any, _: Any) -> tuple[list[Any], dict[str, Any]]:
+        def unpack(inputs: PyTree, _: Any) -> tuple[list[PyTree], dict[str, PyTree]]:
             block, arguments = inputs
             # A copy of its state, which can't be read once it is old.
             (_, *args), kwargs = for_layer(arguments, block)
             return [block, *args], kwargs
 
-        def run(init: Any, arguments: Any) -> tuple[Any, Any]:
+        def run(init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
             # Blocks keep their NumPy arrays, by which they may decide.
             arguments = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, arguments)
             arguments_of = layer_getter(arguments, self.Layers, call.caller)
             inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
-            if call.verb == "map":
-                carry, ys = init, []
-                for args, kwargs in (unpack(own, None) for own in inputs):
-                    ys.append(call.fn(*args, **kwargs))
-            else:
-                carry, ys = scan_unrolled(loop, unpack, init, inputs, self.Layers)
+            carry, ys = scan_unrolled(loop, unpack, init, inputs, self.Layers)
             return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
 
         return run
 
-    def fold_vjp(self, *args: Any, **kwargs: Any) -> Any:
+    def fold_vjp(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Not supported: a `TypeError` that says what to use instead."""
         raise TypeError(
             "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no loop visits them. Use "
@@ -155,6 +151,8 @@ class BlockSeq(BlockFoldable[M]):
         return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)
 
 
-def _one_by_one(build: Callable[..., Any], Layers: Axis, caller: Caller, args: Any, kwargs: Any) -> list[Any]:
+def _one_by_one(
+    build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+) -> list[PyTree]:
     calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
     return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]

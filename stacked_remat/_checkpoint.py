@@ -14,11 +14,11 @@ from jax.core import eval_jaxpr
 from jaxtyping import Array, PRNGKeyArray
 
 from ._compat import KeptApart, nothing_is_traced
-from ._jax_policies import JaxPolicy, policy_with_names
-from ._policy import ScanCheckpointPolicy, checkpoint_names, saved_internals
+from ._policy import ScanCheckpointPolicy, kept_internals
+from ._remat import EVERYTHING, JaxPolicy
 from ._scan.marks import is_array
 from ._schedule import Tree, whole_number
-from ._static import Static
+from ._static import PyTree, Static
 from ._sweep.effects import check_effects
 
 P = ParamSpec("P")
@@ -32,7 +32,6 @@ def checkpoint(
     save: bool | Iterable[str] | JaxPolicy = False,
     offload: Iterable[str] = (),
     prevent_cse: bool = True,
-    name: str | None = None,
 ) -> Callable[P, R]:
     """A function whose intermediate values are computed again in the backward pass, not kept for it.
 
@@ -58,7 +57,6 @@ def checkpoint(
         prevent_cse: keep XLA from merging the recomputation with the forward pass, which would keep
             everything after all. `False` saves a barrier where a loop already does: in the body of
             `lax.scan`.
-        name: a scope for the operations of `fun` in profiles and compiled programs.
 
     Returns:
         The function, with the signature of `fun`.
@@ -77,46 +75,32 @@ def checkpoint(
             f"checkpoint takes a function; got {type(fun).__name__}. Its arguments come after it: "
             "checkpoint(fun)(x)."
         )
-    for field, value, kinds in (("prevent_cse", prevent_cse, bool), ("name", name, str | None)):
-        if not isinstance(value, kinds):
-            meaning = "True or False" if field == "prevent_cse" else "a string or None"
-            raise TypeError(f"{field} is {meaning}; got {value!r}.")
-    internals = saved_internals("save", save)
-    offloaded = checkpoint_names("offload", offload)
-    saved = internals if isinstance(internals, tuple) else ()
-    if both := sorted(set(saved) & set(offloaded)):
-        raise ValueError(f"{both} are in both save and offload; keep each in one.")
-    if internals is True and offloaded:
-        raise ValueError(
-            f"save=True keeps everything on the device, so offload={list(offloaded)} cannot be obeyed. Name "
-            "the values to keep instead: save=[...]."
-        )
+    if not isinstance(prevent_cse, bool):
+        raise TypeError(f"prevent_cse is True or False; got {prevent_cse!r}.")
+    kept = kept_internals(save=save, offload=offload)
 
     @functools.wraps(fun, updated=())
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-        if nothing_is_traced():
+        if nothing_is_traced() or kept == EVERYTHING:
             return fun(*args, **kwargs)
-        with jax.named_scope(name) if name else contextlib.nullcontext():
-            if internals is True:
-                return fun(*args, **kwargs)
-            policy = policy_with_names(internals, saved, offloaded, field="save")
-            run = recomputed(fun, KeptApart.of(policy), prevent_cse=prevent_cse, offloads=bool(offloaded))
-            with saving_internals((*saved, *offloaded)), _hint_at_python_values():
-                return run(*args, **kwargs)
+        policy, offloads = KeptApart.of(kept.policy()), bool(kept.offloaded)
+        run = recomputed(fun, policy, prevent_cse=prevent_cse, offloads=offloads)
+        with saving_internals(kept.names), _hint_at_python_values():
+            return run(*args, **kwargs)
 
     return checkpointed
 
 
 def checkpoint_sequential(
     layers: eqx.nn.Sequential | Sequence[Callable[..., Any]],
-    x: Any,
-    state: Any = None,
+    x: PyTree,
+    state: PyTree = None,
     *,
     every: int | None = None,
     segments: int | None = None,
     max_carries: int | None = None,
     key: PRNGKeyArray | None = None,
-) -> Any:
+) -> PyTree:
     """Apply layers one after the other, and keep for the backward pass what goes into some of them.
 
     ```python
@@ -133,7 +117,7 @@ def checkpoint_sequential(
         layers: an `eqx.nn.Sequential`, or functions and modules of one argument.
         x: what the first layer takes, any tree.
         state: of layers that keep some (`eqx.nn.BatchNorm`), as `eqx.nn.Sequential` takes it.
-        every: the number of layers in a segment. 1 keeps the input of every layer.
+        every: at most so many layers in a segment. 1 keeps the input of every layer.
         segments: the number of segments instead, all of one length.
         max_carries: how many inputs may be held at once instead, with the least recomputation for that.
             Without any of the three, segments each have a layer less than the one before.
@@ -152,17 +136,18 @@ def checkpoint_sequential(
     """
     _check_layers(layers)
     cuts = {"every": every, "segments": segments, "max_carries": max_carries}
-    given = [name for name, cut in cuts.items() if cut is not None]
-    for name in given:
-        whole_number(name, cuts[name], _CUTS[name])
+    given = {name: cut for name, cut in cuts.items() if cut is not None}
+    for name, cut in given.items():
+        whole_number(name, cut, _CUTS[name])
     if len(given) > 1:
-        written = " and ".join(f"{name}={cuts[name]}" for name in given)
+        written = " and ".join(f"{name}={cut}" for name, cut in given.items())
         raise ValueError(f"{written} each say how the layers are cut; keep one.")
-    nested = not given if segments is None else segments
-    policy = ScanCheckpointPolicy(nested=nested, segment_length=every, max_carries=max_carries)
+    if every is not None:
+        segments = -(-len(layers) // every) or 1
+    policy = ScanCheckpointPolicy(nested=segments or not given, max_carries=max_carries)
     keys = [None] * len(layers) if key is None else jax.random.split(key, len(layers))
 
-    def apply(number: int, x_and_state: tuple[Any, Any]) -> tuple[tuple[Any, Any], None]:
+    def apply(number: int, x_and_state: tuple[PyTree, PyTree]) -> tuple[tuple[PyTree, PyTree], None]:
         (x, state), layer = x_and_state, layers[number]
         options = {"key": keys[number]} if key is not None or isinstance(layers, eqx.nn.Sequential) else {}
         if not (isinstance(layer, eqx.nn.StatefulLayer) and layer.is_stateful()):
@@ -174,7 +159,7 @@ def checkpoint_sequential(
             )
         return layer(x, state=state, **options), None
 
-    def layer(number: int, x_and_state: tuple[Any, Any]) -> Any:
+    def layer(number: int, x_and_state: tuple[PyTree, PyTree]) -> PyTree:
         return checkpoint(functools.partial(apply, number))(x_and_state)
 
     tree = policy.schedule(len(layers)).tree if len(layers) else ()
@@ -183,18 +168,11 @@ def checkpoint_sequential(
 
 
 def run_tree(
-    tree: Tree, layer: Callable[[int, T], tuple[T, Any]], segment: Callable[[Any], Any], carry: T
-) -> tuple[T, list[Any]]:
-    """Run layers one after the other, and each segment within the whole as `segment` of a function.
+    tree: Tree, layer: Callable[[int, T], tuple[T, PyTree]], segment: Callable[[PyTree], PyTree], carry: T
+) -> tuple[T, list[PyTree]]:
+    """The last carry, and the output of each layer, of a schedule's tree.
 
-    Args:
-        tree: of a schedule.
-        layer: from the number of a layer and its carry to the next carry and an output.
-        segment: from a function of a carry to one that is checkpointed.
-        carry: the first one.
-
-    Returns:
-        The last carry and the output of each layer.
+    `layer` takes a number and a carry; `segment` checkpoints a function of a carry.
     """
     if isinstance(tree, int):
         carry, y = layer(tree, carry)
@@ -214,17 +192,15 @@ _CUTS = {
 }
 
 
-def _check_layers(layers: Any) -> None:
+def _check_layers(layers: PyTree) -> None:
     if isinstance(layers, eqx.nn.Sequential):
         return
-    if isinstance(layers, eqx.Module):
+    if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
         fix = ' Use its fold: blocks.fold(x, remat="nested").' if hasattr(layers, "fold") else ""
         raise TypeError(
-            f"checkpoint_sequential takes an eqx.nn.Sequential or a list of functions; got "
+            "checkpoint_sequential takes an eqx.nn.Sequential or a list of functions; got "
             f"{type(layers).__name__}.{fix}"
         )
-    if not isinstance(layers, Sequence):
-        raise TypeError(f"checkpoint_sequential takes a list of functions; got {type(layers).__name__}.")
     for i, layer in enumerate(layers):
         if not callable(layer):
             raise TypeError(f"checkpoint_sequential takes functions; layers[{i}] is {layer!r}.")
@@ -281,10 +257,10 @@ def recomputed(
 ) -> Callable[..., Any]:
     """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
 
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arrays, static = eqx.partition((fun, args, kwargs), eqx.is_array)
 
-        def of_arrays(arrays: Any) -> tuple[Any, Static]:
+        def of_arrays(arrays: PyTree) -> tuple[PyTree, Static]:
             fun, args, kwargs = eqx.combine(arrays, static)
             found, rest = eqx.partition(fun(*args, **kwargs), eqx.is_array)
             return found, Static(rest)
@@ -297,13 +273,13 @@ def recomputed(
     return checkpointed
 
 
-def _without_ordered_effects(fun: Callable[[Any], Any], arrays: Any) -> Callable[[Any], Any]:
+def _without_ordered_effects(fun: Callable[[PyTree], PyTree], arrays: PyTree) -> Callable[[PyTree], PyTree]:
     """`fun` for arguments like `arrays`, which is traced here."""
     closed, found = jax.make_jaxpr(fun, return_shape=True)(arrays)
     check_effects(closed.jaxpr, (), offloads=True)
     structure = jax.tree.structure(found)
 
-    def evaluate(arrays: Any) -> Any:
+    def evaluate(arrays: PyTree) -> PyTree:
         leaves = eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(arrays))
         return jax.tree.unflatten(structure, leaves)
 

@@ -1,10 +1,13 @@
 """Calls that a trace of a program notes, with a rule for whoever interprets the traced program."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+
+from ._static import PyTree
 
 DERIVATIVE_OF_RESULT = "derivative of result"
 """The rule of a function whose `jax.custom_vjp`s are only a cheaper way to the derivative of its result."""
@@ -12,17 +15,19 @@ DERIVATIVE_OF_RESULT = "derivative of result"
 _PREFIX = "stacked_remat_noted_"
 
 
+@dataclass(eq=False)  # a context of jax.jit must have a hash
 class Notes:
-    """The rules of the calls that one trace noted, by the name of the call's equation.
+    """The calls that one trace noted, by the name of the call's equation.
 
-    Args:
+    Attributes:
         instead: makes what is called in the place of the noted functions, which then have no rules.
+        rules: of the calls.
+        types: of their arguments and results.
     """
 
-    def __init__(self, instead: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> None:
-        self.instead = instead
-        self.rules: dict[str, Any] = {}
-        self.types: dict[str, list[Any]] = {}
+    instead: Callable[[Callable], Callable] | None = None
+    rules: dict[str, Any] = field(default_factory=dict)
+    types: dict[str, list[Any]] = field(default_factory=dict)
 
     def rule_of(self, equation: Any) -> Any:
         """The rule of an equation, None where it is of no noted call.
@@ -46,11 +51,9 @@ def is_noted(equation: Any) -> bool:
 _notes = jax.make_user_context(default_value=None)
 
 
-@contextlib.contextmanager
-def noting(notes: Notes) -> Iterator[None]:
-    """Within it, `noted` calls of what is traced are noted."""
-    with _notes(notes):
-        yield
+def noting(notes: Notes) -> contextlib.AbstractContextManager[None]:
+    """A context in which `noted` calls of what is traced are noted."""
+    return _notes(notes)
 
 
 def is_noting() -> bool:
@@ -58,14 +61,10 @@ def is_noting() -> bool:
     return _notes.value is not None
 
 
-def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+def noted(rule: Any, fn: Callable) -> Callable:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 
-    Elsewhere it is `fn` itself.
-
-    Args:
-        rule: what the interpreter needs to know; may hold no traced values.
-        fn: takes and returns trees of arrays.
+    It takes and returns trees of arrays. `rule` is for the interpreter, and may hold no traced values.
     """
     notes = _notes.value
     if notes is None:
@@ -73,13 +72,13 @@ def noted(rule: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
     if notes.instead is not None:
         return notes.instead(fn)
 
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> PyTree:
         return fn(*args)
 
     name = call.__name__ = f"{_PREFIX}{len(notes.rules)}"
     notes.rules[name] = rule
 
-    def noting_types(*args: Any) -> Any:
+    def noting_types(*args: PyTree) -> PyTree:
         found = jax.jit(call)(*args)
         notes.types[name] = _types(jax.tree.leaves((args, found)))
         return found

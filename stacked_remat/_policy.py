@@ -13,14 +13,11 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from ._jax_policies import JaxPolicy, as_written, check_jax_policy
-from ._remat import EVERYTHING, Kept, Remat
-from ._schedule import Schedule, bounded, equal, levels, segmented, shrinking, whole_number
+from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written, check_jax_policy
+from ._schedule import Schedule, bounded, equal, levels, shrinking, whole_number
 
 OFFLOAD = "offload"
 _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
-_CUTS = ("nested", "segment_length", "max_carries")
-_COUNTS = {"segment_length": "a number of layers in a segment", "max_carries": "a number of carries"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -32,8 +29,7 @@ class ScanCheckpointPolicy:
 
     | `remat=` | kept for the backward pass | arithmetic |
     |---|---|---|
-    | `False` | N·(C + I) | 3·N·F |
-    | `"save_all"` | the same, inside `jax.checkpoint` | 3·N·F |
+    | `False`, `"save_all"` | N·(C + I) | 3·N·F |
     | `True`, `"full"` | N·C, and I for one layer at a time | 4·N·F |
     | `"offload"` | N·C on the host, and I | 4·N·F |
     | `ScanCheckpointPolicy(save_block_internals=[names])` | N·(C + named values), and I | less than 4·N·F |
@@ -48,13 +44,12 @@ class ScanCheckpointPolicy:
             the forward pass and fetches it in the backward pass. `False` keeps none: the
             backward pass first replays the stack, from its input and the internals that were saved.
         save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
-            everything that the backward pass reads (nothing is then recomputed, and carries are kept exactly
-            where a derivative reads them). With `nested`, they are kept for the segment being reversed, and
+            everything that the backward pass reads: no checkpointing at all (carries are kept exactly where
+            a derivative reads them). With `nested`, they are kept for the segment being reversed, and
             `save_carries="offload"` still moves the boundaries. One of `jax.checkpoint_policies`
             (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` takes
             only those that go by names, and others are then refused.
         offload_block_internals: names that are moved to the host instead.
-        disable: no checkpointing at all: everything the backward pass reads is kept.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
@@ -62,7 +57,6 @@ class ScanCheckpointPolicy:
             segments of one length, at most one a layer. `(a, b, ...)` cuts into a parts, each into b, and so
             on; a layer is replayed once for each level but the first. Every number of layers works, primes
             included.
-        segment_length: cut into segments of so many layers instead.
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
         first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
@@ -81,9 +75,7 @@ class ScanCheckpointPolicy:
     save_carries: bool | Literal["offload"] = True
     save_block_internals: bool | Iterable[str] | JaxPolicy = False
     offload_block_internals: Iterable[str] = ()
-    disable: bool = False
     nested: bool | int | Iterable[int] = False
-    segment_length: int | None = None
     max_carries: int | None = None
     first_layers: int = 0
     first_policy: "ScanCheckpointSpec" = False
@@ -91,33 +83,29 @@ class ScanCheckpointPolicy:
     def __post_init__(self):
         if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
             raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.')
-        if not isinstance(self.disable, bool):
-            raise TypeError(f"disable is True or False; got {self.disable!r}.")
-        internals = saved_internals("save_block_internals", self.save_block_internals)
-        object.__setattr__(self, "save_block_internals", internals)
-        offloaded = checkpoint_names("offload_block_internals", self.offload_block_internals)
-        object.__setattr__(self, "offload_block_internals", offloaded)
-        object.__setattr__(self, "nested", _nesting(self.nested))
-        for field in ("segment_length", "max_carries"):
-            value = getattr(self, field)
-            if value is not None:
-                value = whole_number(field, value, _COUNTS[field], "Leave it out for none.")
-                object.__setattr__(self, field, value)
-        first = whole_number("first_layers", self.first_layers, "a number of layers", least=0)
-        object.__setattr__(self, "first_layers", first)
+        kept = kept_internals(
+            save_block_internals=self.save_block_internals,
+            offload_block_internals=self.offload_block_internals,
+        )
+        checked: dict[str, Any] = {
+            "save_block_internals": kept.internals or False,
+            "offload_block_internals": kept.offloaded,
+            "nested": _nesting(self.nested),
+            "first_layers": whole_number("first_layers", self.first_layers, "a number of layers", least=0),
+        }
+        if self.max_carries is not None:
+            meaning, fix = "a number of carries", "Leave it out for none."
+            checked["max_carries"] = whole_number("max_carries", self.max_carries, meaning, fix)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         for reason in self._contradictions():
             raise ValueError(reason)
 
     def _contradictions(self) -> Iterator[str]:
         """Settings that contradict each other: the reason, and what to write instead."""
         written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
-        cuts = [written[name] for name in _CUTS if name in written]
+        cuts = [written[name] for name in ("nested", "max_carries") if name in written]
         first = f"first_layers={self.first_layers}"
-        if self.disable and len(written) > 1:
-            others = " and ".join(setting for name, setting in written.items() if name != "disable")
-            yield f"disable=True turns checkpointing off and leaves {others} without effect. Drop one."
-        if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
-            yield f"{both} are in both save_block_internals and offload_block_internals; keep each in one."
         if len(cuts) > 1:
             yield f"{' and '.join(cuts)} each say how the layers are cut; keep one."
         if self.save_carries is False and (keeps := cuts or [first] * bool(self.first_layers)):
@@ -128,9 +116,9 @@ class ScanCheckpointPolicy:
         if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
             yield (
                 f'save_carries="offload" moves the boundaries of one cut to the host, and {cuts[0]} cuts '
-                "more than once. Use nested=True, nested=k or segment_length=k."
+                "more than once. Use nested=True or nested=k."
             )
-        if cuts and self.offloaded_names:
+        if cuts and self.offload_block_internals:
             yield (
                 f"With {cuts[0]}, block internals live only while one segment is reversed, so "
                 f"{written['offload_block_internals']} would move them out and back. "
@@ -138,34 +126,25 @@ class ScanCheckpointPolicy:
             )
         # The internals of a segment leave its boundaries to offload. (Haliax writes save_carries=False beside
         # save_block_internals=True; carries that no derivative reads are not kept.)
-        if self.save_block_internals is True and not cuts and self.offloads:
-            offloads = [setting for setting in written.values() if OFFLOAD in setting]
-            yield (
-                "save_block_internals=True keeps everything on the device and leaves nothing to offload, so "
-                f"{' and '.join(offloads)} cannot be obeyed. Name the internals to keep instead: "
-                "save_block_internals=[...]."
-            )
+        if self.saves_everything and not cuts and self.save_carries == OFFLOAD:
+            yield _nothing_to_offload("save_block_internals", written["save_carries"])
         for name in ("save_block_internals", "offload_block_internals"):
             if self.first_layers and name in written and not cuts:
                 yield (
                     f"{written[name]} cannot be obeyed beside {first}: the layers after the first can be cut "
-                    "(nested, segment_length, max_carries), or keep or offload their carries."
+                    "(nested, max_carries), or keep or offload their carries."
                 )
-        if self.first_layers:
-            settings, allowed = (
-                resolve_policy(self.first_policy).settings(),
-                ("save_block_internals", "disable"),
-            )
-            if clashing := [f"{name}={value!r}" for name, value in settings if name not in allowed]:
-                yield (
-                    "The first layers keep what they keep on the device, so first_policy cannot set "
-                    f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
-                    "other settings cut or offload the rest."
-                )
-        elif self.first_policy is not False:
+        if not self.first_layers and self.first_policy is not False:
             yield (
                 f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
                 "follow it: first_layers=k."
+            )
+        settings = resolve_policy(self.first_policy).settings() if self.first_layers else []
+        if clashing := [f"{name}={value!r}" for name, value in settings if name != "save_block_internals"]:
+            yield (
+                "The first layers keep what they keep on the device, so first_policy cannot set "
+                f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
+                "other settings cut or offload the rest."
             )
 
     def settings(self) -> list[tuple[str, Any]]:
@@ -184,50 +163,43 @@ class ScanCheckpointPolicy:
     @property
     def _identity(self) -> tuple[Any, ...]:
         """The settings with their types, since `nested=True` is not `nested=1` though `True == 1`."""
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return tuple((type(value), value) for value in values)
+        return tuple((name, type(value), value) for name, value in self.settings())
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={as_written(value)!r}" for name, value in self.settings())
         return f"ScanCheckpointPolicy({shown})"
 
     @property
-    def saved_names(self) -> tuple[str, ...]:
-        """The internals kept on the device by name."""
-        return self.save_block_internals if isinstance(self.save_block_internals, tuple) else ()
-
-    @property
-    def offloaded_names(self) -> tuple[str, ...]:
-        """The internals moved to the host by name."""
-        return tuple(self.offload_block_internals)
+    def kept(self) -> Kept:
+        """The internals that are kept of each layer after the first ones."""
+        internals: Any = self.save_block_internals or ()
+        return Kept(internals, tuple(self.offload_block_internals))
 
     @property
     def is_nested(self) -> bool:
         """Whether the layers are cut into segments that are replayed one at a time."""
-        return self.nested is not False or self.segment_length is not None or self.max_carries is not None
+        return self.nested is not False or self.max_carries is not None
 
     @property
     def offloads(self) -> bool:
         """Whether anything is moved to the host."""
-        return self.save_carries == OFFLOAD or bool(self.offloaded_names)
+        return self.save_carries == OFFLOAD or bool(self.offload_block_internals)
+
+    @property
+    def saves_everything(self) -> bool:
+        """Whether nothing inside a layer is recomputed."""
+        return self.save_block_internals is True
 
     def for_layers(self, length: int) -> Remat:
         """What a scan over so many layers executes."""
-        first = resolve_policy(self.first_policy)._kept
+        first = resolve_policy(self.first_policy).kept
         if self.first_layers >= max(length, 1):
             return Remat(length, first)
-        kept, carries = self._kept, _CARRIES[self.save_carries]
+        kept, carries = self.kept, _CARRIES[self.save_carries]
         if length > 1 and (self.is_nested or self.first_layers):
             schedule = self.schedule(length - self.first_layers)
             return Remat(length, kept, carries, schedule, self.first_layers, first)
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)
-
-    @property
-    def _kept(self) -> Kept:
-        if self.saves_everything:
-            return EVERYTHING
-        internals: Any = self.save_block_internals or ()
-        return Kept(internals, self.offloaded_names)
 
     def schedule(self, length: int) -> Schedule:
         """How `length` layers are cut, which also tells the carries alive and the evaluations.
@@ -238,25 +210,17 @@ class ScanCheckpointPolicy:
         Raises:
             ValueError: `length` is not positive, or the cut is too small for so many layers.
         """
+        length = whole_number("length", length, "the number of layers")
         if not self.is_nested:
             return equal(length, length)
         if self.max_carries is not None:
             return bounded(length, max_carries=min(self.max_carries, length))
-        if self.segment_length is not None:
-            return segmented(length, self.segment_length)
-        if isinstance(self.nested, tuple):
-            return levels(length, self.nested)
-        if self.nested is True and self.save_carries == OFFLOAD:  # boundaries take no slots on the device
+        if self.nested is not True:
+            sizes: Any = self.nested
+            return levels(length, sizes) if isinstance(sizes, tuple) else equal(length, sizes)
+        if self.save_carries == OFFLOAD:  # boundaries take no slots on the device
             return equal(length, math.isqrt(length - 1) + 1 if length > 1 else 1)
-        if isinstance(self.nested, bool):
-            return shrinking(length)
-        assert isinstance(self.nested, int)
-        return equal(length, self.nested)
-
-    @property
-    def saves_everything(self) -> bool:
-        """Whether nothing inside a layer is recomputed."""
-        return self.disable or self.save_block_internals is True
+        return shrinking(length)
 
 
 ScanCheckpointSpec: TypeAlias = (
@@ -289,12 +253,45 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     return _ALIASES[spec]
 
 
-def checkpoint_names(field: str, value: Any) -> tuple[str, ...]:
-    """Checkpoint names that a user wrote for `field`, sorted.
+def kept_internals(**fields: Any) -> Kept:
+    """What two fields say: which internals are saved (a bool, names or a policy of JAX), and which offloaded.
 
     Raises:
-        TypeError: they are not a list of strings.
+        TypeError: one is none of these.
+        ValueError: they contradict each other.
     """
+    (save_field, save), (offload_field, offload) = fields.items()
+    internals, offloaded = _internals(save_field, save), _names(offload_field, offload)
+    saved = internals if isinstance(internals, tuple) else ()
+    if both := sorted(set(saved) & set(offloaded)):
+        raise ValueError(f"{both} are in both {save_field} and {offload_field}; keep each in one.")
+    if internals is True and offloaded:
+        raise ValueError(_nothing_to_offload(save_field, f"{offload_field}={list(offloaded)}"))
+    return Kept(internals or (), offloaded)
+
+
+def _nothing_to_offload(save_field: str, setting: str) -> str:
+    return (
+        f"{save_field}=True keeps everything on the device and leaves nothing to offload, so {setting} "
+        f"cannot be obeyed. Name the internals to keep instead: {save_field}=[...]."
+    )
+
+
+def _internals(field: str, value: Any) -> bool | tuple[str, ...] | JaxPolicy:
+    if value is jax.checkpoint_policies.everything_saveable:
+        return True
+    if value is jax.checkpoint_policies.nothing_saveable:
+        return False
+    if isinstance(value, bool):
+        return value
+    if callable(value):
+        check_jax_policy(value)
+        return value
+    return _names(field, value) or False
+
+
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    """Checkpoint names that a user wrote for `field`, sorted."""
     if isinstance(value, str):
         raise TypeError(f"{field} is a list of checkpoint names; got {value!r}. Write {field}=[{value!r}].")
     if not isinstance(value, Iterable):
@@ -307,24 +304,6 @@ def checkpoint_names(field: str, value: Any) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise TypeError(f"{field} is a list of checkpoint names; {name!r} is not a string.")
     return tuple(sorted(set(names)))
-
-
-def saved_internals(field: str, value: Any) -> bool | tuple[str, ...] | JaxPolicy:
-    """What a user wrote for `field`, `save_block_internals` or another: a bool, names or a policy of JAX.
-
-    Raises:
-        TypeError: it is none of these.
-    """
-    if value is jax.checkpoint_policies.everything_saveable:
-        return True
-    if value is jax.checkpoint_policies.nothing_saveable:
-        return False
-    if isinstance(value, bool):
-        return value
-    if callable(value):
-        check_jax_policy(value)
-        return value
-    return checkpoint_names(field, value) or False
 
 
 def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
@@ -343,19 +322,16 @@ def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
 
 
 _AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \
-Let the planner compile the step under several policies, and use the one with the least arithmetic that fits:
-
-    from stacked_remat import memory
-
-    def step(remat):
-        return lambda stack, x: jax.grad(lambda stack: loss(stack.fold(x, remat=remat)))(stack)
+Let the planner compile the step under several policies:
 
     found = memory.plan(step, stack, x, budget="72GiB", target="h100", layers=Layers.size)
-    Stacked.init(Layers, Block, remat=found.policy)"""
+    Stacked.init(Layers, Block, remat=found.policy)
+
+where step(remat) returns the function to compile, with remat as the policy of its stack."""
 
 _ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
     True: ScanCheckpointPolicy(),
-    False: ScanCheckpointPolicy(disable=True),
+    False: ScanCheckpointPolicy(save_block_internals=True),
     "full": ScanCheckpointPolicy(),
     "recompute": ScanCheckpointPolicy(save_carries=False),
     "offload": ScanCheckpointPolicy(save_carries=OFFLOAD),

@@ -1,15 +1,19 @@
 """What a checkpoint policy means for a number of layers: what a scan or a sweep over them executes."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from ._jax_policies import JaxPolicy, policy_with_names
 from ._schedule import Schedule, equal
 
 Carries: TypeAlias = Literal["device", "host"] | None  # where they are kept, if they are
+JaxPolicy: TypeAlias = Callable[..., Any]
+"""From an operation, its operands' types and its parameters to whether the result is saved or offloaded."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,24 @@ class Kept:
         """The `jax.checkpoint` policy of a layer, which keeps its carry of this name too.
 
         Of names alone it is one of JAX's own, which are data and so survive `JAX_REMAT3=1`.
+
+        Raises:
+            ValueError: `JAX_REMAT3` does not support `internals`.
         """
         saved, offloaded = ([carry_name] * (carries == where) for where in ("device", "host"))
-        return policy_with_names(self.internals, (*saved, *self._saved), (*offloaded, *self.offloaded))
+        names = (*saved, *self._saved), (*offloaded, *self.offloaded)
+        if not callable(self.internals):
+            return _named_policy(*names)
+        if getattr(jax.config, "jax_remat3", False) and not _goes_by_names(self.internals):
+            raise ValueError(
+                f"JAX_REMAT3=1 keeps values by name alone, so it cannot obey {as_written(self.internals)}. "
+                'Name the values inside the block with checkpoint_name(value, "name") and save ["name"], or '
+                "unset JAX_REMAT3."
+            )
+        # A layer's arguments are kept whether they are named or not.
+        return _joined_policy(self.internals, *names) if names[1] else self.internals
 
-    def checkpoint(self, layer: Callable) -> Callable:
+    def checkpoint(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where nothing is kept."""
         if self.internals is True:
             return layer
@@ -93,3 +110,64 @@ class Remat:
         if self.kept == NOTHING:
             return replace(self, schedule=equal(self.length, self.length))
         return replace(self, first_layers=self.length, first_kept=self.kept, kept=NOTHING)
+
+
+@functools.cache  # one object per policy: JAX's caches are keyed by its identity
+def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPolicy:
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+@functools.cache
+def _joined_policy(internals: JaxPolicy, saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPolicy:
+    named = _named_policy(saved, offloaded)
+
+    def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
+        is_named = primitive.name == "name" and params["name"] in (*saved, *offloaded)
+        return (named if is_named else internals)(primitive, *operands, **params)
+
+    return policy
+
+
+def _goes_by_names(policy: JaxPolicy) -> bool:
+    """Whether a policy is one of those that JAX makes from names."""
+    made_by = getattr(policy, "__qualname__", type(policy).__name__).split(".")[0]
+    return made_by.lower().replace("_", "") in (
+        "saveonlythesenames",
+        "saveanynamesbutthese",
+        "saveandoffloadonlythesenames",
+    )
+
+
+def check_jax_policy(policy: JaxPolicy) -> None:
+    """Call it on an operation: a function of another kind fails, or returns something else."""
+    try:
+        answer = policy(lax.sin_p, jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception as error:
+        answer = error
+    is_answer = type(answer).__name__ in ("bool", "RecomputeType", "SaveableType", "Offloadable")
+    if not is_answer:
+        raise TypeError(
+            f"{as_written(policy)} is not a checkpoint policy as jax.checkpoint takes them, a function of an "
+            "operation that says whether its result is saved. Use one of jax.checkpoint_policies, such as "
+            "dots_saveable, or one that a function there returns: save_only_these_names(...)."
+        )
+
+
+class _AsWritten(str):
+    __repr__ = str.__str__
+
+
+def as_written(value: Any) -> Any:
+    """A setting as the user wrote it: a list for a tuple, the name of a function."""
+    if callable(value):
+        known = vars(jax.checkpoint_policies).items()
+        name = next((f"jax.checkpoint_policies.{name}" for name, policy in known if policy is value), None)
+        return _AsWritten(name or getattr(value, "__qualname__", repr(value)))
+    return list(value) if isinstance(value, tuple) else value

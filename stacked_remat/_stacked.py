@@ -33,6 +33,7 @@ from ._stacked_methods import (
     check_modules,
     layers_builder,
 )
+from ._static import PyTree
 
 if TYPE_CHECKING:
     _AnyLayers: TypeAlias = "Stacked[AnyLayers]"
@@ -214,8 +215,10 @@ class Stacked(StackedKinds[M]):
         return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, name_in_stack))
 
 
-def _all_at_once(build: Callable[..., Any], Layers: Axis, caller: Caller, args: Any, kwargs: Any) -> Any:
-    def build_one(*args: Any, **kwargs: Any) -> Any:
+def _all_at_once(
+    build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+) -> PyTree:
+    def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return arrays_in_indices(build(*args, **kwargs))
 
     return map_layers(build_one, *split_tree((args, kwargs), Layers, caller), caller.what)

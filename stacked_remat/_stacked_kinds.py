@@ -9,6 +9,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 from equinox.nn import State
 from haliax.state_dict import StateDict, flatten_modules_for_export, unflatten_modules_from_export
+from jax.tree_util import KeyPath
 
 from ._block_foldable import BlockFoldable, M, loop_over
 from ._placement import on_device
@@ -24,6 +25,7 @@ from ._scan.sweep_back import SweepBack
 from ._scan.vjp import sweep_forward
 from ._stacked_methods import check_options
 from ._state_dict import layers_from_state_dict, stack_as
+from ._static import PyTree
 from ._sweep.store import at_least_one
 
 if TYPE_CHECKING:
@@ -35,14 +37,14 @@ class StackedKinds(BlockFoldable[M]):
 
     def fold_vjp(
         self,
-        init: Any,
+        init: PyTree,
         /,
-        *args: Any,
+        *args: PyTree,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Any, SweepBack]:
+        **kwargs: PyTree,
+    ) -> tuple[PyTree, SweepBack]:
         """As `fold`; also returns a function that sweeps back over the layers: a `SweepBack`.
 
         ```python
@@ -61,14 +63,14 @@ class StackedKinds(BlockFoldable[M]):
 
     def scan_vjp(
         self,
-        init: Any,
+        init: PyTree,
         /,
-        *args: Any,
+        *args: PyTree,
         remat: ScanCheckpointSpec | None = None,
         unroll: int | bool | None = None,
         reverse: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[tuple[Any, Any], SweepBack]:
+        **kwargs: PyTree,
+    ) -> tuple[tuple[PyTree, PyTree], SweepBack]:
         """As `fold_vjp`, for blocks that return `(carry, output)`; gives `((carry, outputs), sweep_back)`.
 
         For layers of several kinds `outputs` and their cotangent are dicts with those of each kind.
@@ -77,8 +79,13 @@ class StackedKinds(BlockFoldable[M]):
         return self._vjp("scan", options, init, args, kwargs)
 
     def _vjp(
-        self, verb: Verb, options: dict[str, Any], init: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, SweepBack]:
+        self,
+        verb: Verb,
+        options: dict[str, Any],
+        init: PyTree,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[PyTree, SweepBack]:
         check_options(self._kinds, f"{verb}_vjp", options)
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
@@ -149,10 +156,10 @@ class StackedKinds(BlockFoldable[M]):
         """The kind of each layer."""
 
     @abc.abstractmethod
-    def _with_blocks(self, blocks: Any) -> Self:
+    def _with_blocks(self, blocks: PyTree) -> Self:
         """The same with other blocks, as `_per_kind` gives them."""
 
-    def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> Any:
+    def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> PyTree:
         """`fn` of each kind, as an argument of a loop."""
         found = {name: fn(name, stack) for name, stack in self._stacks.items()}
         return per_kind(found) if self._pattern else found[""]
@@ -161,20 +168,20 @@ class StackedKinds(BlockFoldable[M]):
     def _kinds(self) -> list[M]:
         return [stack.stacked for stack in self._stacks.values()]
 
-    def _blocks(self, how: Callable[[Any], Any]) -> Any:
+    def _blocks(self, how: Callable[[PyTree], PyTree]) -> PyTree:
         return self._per_kind(lambda _, stack: how(stack.stacked))
 
-    def _own_part(self, state: State, what: str) -> Any:
+    def _own_part(self, state: State, what: str) -> PyTree:
         return self._per_kind(lambda _, stack: part_of(state, stack.stacked, stack.Layers, what))
 
-    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
         return functools.partial(layers_at_once if loop.call.verb == "map" else scan_layers, loop)
 
 
 def layer_types(stack: "Stacked[M]") -> M:
     """One layer, of a stack that may have none, with the type of each array, on the device."""
 
-    def first(stack: "Stacked") -> Any:
+    def first(stack: "Stacked") -> PyTree:
         caller = Caller(type(stack).__name__, name_in_stack)
         layout, arrays, shared = split_tree(stored(stack.stacked), stack.Layers, caller)
         return on_device(layout.layer([at_least_one(array)[0] for array in arrays], shared))
@@ -182,12 +189,12 @@ def layer_types(stack: "Stacked[M]") -> M:
     return eqx.filter_eval_shape(first, stack)
 
 
-def name_in_stack(path: tuple[Any, ...]) -> str:
+def name_in_stack(path: KeyPath) -> str:
     """How to call a leaf of the blocks, for errors."""
     return f"stacked{jtu.keystr(path)}"
 
 
-def _map_blocks(fn: Callable[..., Any], stack: Any, names: tuple[str, ...], *blocks: Any) -> Any:
+def _map_blocks(fn: Callable[..., Any], stack: PyTree, names: tuple[str, ...], *blocks: PyTree) -> PyTree:
     caller = Caller(fn.__name__, argument_namer(fn, len(names), names))
     split = split_tree((tuple(map(stored, blocks)), {}), stack.Layers, caller)
     return map_layers(fn, *split, caller.what)

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_of
 from ._scan.checks import layers_axis
+from ._static import PyTree
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
 I_co = TypeVar("I_co", covariant=True)
@@ -67,7 +68,7 @@ def layers_builder(
     build = block_builder(Block, what)
     caller = Caller(what, argument_namer(build, skip=0))
 
-    def build_layers(*args: Any, **kwargs: Any) -> Any:
+    def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
         check_no_lists(args, kwargs, axis, caller)
         return cls(build_all(build, axis, caller, args, kwargs), axis, policy)
 
@@ -86,12 +87,7 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
 
 
 def block_builder(Block: Any, what: str) -> Callable[..., Any]:
-    """The static `init` of a block, Haliax style, or the block itself.
-
-    Raises:
-        TypeError: for a module instead of its class, for an object that can't be called, and for a class
-            with an `init` that is an ordinary method.
-    """
+    """The static `init` of a block, Haliax style, or the block itself."""
     kind = type(Block).__name__
     # Equinox's partial and jitted functions are modules too.
     is_block = isinstance(Block, eqx.Module) and not (
@@ -119,12 +115,8 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     return getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
 
 
-def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> None:
-    """Refuse an option of a fold that has the name of a parameter of its blocks.
-
-    Raises:
-        TypeError: shows how to write each of the two.
-    """
+def check_options(blocks: Iterable[PyTree], verb: str, options: dict[str, Any]) -> None:
+    """Refuse an option of a fold that has the name of a parameter of its blocks; says how to write each."""
     given = {name: value for name, value in options.items() if value is not None}
     for kind in {type(block) for block in blocks} if given else ():
         parameters = parameters_of(kind.__call__)
@@ -143,12 +135,8 @@ def check_options(blocks: Iterable[Any], verb: str, options: dict[str, Any]) -> 
                 )
 
 
-def check_modules(layers: Any, what: str, name: str = "layers") -> None:
-    """Refuse anything but a sequence of modules.
-
-    Raises:
-        TypeError: names the entry that is none.
-    """
+def check_modules(layers: PyTree, what: str, name: str = "layers") -> None:
+    """Refuse anything but a sequence of modules."""
     if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
         raise TypeError(f"{what} holds a list of modules, one for each layer; got {type(layers).__name__}.")
     for i, layer in enumerate(layers):
@@ -161,12 +149,7 @@ def check_modules(layers: Any, what: str, name: str = "layers") -> None:
 
 
 def check_layer_index(index: Any, Layers: Axis) -> int:
-    """The index counted from the front.
-
-    Raises:
-        IndexError: for an index outside of the axis.
-        TypeError: for anything but an integer whose value is known.
-    """
+    """The index counted from the front; an error outside of the axis."""
     if isinstance(index, Tracer):
         raise TypeError(
             f"Layer {index} of `{Layers.name}` is chosen by a traced integer, and these layers may differ. "

@@ -16,6 +16,7 @@ from ._scan.stacking import take_layers
 from ._stacked import Stacked
 from ._stacked_kinds import StackedKinds
 from ._stacked_methods import BuiltByInit, block_builder, check_layer_index, init_policy
+from ._static import PyTree
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:
@@ -125,7 +126,7 @@ class StackedPattern(StackedKinds[M]):
         caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
         named = NamedPattern.of(names, builders)
 
-        def build_stacks(*args: Any, **kwargs: Any) -> Any:
+        def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
             check_no_lists(args, kwargs, axis, caller)
             divided = divide((args, kwargs), axis, named, caller)
             stacks = {}

@@ -10,10 +10,12 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
+from jax.tree_util import KeyPath
 
 from ._messages import entry_problems
 from ._scan.marks import is_array, is_named, is_split, raw_array
 from ._scan.stacking import stack_trees
+from ._static import PyTree
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -57,7 +59,7 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
         ValueError: names an array that is shared in `stacked` and differs between the layers.
     """
 
-    def choose(path: tuple[Any, ...], old: Any, new: Any, *of_layers: Any) -> Any:
+    def choose(path: KeyPath, old: PyTree, new: PyTree, *of_layers: Any) -> PyTree:
         if is_split(old, axis) or not (is_named(old) or is_array(old)):
             return new
         arrays = [raw_array(leaf) for leaf in of_layers]
@@ -93,17 +95,17 @@ def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix
 
 
 def _shapes(template: eqx.Module, prefix: str | None) -> dict[str, tuple[int, ...]]:
-    def to_arrays(arrays: Any) -> StateDict:
+    def to_arrays(arrays: PyTree) -> StateDict:
         return haliax.state_dict.to_state_dict(arrays, prefix)
 
     shapes = eqx.filter_eval_shape(to_arrays, _with_lists(eqx.filter(template, is_array)))
     return {key: tuple(value.shape) for key, value in shapes.items()}
 
 
-def _with_lists(tree: Any) -> Any:
+def _with_lists(tree: PyTree) -> PyTree:
     """The tree with tuples made lists: Haliax's state dicts support lists only."""
 
-    def to_list(node: Any) -> Any:
+    def to_list(node: PyTree) -> PyTree:
         return [_with_lists(child) for child in node] if isinstance(node, tuple) else node
 
     return jtu.tree_map(to_list, tree, is_leaf=lambda node: isinstance(node, tuple))

@@ -1,8 +1,10 @@
-"""A static value among the leaves of a pytree."""
+"""Trees, and a static value among the leaves of one."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+
+PyTree: TypeAlias = Any  # that of jaxtyping is unknown to pyright
 
 
 @jax.tree_util.register_static

@@ -19,6 +19,7 @@ from ._messages import parse_bytes
 from ._scan.arguments import argument_namer, is_unsplit_key
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
+from ._static import PyTree
 from ._sweep.gradient import merge, pick
 from ._sweep.store import varying_alike
 from ._sweep.trace import kept
@@ -85,11 +86,14 @@ def tiled(
             'Give either tiles=k, or tiles="auto" with budget="2GiB": what the backward pass of one tile may '
             f"keep. Got tiles={tiles!r} and budget={budget!r}."
         )
-    caller = _Caller(fn, axis, reduce)
+    limit = 1 if budget is None else parse_bytes(budget)
+    if limit == 0:
+        raise ValueError(f"budget must be above 0 bytes; got {budget!r}.")
+    caller = _Caller(fn, axis, reduce, tiles, limit)
 
     @functools.wraps(fn, updated=())
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return _apply(caller, (args, kwargs), tiles, budget)
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return _apply(caller, (args, kwargs))
 
     return run
 
@@ -100,6 +104,8 @@ class _Caller(NamedTuple):
     fn: Callable[..., Any]
     axis: AxisSelector | int
     reduce: Literal["sum"] | None
+    tiles: int | Literal["auto"]
+    budget: int
 
     @property
     def axis_text(self) -> str:
@@ -119,11 +125,15 @@ class _Caller(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An output: where it is in the results, its dimension along the axis, None for a sum, and its names."""
+    """An output: where it is in the results, its dimension along the axis, None for a sum, and its axes."""
 
     path: str
     dim: int | None
     axes: tuple[Axis, ...] | None
+
+    @property
+    def names(self) -> list[str] | None:
+        return None if self.axes is None else [axis.name for axis in self.axes]
 
 
 class Traced(NamedTuple):
@@ -138,10 +148,10 @@ class Traced(NamedTuple):
 
     closed: ClosedJaxpr
     outputs: tuple[Output, ...]
-    structure: Any
-    leaves: tuple[Any, ...]
+    structure: PyTree
+    leaves: tuple[PyTree, ...]
 
-    def named(self, arrays: Sequence[Any]) -> Any:
+    def named(self, arrays: Sequence[PyTree]) -> PyTree:
         """What `fn` returns, with these arrays."""
         own = iter(arrays)
 
@@ -153,7 +163,7 @@ class Traced(NamedTuple):
         return jax.tree.unflatten(self.structure, [result(leaf) for leaf in self.leaves])
 
 
-def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget: int | str | None) -> Any:
+def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     entries, tree = take_marks_off(arguments)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
     dims = [
@@ -175,20 +185,19 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
     is_given = [dim is not None or is_array(array) for array, dim in zip(arrays, dims, strict=True)]
     given = varying_alike([jnp.asarray(array) for array in pick(arrays, is_given)])  # in `jax.shard_map`
 
-    def rebuilt(given: Sequence[Any]) -> Any:
-        every = zip(leaves, merge(arrays, given, is_given), dims, strict=True)
-        own = [_renamed(leaf, array, dim) if is_named(leaf) else array for leaf, array, dim in every]
+    def rebuilt(given: Sequence[PyTree]) -> PyTree:
+        every = zip(leaves, merge(arrays, given, is_given), strict=True)
+        own = [_renamed(leaf, array) if is_named(leaf) else array for leaf, array in every]
         args, kwargs = jax.tree.unflatten(structure, own)
         with saving_internals(()):
             return caller.fn(*args, **kwargs)
 
     arguments, static = eqx.partition(tree, is_array)
     rules, (values, tree) = tuple(rule for _, _, rule in entries), jax.tree.flatten(static)
-    key = (caller.fn, "tiled", caller[1:], tiles, budget, rules, tree, *values)
+    key = (caller.fn, "tiled", caller[1:], rules, tree, *values)
     found, keep = kept(key, arguments)
     if found is None:
-        split = tuple(pick(dims, is_given))
-        plan = _plan(caller, rebuilt, given, split, size, parts, (tiles, budget))
+        plan = _plan(caller, rebuilt, given, pick(dims, is_given), size, parts)
         found = keep(plan, plan[2])
     whole, tiling, constants = found
     _check_closure(caller, given, constants)
@@ -197,31 +206,26 @@ def _apply(caller: _Caller, arguments: Any, tiles: int | Literal["auto"], budget
 
 def _plan(
     caller: _Caller,
-    fn: Callable[[Sequence[Any]], Any],
-    given: Sequence[Any],
+    fn: Callable[[Sequence[PyTree]], Any],
+    given: Sequence[PyTree],
     dims: Sequence[int | None],
     size: int,
     parts: int,
-    wanted: tuple[int | Literal["auto"], int | str | None],
-) -> tuple[Traced, Tiling, list[Any]]:
+) -> tuple[Traced, Tiling, list[PyTree]]:
     """`fn` traced for all positions, and what runs it tile by tile."""
-    tiles, budget = wanted
+    tiles = caller.tiles
     if tiles == "auto":
-        tiles = _fitting(fn, given, dims, size, parts, budget)
+        tiles = min(max(1, math.ceil(_internals(fn, given, dims) / parts / caller.budget)), size // parts)
     cut = Cut(size, parts, -(-(size // parts) // tiles))
     whole, *traced = (_trace(caller, fn, cut, n, given, dims) for n in (None, *cut.lengths))
     for one, n in zip(traced, cut.lengths, strict=True):
         _check_part(caller, one, n * parts, whole, size)
-    outputs, later = [output.dim for output in traced[0].outputs], [False] * len(dims)
-    return whole, *Tiling.of(cut, [one.closed for one in traced], dims, outputs, later)
+    outputs = [output.dim for output in traced[0].outputs]
+    return whole, *Tiling.of(cut, [one.closed for one in traced], dims, outputs)
 
 
-def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:
-    """Refuse arrays whose sharding is part of their type.
-
-    Raises:
-        ValueError: names the shape of one.
-    """
+def _check_mesh(caller: _Caller, leaves: Sequence[PyTree]) -> None:
+    """Refuse arrays whose sharding is part of their type."""
     for leaf in map(raw_array, leaves):
         spec = jax.typeof(leaf).sharding.spec if isinstance(leaf, jax.Array) else ()
         if any(part is not None for part in spec):
@@ -231,12 +235,8 @@ def _check_mesh(caller: _Caller, leaves: Sequence[Any]) -> None:
             )
 
 
-def _check_closure(caller: _Caller, split: Sequence[Any], constants: Sequence[Any]) -> None:
-    """Refuse arrays that `fn` closes over and that do not vary as its arguments, in `jax.shard_map`.
-
-    Raises:
-        ValueError: says what to do.
-    """
+def _check_closure(caller: _Caller, split: Sequence[PyTree], constants: Sequence[PyTree]) -> None:
+    """Refuse arrays that `fn` closes over and that do not vary as its arguments, in `jax.shard_map`."""
     for leaf in constants:
         differs = jax.typeof(leaf).manual_axis_type.varying != jax.typeof(split[0]).manual_axis_type.varying
         if differs and is_differentiable(leaf.dtype):
@@ -255,21 +255,18 @@ def _parts(caller: _Caller, size: int) -> int:
     return 1 if physical_axis_name(axis) is None else physical_axis_size(axis) or 1
 
 
-def _renamed(leaf: NamedArray, array: Any, dim: int | None) -> NamedArray:
-    """`leaf` with another array, which may be a part along `dim`."""
-    axes = leaf.axes
-    if dim is not None:
-        axes = (*axes[:dim], axes[dim].resize(array.shape[dim]), *axes[dim + 1 :])
-    return NamedArray(array, axes)
+def _renamed(leaf: NamedArray, array: Any) -> NamedArray:
+    """`leaf` with another array, which may be a part of its own."""
+    return NamedArray(array, tuple(map(Axis.resize, leaf.axes, array.shape)))
 
 
-def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | None]) -> int:
+def _common_size(caller: _Caller, entries: Sequence[PyTree], dims: Sequence[int | None]) -> int:
     """The size of the axis.
 
     Raises:
         ValueError: nothing has it, or sizes differ.
     """
-    name_of = argument_namer(caller.fn, skip=0)
+    name_of, is_plain = argument_namer(caller.fn, skip=0), isinstance(caller.axis, int)
     sizes: dict[str, int] = {}
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):
         if dim is not None:
@@ -280,7 +277,7 @@ def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | N
                 "tile would draw the same numbers. Draw them outside and pass them as an argument that is "
                 f"split, or say that tiles share the key, stacked_remat.shared({name_of(path)})."
             )
-        elif rule == "per_layer" or (rule == "default" and isinstance(caller.axis, int) and _has_rank(leaf)):
+        elif rule == "per_layer" or (rule == "default" and is_plain and is_array(leaf) and leaf.ndim):
             raise ValueError(
                 f"tiled over {caller.axis_text}: {name_of(path)} has the shape {raw_array(leaf).shape} "
                 f"without it. To give every tile all of it, pass stacked_remat.shared({name_of(path)})."
@@ -300,22 +297,18 @@ def _common_size(caller: _Caller, entries: Sequence[Any], dims: Sequence[int | N
     return expected
 
 
-def _has_rank(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.ndim > 0
-
-
 def _trace(
     caller: _Caller,
-    fn: Callable[[Sequence[Any]], Any],
+    fn: Callable[[Sequence[PyTree]], Any],
     cut: Cut,
     length: int | None,
-    given: Sequence[Any],
+    given: Sequence[PyTree],
     dims: Sequence[int | None],
 ) -> Traced:
     """`fn` on tiles of `length` positions of each device; with None, on all."""
-    found: list[Any] = []
+    found: list[PyTree] = []
 
-    def flat(given: Sequence[Any]) -> list[Any]:
+    def flat(given: Sequence[PyTree]) -> list[PyTree]:
         entries, structure = jax.tree_util.tree_flatten_with_path(fn(given), is_leaf=is_named)
         leaves = [
             _output(caller, path, leaf) if is_named(leaf) or is_array(leaf) else leaf
@@ -324,7 +317,7 @@ def _trace(
         found[:] = [structure, leaves]
         return [raw_array(leaf) for _, leaf in entries if is_named(leaf) or is_array(leaf)]
 
-    def tile_of(arrays: Sequence[Any]) -> list[Any]:
+    def tile_of(arrays: Sequence[PyTree]) -> list[PyTree]:
         if length is None:
             return list(arrays)
         return [cut.read(array, dim, 0, length) for array, dim in zip(arrays, dims, strict=True)]
@@ -348,11 +341,7 @@ def _output(caller: _Caller, path: Any, leaf: Any) -> Output:
 
 
 def _check_part(caller: _Caller, tile: Traced, length: int, whole: Traced, size: int) -> None:
-    """Refuse a function whose results for a tile are not a part of those for all positions.
-
-    Raises:
-        ValueError: names the output.
-    """
+    """Refuse a function whose results for a tile are not a part of those for all positions."""
     if tile.structure != whole.structure:
         raise _not_a_part(caller, "the structure of what it returns", "depends on the size of a tile")
     for one, other in zip(tile.leaves, whole.leaves, strict=True):
@@ -363,19 +352,14 @@ def _check_part(caller: _Caller, tile: Traced, length: int, whole: Traced, size:
             )
     avals = zip(tile.closed.out_avals, whole.closed.out_avals, strict=True)
     for part, output, (one, other) in zip(tile.outputs, whole.outputs, avals, strict=True):
-        cut_alike = output.dim is None or other.shape[output.dim] == size
-        if not cut_alike or _kind(part, one, length) != _kind(output, other, size):
+        sizes = [*other.shape]
+        if output.dim is not None and sizes[output.dim] == size:
+            sizes[output.dim] = length
+        is_cut = output.dim is None or other.shape[output.dim] == size
+        expected = tuple(sizes), other.dtype, output.dim, output.names
+        if not is_cut or (one.shape, one.dtype, part.dim, part.names) != expected:
             how = f"is {one.str_short()} for a tile of {length} and {other.str_short()} for all {size}"
             raise _not_a_part(caller, output.path, how)
-
-
-def _kind(output: Output, aval: Any, positions: int) -> Any:
-    """What is equal for a tile and for all positions: the shape beside the axis, names and type."""
-    shape: list[Any] = list(aval.shape)
-    if output.dim is not None and shape[output.dim] == positions:
-        shape[output.dim] = None
-    names = None if output.axes is None else [axis.name for axis in output.axes]
-    return shape, names, output.dim, aval.dtype
 
 
 def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:
@@ -385,33 +369,22 @@ def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:
     )
 
 
-def _fitting(
-    fn: Callable[[Sequence[Any]], Any],
-    given: Sequence[Any],
-    dims: Sequence[int | None],
-    size: int,
-    parts: int,
-    budget: Any,
+def _internals(
+    fn: Callable[[Sequence[PyTree]], Any], given: Sequence[PyTree], dims: Sequence[int | None]
 ) -> int:
-    """The fewest tiles of which the backward pass of each keeps at most `budget` bytes on a device."""
-    limit = parse_bytes(budget)
-    if limit == 0:
-        raise ValueError(f"budget must be above 0 bytes; got {budget!r}.")
+    """How many bytes the backward pass of all positions keeps, beside what tiles share."""
+    moves = [dim is not None and is_differentiable(leaf.dtype) for leaf, dim in zip(given, dims, strict=True)]
 
-    def residuals(given: Sequence[Any]) -> list[Any]:
-        moves = [
-            dim is not None and is_differentiable(leaf.dtype) for leaf, dim in zip(given, dims, strict=True)
-        ]
-
-        def outputs(part: Sequence[Any]) -> list[Any]:
+    def residuals(given: Sequence[PyTree]) -> list[PyTree]:
+        def outputs(part: Sequence[PyTree]) -> list[PyTree]:
             leaves = jax.tree.leaves(fn(merge(given, part, moves)))
             return [leaf for leaf in leaves if is_array(leaf) and is_differentiable(leaf.dtype)]
 
         return jax.tree.leaves(jax.vjp(outputs, pick(given, moves))[1])
 
-    def size_of(leaves: Sequence[Any]) -> int:
+    def size_of(leaves: Sequence[PyTree]) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    shared = pick(given, [dim is None for dim in dims])
-    needed = size_of(jax.eval_shape(residuals, list(given))) - size_of(shared)
-    return min(max(1, math.ceil(needed / parts / limit)), size // parts)
+    return size_of(jax.eval_shape(residuals, list(given))) - size_of(
+        pick(given, [dim is None for dim in dims])
+    )

@@ -27,6 +27,7 @@ from ._scan.layer_state import arrays_in_indices
 from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
+from ._static import PyTree
 from ._sweep.store import empty_stack, write
 
 T = TypeVar("T")
@@ -53,11 +54,11 @@ def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) ->
     make_on_device = Stacked.init(Layers, Block, remat=remat)
     caller = Caller("streaming.init", argument_namer(build, skip=0))
 
-    def build_stack(*args: Any, **kwargs: Any) -> Stacked:
+    def build_stack(*args: PyTree, **kwargs: PyTree) -> Stacked:
         template = eqx.filter_eval_shape(make_on_device, *args, **kwargs)
         layout, arrays, shared = split_tree((args, kwargs), Layers, caller)
 
-        def layer(slices: Any) -> list[Any]:
+        def layer(slices: PyTree) -> list[PyTree]:
             args, kwargs = layout.layer(slices, shared)
             block = eqx.filter(arrays_in_indices(build(*args, **kwargs)), is_array)
             leaves = map(jnp.asarray, jax.tree.leaves(block))
@@ -72,7 +73,7 @@ def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) ->
     return build_stack
 
 
-def _stacked_on_host(layer: Callable[[Any], list[Any]], arrays: Any, length: int) -> list[Any]:
+def _stacked_on_host(layer: Callable[[Any], list[PyTree]], arrays: PyTree, length: int) -> list[PyTree]:
     """What `layer` returns for each layer's slices of `arrays`, stacked."""
     first = layer([array[0] for array in arrays]) if length else []
     if not length or any(isinstance(leaf, Tracer) for leaf in first):
@@ -126,14 +127,16 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
     chosen, count = eqx.filter(model, is_chosen), 0
 
     def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
-        nonlocal count
-        paths = _moved_paths(name, stack, wanted)
-        count += len(paths)
-        fields = jtu.tree_map_with_path(
-            lambda path, leaf: _placement.to_host(leaf) if path in paths else leaf,
-            stack.stacked,
-            is_leaf=is_named,
-        )
+        def field(path: Any, leaf: Any, like: PyTree) -> Any:
+            nonlocal count
+            if raw_array(like) is None or not _is_matrix(
+                f"{name}.stacked{jtu.keystr(path)}", leaf, stack.Layers
+            ):
+                return leaf
+            count += 1
+            return _placement.to_host(leaf)
+
+        fields = jtu.tree_map_with_path(field, stack.stacked, wanted.stacked, is_leaf=is_named)
         return changed(stack, stacked=fields)
 
     found = _of_stacks(moved, model, chosen)
@@ -145,22 +148,17 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
     return found
 
 
-def _moved_paths(name: str, stack: Stacked, wanted: Stacked) -> list[tuple[Any, ...]]:
-    """The paths of the fields to move: of those that are `wanted`, the matrices."""
-    paths_and_leaves, structure = jtu.tree_flatten_with_path(stack.stacked, is_leaf=is_named)
-    found = []
-    for (path, leaf), like in zip(paths_and_leaves, structure.flatten_up_to(wanted.stacked), strict=True):
-        if raw_array(like) is None or not is_split(leaf, stack.Layers):
-            continue
-        field, array = f"{name}.stacked{jtu.keystr(path)}", raw_array(leaf)
-        if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
-            raise ValueError(
-                f"{field} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be "
-                f"moved by itself. Rearrange it: array.rearrange(({stack.Layers.name!r}, ...))."
-            )
-        if moves_to_host(array.shape[1:], array.dtype):
-            found.append(path)
-    return found
+def _is_matrix(name: str, leaf: Any, Layers: Axis) -> bool:
+    """Whether a field has matrices, one for each layer, which can be moved one by one."""
+    if not is_split(leaf, Layers):
+        return False
+    if is_named(leaf) and leaf.axes[0].name != Layers.name:
+        raise ValueError(
+            f"{name} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be moved by "
+            f"itself. Rearrange it: array.rearrange(({Layers.name!r}, ...))."
+        )
+    array = raw_array(leaf)
+    return moves_to_host(array.shape[1:], array.dtype)
 
 
 def to_device(model: T) -> T:
@@ -172,18 +170,14 @@ def to_device(model: T) -> T:
     return _of_stacks(moved, model, model)
 
 
-def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: Any, other: Any) -> Any:
+def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: PyTree, other: Any) -> PyTree:
     """The model with `fn(name, stack, the same of other)` in the place of each stack."""
-    paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
-    others = structure.flatten_up_to(other)
-    return jtu.tree_unflatten(
-        structure,
-        [
-            fn(f"model{jtu.keystr(path)}", node, like) if _is_stack(node) else node
-            for (path, node), like in zip(paths_and_nodes, others, strict=True)
-        ],
-    )
+
+    def replaced(path: Any, node: PyTree, like: PyTree) -> PyTree:
+        return fn(f"model{jtu.keystr(path)}", node, like) if _is_stack(node) else node
+
+    return jtu.tree_map_with_path(replaced, model, other, is_leaf=_is_stack)
 
 
-def _is_stack(node: Any) -> bool:
+def _is_stack(node: PyTree) -> bool:
     return isinstance(node, Stacked)

@@ -17,7 +17,7 @@ from stacked_remat._policy import resolve_policy
     [
         (True, ScanCheckpointPolicy(save_carries=True)),
         ("full", ScanCheckpointPolicy()),
-        (False, ScanCheckpointPolicy(disable=True)),
+        (False, ScanCheckpointPolicy(save_block_internals=True)),
         ("recompute", ScanCheckpointPolicy(save_carries=False)),
         ("offload", ScanCheckpointPolicy(save_carries="offload")),
         ("save_all", ScanCheckpointPolicy(save_carries=True, save_block_internals=True)),
@@ -73,27 +73,17 @@ def test_the_repr_shows_what_was_set():
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        (dict(disable=True, nested=True), "disable=True turns checkpointing off.*nested=True"),
-        (dict(disable=True, save_carries="offload"), "disable=True.*save_carries='offload'"),
-        (dict(disable=True, save_block_internals=["a"]), r"disable=True.*save_block_internals=\['a'\]"),
-        (dict(disable=True, save_block_internals=True), "disable=True.*save_block_internals=True"),
         (dict(save_block_internals=True, save_carries="offload"), "leaves nothing to offload"),
         (dict(save_block_internals=True, offload_block_internals=["a"]), "leaves nothing to offload"),
         (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] are in both"),
         (dict(nested=True, save_carries=False), "save_carries=False keeps none"),
         (dict(nested=True, offload_block_internals=["a"]), r"internals=\['a'\] would move them out and back"),
-        (
-            dict(nested=True, segment_length=4),
-            "nested=True and segment_length=4 each say how the layers are cut",
-        ),
-        (dict(segment_length=4, max_carries=3), "segment_length=4 and max_carries=3 each say"),
+        (dict(nested=True, max_carries=3), "nested=True and max_carries=3 each say how the layers are cut"),
         (dict(max_carries=3, save_carries="offload"), "max_carries=3 cuts more than once"),
         (dict(nested=(2, 3), save_carries="offload"), r"nested=\[2, 3\] cuts more than once"),
         (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
-        (dict(disable=True, max_carries=3), "disable=True.*max_carries=3"),
         (dict(nested=()), "has no level"),
         (dict(nested=(2, 0)), r"nested\[1\] is a number of parts and at least 1; got 0. Leave the level out"),
-        (dict(segment_length=0), "segment_length is a number of layers in a segment and at least 1; got 0"),
         (dict(max_carries=0), "max_carries is a number of carries and at least 1; got 0. Leave it out"),
         (dict(nested=0), "at least 1; got 0"),
         (dict(nested=-1), "at least 1; got -1"),
@@ -102,7 +92,6 @@ def test_the_repr_shows_what_was_set():
         (dict(first_layers=2, first_policy="nested"), "first_policy cannot set nested=True"),
         (dict(first_layers=2, first_policy="offload"), "first_policy cannot set save_carries='offload'"),
         (dict(first_layers=2, first_policy="automatic"), "Unknown remat policy 'automatic'"),
-        (dict(first_layers=2, disable=True), "disable=True.*first_layers=2"),
         (
             dict(first_layers=2, save_block_internals=True),
             "save_block_internals=True cannot be obeyed beside first_layers=2",
@@ -125,7 +114,6 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
     [
         (dict(nested=2.0), "number of segments .an int.; got 2.0"),
         (dict(max_carries=True), "max_carries.*an int.*got True"),
-        (dict(segment_length=1.5), "segment_length.*got 1.5"),
         (dict(nested="2"), "number of segments"),
         (dict(save_carries="host"), "save_carries is True, False or \"offload\"; got 'host'"),
         (dict(save_block_internals="attention"), r"Write save_block_internals=\['attention'\]"),
@@ -133,7 +121,6 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(offload_block_internals=True), "offload_block_internals is a list.*got True. Leave it out"),
         (dict(save_block_internals=None), "save_block_internals is a list.*got None. Leave it out"),
         (dict(save_block_internals=[1]), "1 is not a string"),
-        (dict(disable=1), "disable is True or False; got 1"),
         (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
         (dict(first_layers=1.5), "got 1.5"),
         (
@@ -153,7 +140,7 @@ def test_numbers_of_other_libraries_are_numbers(number):
 
 
 @pytest.mark.parametrize("number", [np.int64(2), jnp.int32(2)])
-@pytest.mark.parametrize("field", ["first_layers", "nested", "segment_length", "max_carries"])
+@pytest.mark.parametrize("field", ["first_layers", "nested", "max_carries"])
 def test_integers_of_every_kind_are_integers(field, number):
     policy = ScanCheckpointPolicy(**{field: number})
     assert type(getattr(policy, field)) is int and policy == ScanCheckpointPolicy(**{field: 2})
@@ -172,7 +159,6 @@ def test_nested_true_and_nested_one_differ():
         (ScanCheckpointPolicy(nested=True), 10, 4 * 48 + (48 - 3) - 6),
         (ScanCheckpointPolicy(nested=True, save_carries="offload"), 12, None),
         (ScanCheckpointPolicy(nested=7), 12, None),
-        (ScanCheckpointPolicy(segment_length=8), 13, None),
         (ScanCheckpointPolicy(nested=(4, 4, 3)), 9, None),
         (ScanCheckpointPolicy(max_carries=6), 6, None),
         (ScanCheckpointPolicy(max_carries=100), 48, 4 * 48),
@@ -181,12 +167,12 @@ def test_nested_true_and_nested_one_differ():
 def test_a_nested_policy_tells_its_costs_in_advance(policy, carries, evaluations):
     """`nested=True` cuts 10, 9, 8, 7, 6, 5, 3; the last, and the last layer of each, are not replayed."""
     schedule = policy.schedule(48)
-    assert schedule.max_carries_alive == carries
+    assert schedule.slots == carries
     if evaluations is not None:
         assert schedule.block_evaluations == evaluations
 
 
-@pytest.mark.parametrize("cut", [dict(nested=True), dict(segment_length=3), dict(max_carries=2)])
+@pytest.mark.parametrize("cut", [dict(nested=True), dict(nested=3), dict(max_carries=2)])
 def test_a_single_layer_has_nothing_to_cut(cut):
     policy = ScanCheckpointPolicy(**cut, save_block_internals=["a"])
     plain = ScanCheckpointPolicy(save_block_internals=["a"])

@@ -19,10 +19,8 @@ SETTINGS = [
     ("save_block_internals", True),
     ("save_block_internals", ("a",)),
     ("offload_block_internals", ("b",)),
-    ("disable", True),
     ("nested", True),
     ("nested", 4),
-    ("segment_length", 4),
     ("max_carries", 3),
     ("first_layers", 2),
 ]

@@ -101,7 +101,7 @@ class TestInit:
 
     def test_the_policy_has_two_names(self, Stack):
         assert Stack.init(Layers, PlainBlock)(3, key=keys()).remat == ScanCheckpointPolicy()
-        assert Stack.init(Layers, PlainBlock, remat=False)(3, key=keys()).remat.disable
+        assert Stack.init(Layers, PlainBlock, remat=False)(3, key=keys()).remat.saves_everything
         stack = Stack.init(Layers, PlainBlock, gradient_checkpointing="nested")(3, key=keys())
         assert stack.remat == ScanCheckpointPolicy(nested=True)
         with pytest.raises(ValueError, match="remat=True and gradient_checkpointing=False name one argument"):

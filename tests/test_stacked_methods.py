@@ -141,5 +141,7 @@ def test_slices_of_any_stack(Stack):
                 self.blocks = made.blocks
 
     part = Tower(0.5)[1:3].with_remat(False)
-    assert type(part) is Tower and part.remat.disable and [block.rate for block in part] == [0.5, 0.5]
+    assert (
+        type(part) is Tower and part.remat.saves_everything and [block.rate for block in part] == [0.5, 0.5]
+    )
     np.testing.assert_array_equal([block.late.array.ravel()[0] for block in part], [1, 2])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from stacked_remat._schedule import Schedule, bounded, equal, levels, segmented, shrinking
+from stacked_remat._schedule import Schedule, bounded, equal, levels, shrinking
 
 from .sweep_cases import (
     assert_close,
@@ -47,9 +47,9 @@ def test_unroll(schedule: Schedule, unroll: int | bool):
 @pytest.mark.parametrize(
     "schedule, options",
     [
-        (segmented(7, 3), {}),
-        (segmented(7, 3), {"reverse": True}),
-        (segmented(7, 3), {"unroll": 2}),
+        (equal(7, 3), {}),
+        (equal(7, 3), {"reverse": True}),
+        (equal(7, 3), {"unroll": 2}),
         (equal(12, 4), {"reverse": True}),
         (equal(7, 7), {}),
         (shrinking(7), {"reverse": True}),

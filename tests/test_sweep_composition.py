@@ -14,9 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat import fold
 from stacked_remat._remat import NOTHING
-from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
-from stacked_remat._sweep.forward import forward_loop
-from stacked_remat._sweep.reverse import Replay, reverse_sweep
+from stacked_remat._schedule import bounded, equal, shrinking
 
 from .sweep_cases import (
     ROWS,
@@ -39,7 +37,7 @@ def test_gradient_of_gradient():
         gradient = jax.grad(lambda p: loss(run, p, frozen, 5)[0])(p)
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient))
 
-    on_host = functools.partial(sweep, length=5, schedule=segmented(5, 2), carries="host")
+    on_host = functools.partial(sweep, length=5, schedule=equal(5, 3), carries="host")
     plain, device, host = (
         jit(jax.grad(functools.partial(penalty, run)))(parameters) for run in (lax.scan, nested(5), on_host)
     )
@@ -91,7 +89,7 @@ def test_examples_that_share_weights():
         lax.scan,
         nested(length),
         functools.partial(sweep, length=length, schedule=bounded(length, max_carries=2), unroll=2),
-        functools.partial(sweep, length=length, schedule=segmented(length, 2), carries="host"),
+        functools.partial(sweep, length=length, schedule=equal(length, -(-length // 2)), carries="host"),
         functools.partial(sweep, length=length, schedule=shrinking(3), first_layers=2, first_kept=NOTHING),
     ]
     weights = (jnp.ones(()), *rest[1:])
@@ -215,7 +213,7 @@ def test_inside_shard_map_and_with_shardings_in_types(carries: Literal["device",
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((length, WIDTH, 8), (length, 8, WIDTH), (8, WIDTH))
     args = [0.3 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    ours = functools.partial(sweep, length=length, schedule=segmented(length, 2), carries=carries)
+    ours = functools.partial(sweep, length=length, schedule=equal(length, -(-length // 2)), carries=carries)
 
     def value(run, up, down, x):
         h, ys = run(lambda c, u: (mlp(c, u)[0], jnp.sum(c)), x, (up, down))
@@ -279,34 +277,7 @@ def test_keys_in_the_carry(carries: Literal["device", "host"]):
         return jnp.sum(run(body, (jnp.ones(2), jax.random.key(1)), w)[0][0] ** 2)
 
     w = jnp.linspace(0.5, 1.5, 5)
-    ours = functools.partial(sweep, length=5, schedule=segmented(5, 2), carries=carries)
+    ours = functools.partial(sweep, length=5, schedule=equal(5, 3), carries=carries)
     assert_close(
         jit(jax.grad(functools.partial(value, ours)))(w), jit(jax.grad(functools.partial(value, lax.scan)))(w)
     )
-
-
-@pytest.mark.parametrize("schedule", [shrinking(7), equal(6, 2), bounded(9, max_carries=3)], ids=str)
-def test_a_visitor_sees_every_layer_once_from_the_last_with_its_input(schedule: Schedule):
-    def fetch(index):
-        return [jnp.int32(index)]
-
-    def step(index, state):
-        return ([state[0][0] + index + 1],)
-
-    def visitor(layer, cotangent, state):
-        seen, at = state
-        row = jnp.stack([layer.index, *layer.fetched, layer.carry[0]])
-        seen = lax.dynamic_update_index_in_dim(seen, row, at, 0)
-        return [cotangent[0] * 2], (seen, at + 1)
-
-    length = schedule.length
-    _, kept = forward_loop(step, ([jnp.int32(0)],), schedule)
-    state = (jnp.zeros((length, 3), jnp.int32), jnp.int32(0))
-
-    def advance(state, index, carry, fetched, indices):
-        return [carry[0] + fetched[0] + 1]
-
-    replay = Replay(lambda state, index: fetch(index), advance)
-    cotangent, (seen, _) = reverse_sweep(replay, visitor, kept, [jnp.int32(1)], state, schedule)
-    assert cotangent[0] == 2**length
-    assert seen.tolist() == [[i, i, i * (i + 1) // 2] for i in reversed(range(length))]

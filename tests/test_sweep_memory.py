@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from stacked_remat._remat import EVERYTHING, NOTHING, Kept
-from stacked_remat._schedule import Schedule, bounded, equal, segmented, shrinking
+from stacked_remat._schedule import Schedule, bounded, equal, shrinking
 
 from .jaxprs import count, equations, inner_equations
 from .sweep_cases import (
@@ -154,7 +154,7 @@ H = Kept(("h",))
     [
         (shrinking(7), "device"),
         (bounded(12, max_carries=3), "device"),
-        (segmented(7, 3), "host"),
+        (equal(7, 3), "host"),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ POLICIES = {
     "three carries": ScanCheckpointPolicy(max_carries=2),
     "names": ScanCheckpointPolicy(nested=True, save_block_internals=["kept"]),
     "first layers": ScanCheckpointPolicy(nested=True, first_layers=2),
-    "segments": ScanCheckpointPolicy(segment_length=3),
+    "segments": ScanCheckpointPolicy(nested=3),
 }
 INPUTS = {
     "x": jnp.linspace(-1, 1, WIDTH),

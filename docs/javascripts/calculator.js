@@ -75,16 +75,11 @@ const calculator = (() => {
     return once(length, range(0, parts).map((j) => Math.floor(length / parts) + (j < longer ? 1 : 0)));
   }
 
-  function segmented(length, size) {
-    const parts = Math.ceil(length / size);
-    return once(length, range(0, parts).map((j) => Math.min(size, length - j * size)));
-  }
-
   function levels(length, sizes) {
     if (sizes.reduce((product, size) => product * size, 1) < length) {
       throw new Error(`levels ${sizes} hold fewer than ${length} layers: make one larger, or add one`);
     }
-    if (sizes.length <= 2) return sizes.length === 2 ? equal(length, sizes[0]) : segmented(length, length);
+    if (sizes.length <= 2) return sizes.length === 2 ? equal(length, sizes[0]) : equal(length, 1);
     const cut = (part) => {
       if (part.key === sizes.length - 1) return units(part);
       const size = Math.ceil((part.stop - part.start) / sizes[part.key]);
@@ -119,7 +114,6 @@ const calculator = (() => {
   /** The schedule of a policy for `length` layers: `ScanCheckpointPolicy.schedule`. */
   function scheduleOf(policy, length) {
     if (policy.max_carries) return bounded(length, Math.min(policy.max_carries, length));
-    if (policy.segment_length) return segmented(length, policy.segment_length);
     if (Array.isArray(policy.nested)) return levels(length, policy.nested);
     if (policy.nested === true && policy.offload) return equal(length, Math.ceil(Math.sqrt(length)));
     if (policy.nested === true) return shrinking(length);
@@ -181,8 +175,8 @@ const calculator = (() => {
     const carry = input.tokens * width * bytes;
     const first = Math.min(policy.first_layers || 0, layers);
     const rest = layers - first;
-    const cut = Boolean(policy.nested || policy.segment_length || policy.max_carries);
-    const everything = Boolean(policy.disable);
+    const cut = Boolean(policy.nested || policy.max_carries);
+    const everything = Boolean(policy.save_block_internals);
     const schedule = rest ? scheduleOf(policy, rest) : null;
     const kinds = input.inner || [0];
     const kindOf = (layer) => layer % kinds.length;
@@ -244,7 +238,7 @@ const calculator = (() => {
     return widest + (alike ? 1 : 2) * carry + kinds;
   }
 
-  return { shrinking, equal, segmented, levels, bounded, scheduleOf, replaysOf, lifetimes, estimate };
+  return { shrinking, equal, levels, bounded, scheduleOf, replaysOf, lifetimes, estimate };
 })();
 
 if (typeof module !== "undefined") module.exports = calculator;
@@ -259,11 +253,10 @@ const HELD_AT_MOST = 12000; // rectangles that a browser draws without delay
 /** The policies that the page compares, by the name shown; `k` is the number that belongs to some. */
 function policiesOf(k) {
   return {
-    "False": { disable: true },
+    "False": { save_block_internals: true },
     "True": {},
     "nested": { nested: true },
     [`nested=${k}`]: { nested: k },
-    [`segment_length=${k}`]: { segment_length: k },
     [`max_carries=${Math.max(2, k)}`]: { max_carries: Math.max(2, k) },
     "offload": { offload: true },
     "nested + offload": { nested: true, offload: true },
@@ -303,7 +296,7 @@ function readForm(form) {
   const first = Math.min(least("first_layers"), input.layers);
   const policies = policiesOf(positive("k"));
   for (const policy of Object.values(policies)) {
-    if (first && !policy.disable && Object.keys(policy).length) {
+    if (first && !policy.save_block_internals && Object.keys(policy).length) {
       Object.assign(policy, { first_layers: first, first_carries: value("first_policy") === "True" });
     }
   }

@@ -1,71 +1,98 @@
-"""The folds that a loss function makes, noted as equations of their own when it is traced."""
+"""The folds that a loss function makes of stacks that are updated, followed in its reverse pass."""
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
 import equinox as eqx
 import jax
 from haliax import Axis
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import ad
+from jax.interpreters.partial_eval import dce_jaxpr
 
+from .._activity import CALLS, name_of, programs_in
 from .._block_foldable import BlockFoldable
+from .._compat import HiPrim, without_constants
 from .._policy import ScanCheckpointPolicy
+from .._scan.sweep_back import SweepBack
+from .._scan.visitor import SweepResult
+from .._static import PyTree, Static
 
-Place: TypeAlias = Literal["init", "args", "kwargs"]
+
+class Follower(Protocol):
+    """Sweeps back over the layers of a fold, and keeps what it finds."""
+
+    def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
+        """Take what sweeps back, and which arrays of `(init, args, kwargs)` have cotangents."""
+
+    def __call__(self, cotangent: PyTree) -> SweepResult:
+        """Sweep back from the cotangent of what the fold returned."""
+        ...
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fold:
-    """A call of `fold` or `scan` that a loss function makes.
+class FollowedFold(HiPrim):
+    """A fold, `(stack, init, args, kwargs) -> result`, of the arrays in these.
+
+    Its reverse pass is that of a follower, and gives no cotangents of the stack.
 
     Attributes:
-        number: of the stack among those that are followed.
-        verb: "fold" or "scan".
-        options: `remat`, `unroll` and `reverse`, where the call gives them.
-        given: `(stack, init, args, kwargs)`, each array replaced by its type.
-        types: of the arrays that it returns.
-        struct: what it returns, each array replaced by its type.
+        name: of the stack, for errors.
+        call: "fold" or "scan", and its options.
+        static: what else is in the arguments.
+        follower: None while the loss is traced.
     """
 
-    number: int
-    verb: str
-    options: dict[str, Any]
-    given: Any
-    types: tuple[Any, ...]
-    struct: Any
+    name: str
+    call: Callable
+    static: Static
+    follower: Follower | None
 
-    def positions(self, name: Place) -> list[int | None]:
-        """For each leaf of a part of `given`, None being a leaf, its place among all arrays, or None."""
-        before: list[Any] = []
-        for part, tree in zip(("stack", "init", "args", "kwargs"), self.given, strict=True):
-            leaves = jax.tree.leaves(tree, is_leaf=lambda node: node is None)
-            first = sum(map(is_struct, before))
-            if part == name:
-                counts = itertools.accumulate(map(is_struct, leaves), initial=first)
-                return [at if is_struct(leaf) else None for at, leaf in zip(counts, leaves, strict=False)]
-            before += leaves
-        raise AssertionError(name)
+    def __init__(self, in_types: PyTree, out_types: PyTree, **params: Any) -> None:
+        self.in_avals, self.out_aval, self.params = in_types, out_types, params
+        super().__init__()
 
-    def cotangent(self, arrays: Iterable[Any]) -> Any:
-        """The cotangent of what it returns, of the cotangents of the arrays in it."""
-        return with_arrays(eqx.filter(self.struct, is_struct), arrays)
+    def followed(self, follower: Follower) -> "FollowedFold":
+        return FollowedFold(self.in_avals, self.out_aval, **{**self.params, "follower": follower})
+
+    def expand(self, *arrays: PyTree) -> PyTree:
+        return eqx.filter(self.call("", *eqx.combine(arrays, self.static.value)), eqx.is_array)
+
+    def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[PyTree, None]:
+        if self.follower is None:
+            raise _refusal(self.name, "a derivative that the loss takes")
+        stack, *given = eqx.combine(arrays, self.static.value)
+        y, sweep_back = self.call("_vjp", stack, *given)
+        self.follower.begin(sweep_back, stack, nonzero[1:])
+        return eqx.filter(y, eqx.is_array), None
+
+    def vjp_bwd(self, residuals: None, cotangents: PyTree, *sums: PyTree) -> None:
+        assert self.follower is not None
+        leaves = map(ad.instantiate_zeros, self.out_tree.flatten_up_to(cotangents))
+        result = self.follower(self.out_tree.unflatten(leaves))
+        found = leaves_or_none((result.carry, result.args, result.kwargs))
+        for total, cotangent in zip(leaves_or_none(sums[1:]), found, strict=True):
+            if total is not None and cotangent is not None:
+                total.accum(cotangent)
+
+    def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
+        raise _refusal(self.name, "a derivative that the loss takes")
+
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
+        raise _refusal(self.name, "jax.vmap")
 
 
-def is_struct(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+def leaves_or_none(tree: PyTree) -> list[PyTree]:
+    """The leaves of a tree, None being one."""
+    return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
 
 
-def with_arrays(tree: Any, arrays: Iterable[Any]) -> Any:
-    given = iter(arrays)
-    return jax.tree.map(lambda leaf: next(given) if is_struct(leaf) else leaf, tree)
-
-
-def run(fold: Fold, suffix: str, arrays: Sequence[Any]) -> Any:
-    stack, init, args, kwargs = with_arrays(fold.given, arrays)
-    return getattr(stack, fold.verb + suffix)(init, *args, **fold.options, **kwargs)
+def _refusal(name: str, what: str) -> TypeError:
+    return TypeError(
+        f"{name} is folded inside of {what}. A fused update follows a fold that the loss calls once, "
+        "directly or inside of jax.jit: move it out, or freeze the stack (trainable)."
+    )
 
 
 class FollowedStack(eqx.Module):
@@ -73,7 +100,6 @@ class FollowedStack(eqx.Module):
 
     _stack: BlockFoldable
     _name: str = eqx.field(static=True)
-    _number: int = eqx.field(static=True)
 
     @property
     def Block(self) -> Axis:
@@ -90,55 +116,130 @@ class FollowedStack(eqx.Module):
     def __len__(self) -> int:
         return len(self._stack)
 
-    def fold(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def fold(self, init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """As `Stacked.fold`."""
-        return self._apply("fold", init, args, *_options(kwargs))
+        return self._apply("fold", init, args, kwargs)
 
-    def scan(self, init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def scan(self, init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """As `Stacked.scan`."""
-        return self._apply("scan", init, args, *_options(kwargs))
+        return self._apply("scan", init, args, kwargs)
 
-    def _apply(
-        self, verb: str, init: Any, args: tuple[Any, ...], options: dict[str, Any], kwargs: dict[str, Any]
-    ) -> Any:
-        tree = (self._stack, init, args, kwargs)
-        arrays = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
-        given = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if eqx.is_array(leaf) else leaf, tree
-        )
-        call = Fold(self._number, verb, options, given, (), None)
-        closed, struct, static = eqx.filter_make_jaxpr(lambda arrays: run(call, "", arrays))(arrays)
-        types = tuple(out.aval for out in closed.jaxpr.outvars)
-        call = dataclasses.replace(call, types=types, struct=eqx.combine(struct, static))
-        return with_arrays(call.struct, fold_p.bind(*arrays, fold=call))
+    def _apply(self, verb: str, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
+        options = {name: kwargs.pop(name) for name in ("remat", "unroll", "reverse") if name in kwargs}
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"In the loss of a fused update, {self._name} has fold and scan, and no {name!r}: its weights "
+        def call(
+            suffix: str, stack: PyTree, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        ) -> PyTree:
+            return getattr(stack, verb + suffix)(init, *args, **options, **kwargs)
+
+        arrays, static = eqx.partition((self._stack, init, args, kwargs), eqx.is_array)
+        traced = eqx.filter_make_jaxpr(functools.partial(call, ""))
+        closed, types, rest = traced(self._stack, init, args, kwargs)
+        if any(isinstance(constant, Tracer) for constant in closed.consts):
+            raise ValueError(
+                f"In the loss of a fused update, a function passed to {self._name}.{verb} uses arrays "
+                "of the loss that are not among its arguments. Pass these arrays as arguments of their own."
+            )
+        params = {"name": self._name, "call": call, "static": Static(static), "follower": None}
+        return eqx.combine(FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays), rest)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(self._lacks("layers by index"))
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(self._lacks("layers one by one"))
+
+    def _lacks(self, what: str) -> str:
+        return (
+            f"In the loss of a fused update, {self._name} has fold and scan, and no {what}: its weights "
             "are updated in the backward pass of the one fold. "
             "Freeze the stack (trainable) to use it otherwise."
         )
 
 
-def _options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    options = {name: kwargs[name] for name in ("remat", "unroll", "reverse") if name in kwargs}
-    return options, {name: value for name, value in kwargs.items() if name not in options}
+def followed(
+    closed: ClosedJaxpr, weights: Sequence[Sequence[Var]], names: Sequence[str], followers: Sequence[Follower]
+) -> Callable[..., list[PyTree]]:
+    """A loss as a function of its inputs, in whose reverse pass each stack has its follower.
+
+    Args:
+        closed: the loss.
+        weights: for each stack, those of its inputs that are its weights.
+        names: of the stacks.
+        followers: one for each.
+
+    Raises:
+        ValueError: a stack is not folded exactly once, or its weights are used otherwise.
+        TypeError: it is folded inside of a loop or another transformation.
+    """
+    jaxpr, constants = without_constants(closed)
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    same: dict[Var, Any] = {}
+    equations = [*_inlined(jaxpr, same)]
+    outputs = [_resolve(var, same) for var in jaxpr.outvars]
+    inputs = jaxpr.invars[len(constants) :]
+    variables = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+    for own, name, follower in zip(weights, names, followers, strict=True):
+        at = _only_use(equations, [variables[var] for var in own], name)
+        fold = equations[at].params["_prim"]
+        equations[at] = equations[at].replace(params={"_prim": fold.followed(follower)})
+    return functools.partial(eval_jaxpr, jaxpr.replace(eqns=equations, outvars=outputs), (), *constants)
 
 
-def _refuse(what: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise TypeError(
-            f"A fused update follows a fold that the loss calls once; this one is called inside of {what}. "
-            "Move it out, or freeze the stack (trainable)."
+def _only_use(equations: Sequence[JaxprEqn], weights: Sequence[Var], name: str) -> int:
+    """Which equation is the one fold of a stack, and alone reads its weights."""
+    found = []
+    for at, eqn in enumerate(equations):
+        read = [var for var in eqn.invars if isinstance(var, Var) and var in weights]
+        if not read:
+            continue
+        if not _is_fold(eqn) and any(map(_holds_fold, programs_in(eqn))):
+            raise _refusal(name, f"`{name_of(eqn)}`")
+        if not _is_fold(eqn) or read != [*weights]:
+            how = "changes" if _is_fold(eqn) else f"uses (in `{name_of(eqn)}`)"
+            raise ValueError(
+                f"The loss {how} the weights of {name} outside of its layers. A fused update gives "
+                "them to the fold alone: cast or change them in the block's own call."
+            )
+        found.append(at)
+    if len(found) != 1:
+        raise ValueError(
+            f"The loss folds {name} {len(found)} times. A fused update needs one call of fold "
+            "or scan: freeze the stack (trainable), or compute its gradient with jax.grad."
         )
+    return found[0]
 
-    return refuse
+
+def _inlined(jaxpr: Jaxpr, same: dict[Var, Any]) -> Iterator[JaxprEqn]:
+    """The equations of `jaxpr`, with those of the calls that hold a fold in their place.
+
+    Puts into `same` for variables what they stand for.
+    """
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[_resolve(var, same) for var in eqn.invars])
+        if eqn.primitive.name not in CALLS or not any(map(_holds_fold, programs_in(eqn))):
+            yield eqn
+            continue
+        (inner,), constants = programs_in(eqn), getattr(eqn.params["jaxpr"], "consts", ())
+        pairs = zip(inner.constvars, constants, strict=True)
+        same |= {var: Literal(value, var.aval) for var, value in pairs}
+        same |= zip(inner.invars, eqn.invars, strict=True)
+        yield from _inlined(inner, same)
+        same |= zip(eqn.outvars, inner.outvars, strict=True)
 
 
-fold_p = Primitive("stacked_remat_fused_fold")
-fold_p.multiple_results = True
-fold_p.def_abstract_eval(lambda *_, fold: list(fold.types))
-batching.primitive_batchers[fold_p] = _refuse("jax.vmap")
-ad.primitive_jvps[fold_p] = _refuse("a derivative that the loss takes")
+def _resolve(var: Any, same: dict[Var, Any]) -> Any:
+    while isinstance(var, Var) and var in same:
+        var = same[var]
+    return var
+
+
+def _is_fold(eqn: JaxprEqn) -> bool:
+    return isinstance(eqn.params.get("_prim"), FollowedFold)
+
+
+def _holds_fold(jaxpr: Jaxpr) -> bool:
+    return any(_is_fold(eqn) or any(map(_holds_fold, programs_in(eqn))) for eqn in jaxpr.eqns)

@@ -9,9 +9,10 @@ from jaxtyping import DTypeLike
 
 from .._activity import active_variables
 from .._messages import shortened
+from .._static import PyTree
 
 
-def check_separable(optimizer: Any, params: Any, owners: Sequence[int], dtype: DTypeLike | None) -> None:
+def check_separable(optimizer: Any, params: PyTree, owners: Sequence[int], dtype: DTypeLike | None) -> None:
     """Refuse an optimizer that updates one part by the gradient of another, or changes its state's types.
 
     Traces its update of all parts at once and follows the data, through the state to later steps too. Nothing
@@ -58,7 +59,7 @@ def check_separable(optimizer: Any, params: Any, owners: Sequence[int], dtype: D
             )
 
 
-def _check_types(before: Any, after: Any) -> None:
+def _check_types(before: PyTree, after: PyTree) -> None:
     pairs = zip(jtu.tree_leaves_with_path(before), jtu.tree_leaves_with_path(after), strict=False)
     for (path, old), (new_path, new) in pairs:
         if path != new_path or (old.shape, old.dtype) != (new.shape, new.dtype):

@@ -1,7 +1,7 @@
 """Which arrays of a model a fused update trains, and the trees in which an optimizer is given them."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +9,7 @@ import jax
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
+from jax.tree_util import KeyPath
 from jaxtyping import DTypeLike
 
 from .._messages import axes_text
@@ -17,35 +18,31 @@ from .._scan.marks import is_split, raw_array
 from .._stacked import Stacked
 from .._stacked_kinds import layer_types
 from .._stacked_pattern import StackedPattern
-from .folds import FollowedStack
+from .._static import PyTree
+from .folds import FollowedStack, leaves_or_none
 from .separable import check_separable
 
 
-def _is_stack(node: Any) -> bool:
+def _is_stack(node: PyTree) -> bool:
     return isinstance(node, Stacked)
 
 
-def _is_folded(node: Any) -> bool:
+def _is_folded(node: PyTree) -> bool:
     return isinstance(node, Stacked | StackedPattern)
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: PyTree) -> bool:
     return node is None
 
 
-def leaves_or_none(tree: Any) -> list[Any]:
-    """The leaves of a tree, None being one."""
-    return jax.tree.leaves(tree, is_leaf=_is_none)
-
-
-def masked(tree: Any, mask: Iterable[bool]) -> Any:
+def masked(tree: PyTree, mask: Iterable[bool]) -> PyTree:
     """A tree with None in the place of the leaves, None being one, that the mask leaves out."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
     kept = [leaf if is_ else None for leaf, is_ in zip(leaves, mask, strict=True)]
     return jax.tree.unflatten(structure, kept)
 
 
-def replaced(tree: Any, mask: Iterable[bool], new: Iterable[Any]) -> Any:
+def replaced(tree: PyTree, mask: Iterable[bool], new: Iterable[PyTree]) -> PyTree:
     """A tree with other leaves where the mask says so."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
     given = iter(new)
@@ -65,7 +62,7 @@ class FoldedLayers:
     """
 
     name: str
-    path: tuple[Any, ...]
+    path: KeyPath
     stacks: dict[str | None, int]
 
 
@@ -82,15 +79,15 @@ class Trained:
         folded: what the loss folds of them.
     """
 
-    model: Any
-    nodes: list[Any]
-    trained: list[Any]
+    model: PyTree
+    nodes: list[PyTree]
+    trained: list[PyTree]
     followed: list[int]
     names: list[str]
     folded: list[FoldedLayers]
 
     @staticmethod
-    def of(model: Any, trainable: Any) -> "Trained":
+    def of(model: PyTree, trainable: Any) -> "Trained":
         trained = eqx.filter(model, trainable)
         paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
         nodes = structure.flatten_up_to(trained)
@@ -134,42 +131,47 @@ class Trained:
     def stacks(self) -> list[Stacked]:
         return [self.nodes[i] for i in self.followed]
 
-    def _tree(self, nodes: list[Any]) -> Any:
+    def _tree(self, nodes: list[PyTree]) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(self.model, is_leaf=_is_stack), nodes)
 
-    def in_loss(self) -> Any:
-        """The model with a `FollowedStack` in the place of each stack that is trained."""
-        numbers = {folded.path: number for number, folded in enumerate(self.folded)}
+    def in_loss(self, rest: PyTree, weights: Sequence[PyTree]) -> PyTree:
+        """The model with other trained arrays, and a `FollowedStack` in the place of what is folded."""
+        stacks = [
+            replaced(stack, self.layer_mask(number), jax.tree.leaves(new))
+            for number, (stack, new) in enumerate(zip(self.stacks, weights, strict=True))
+        ]
+        names = {folded.path: folded.name for folded in self.folded}
 
-        def replace(path: tuple[Any, ...], node: Any) -> Any:
-            return FollowedStack(node, f"model{jtu.keystr(path)}", numbers[path]) if path in numbers else node
+        def follow(path: KeyPath, node: PyTree) -> PyTree:
+            return FollowedStack(node, names[path]) if path in names else node
 
-        return jtu.tree_map_with_path(replace, self.model, is_leaf=_is_folded)
+        model = self.updated(stacks, jax.tree.leaves(rest))
+        return jtu.tree_map_with_path(follow, model, is_leaf=_is_folded)
 
-    def is_of_rest(self) -> list[bool]:
-        """For each array of the model whether it is trained and in no stack that is."""
-        pairs = zip(leaves_or_none(self.model), leaves_or_none(self.only_rest()), strict=True)
-        return [trained is not None for leaf, trained in pairs if eqx.is_array(leaf)]
+    @property
+    def weights(self) -> list[PyTree]:
+        """The stacks with None in the place of what is not trained."""
+        return [self.trained[i] for i in self.followed]
 
     def layer_mask(self, number: int) -> list[bool]:
         """For each leaf of a layer, None among them, whether it is trained."""
         return [leaf is not None for leaf in leaves_or_none(self.trained[self.followed[number]])]
 
-    def _nothing(self) -> list[Any]:
+    def _nothing(self) -> list[PyTree]:
         return [eqx.filter(node, False) if _is_stack(node) else None for node in self.nodes]
 
-    def layer_types(self, number: int) -> Any:
+    def layer_types(self, number: int) -> PyTree:
         """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
         return masked(layer_types(self.nodes[self.followed[number]]), self.layer_mask(number))
 
-    def only_layer(self, number: int, layer: Any) -> Any:
+    def only_layer(self, number: int, layer: PyTree) -> PyTree:
         """The model with this layer in the place of a stack, and None in the place of all other arrays."""
         nodes = self._nothing()
         i = self.followed[number]
         nodes[i] = _with_layer(nodes[i], layer)
         return self._tree(nodes)
 
-    def only_rest(self) -> Any:
+    def only_rest(self) -> PyTree:
         """The model with None in the place of all that is not trained, or in a stack that is."""
         nodes = self._nothing()
         return self._tree(
@@ -179,7 +181,7 @@ class Trained:
             ]
         )
 
-    def updated(self, stacks: Iterable[Any], rest: list[Any]) -> Any:
+    def updated(self, stacks: Iterable[PyTree], rest: list[PyTree]) -> PyTree:
         """The model with other stacks, and with other arrays in the place of those of `only_rest`."""
         nodes = list(self.nodes)
         for i, stack in zip(self.followed, stacks, strict=True):
@@ -200,7 +202,7 @@ class Trained:
         check_separable(optimizer, self._tree(nodes), owners, dtype)
 
 
-def _folded(model: Any, paths: list[tuple[Any, ...]]) -> list[FoldedLayers]:
+def _folded(model: PyTree, paths: list[KeyPath]) -> list[FoldedLayers]:
     """What is folded, given the paths of the stacks that are trained."""
     found = []
     for path, node in jtu.tree_leaves_with_path(model, is_leaf=_is_folded):
@@ -214,7 +216,7 @@ def _folded(model: Any, paths: list[tuple[Any, ...]]) -> list[FoldedLayers]:
     return found
 
 
-def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
+def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTree:
     """The states of all layers as a tree.
 
     Args:
@@ -225,34 +227,14 @@ def state_of_layers(leaves: Iterable[Any], of_one: Any, Layers: Axis) -> Any:
     """
 
     def with_axis(leaf: Any) -> Any:
-        if not _has_array(leaf) or leaf.array.shape[1:] != _shape(leaf):
-            return leaf
-        return NamedArray(leaf.array, (Layers, *leaf.axes))
+        if not is_named_array(leaf) or not hasattr(leaf.array, "shape"):
+            return leaf  # what an optimizer has in the place of an array that it leaves out has no shape
+        is_whole = leaf.array.shape[1:] == tuple(axis.size for axis in leaf.axes)
+        return NamedArray(leaf.array, (Layers, *leaf.axes)) if is_whole else leaf
 
     state = jax.tree.unflatten(jax.tree.structure(of_one), leaves)
     return jax.tree.map(with_axis, state, is_leaf=is_named_array)
 
 
-def layer_structure(state: Any) -> Any:
-    """The structure of the state of one layer, of that of `state_of_layers`."""
-
-    def without_axis(leaf: Any) -> Any:
-        if not _has_array(leaf) or leaf.array.shape != _shape(leaf):
-            return leaf
-        of_one: Any = jax.ShapeDtypeStruct(leaf.array.shape[1:], leaf.array.dtype)
-        return NamedArray(of_one, leaf.axes[1:])
-
-    return jax.tree.structure(jax.tree.map(without_axis, state, is_leaf=is_named_array))
-
-
-def _shape(named: NamedArray) -> tuple[int, ...]:
-    return tuple(axis.size for axis in named.axes)
-
-
-def _has_array(node: Any) -> bool:
-    """Whether it is a named array, and not what an optimizer has in the place of one that it leaves out."""
-    return is_named_array(node) and hasattr(node.array, "shape")
-
-
-def _with_layer(stack: Any, layer: Any) -> Any:
+def _with_layer(stack: PyTree, layer: PyTree) -> PyTree:
     return eqx.tree_at(lambda stack: stack.stacked, stack, layer, is_leaf=_is_none)

@@ -14,20 +14,21 @@ from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
 from .._scan.marks import PerKind
 from .._scan.pattern import per_kind
-from .._scan.visitor import LayerResult, LayerVisit
-from .folds import Fold, Place
-from .loss_parts import Part, Values, cut_at_folds
-from .trained import Trained, layer_structure, leaves_or_none, masked, replaced, state_of_layers
+from .._scan.sweep_back import SweepBack
+from .._scan.visitor import LayerResult, LayerVisit, SweepResult
+from .._static import PyTree
+from .folds import followed, leaves_or_none
+from .trained import Trained, masked, replaced, state_of_layers
 
 
 class Optimizer(Protocol):
     """An `optax.GradientTransformation`."""
 
-    def init(self, params: Any, /) -> Any:
+    def init(self, params: PyTree, /) -> PyTree:
         """The state before the first step."""
         ...
 
-    def update(self, updates: Any, state: Any, params: Any = None, /) -> tuple[Any, Any]:
+    def update(self, updates: PyTree, state: PyTree, params: PyTree = None, /) -> tuple[PyTree, PyTree]:
         """From gradients to updates and the next state."""
         ...
 
@@ -41,8 +42,8 @@ class FusedState(NamedTuple):
         rest: of everything else that is trained.
     """
 
-    stacks: tuple[Any, ...]
-    rest: Any
+    stacks: tuple[PyTree, ...]
+    rest: PyTree
 
 
 class FusedResult(NamedTuple):
@@ -55,9 +56,9 @@ class FusedResult(NamedTuple):
         grad_norm: the global norm of the gradient, before clipping.
     """
 
-    model: Any
+    model: PyTree
     state: FusedState
-    value: Any
+    value: PyTree
     grad_norm: Float[Array, ""]
 
 
@@ -136,7 +137,7 @@ class FusedUpdate:
     clip: Literal["global", "layer"]
     gradient_dtype: DTypeLike | None
 
-    def init(self, model: Any) -> FusedState:
+    def init(self, model: PyTree) -> FusedState:
         """The optimizer's state for a model.
 
         For a stack with a trained array on the host, what the state has of matrices is there too.
@@ -153,27 +154,25 @@ class FusedUpdate:
         stacks = tuple(self._state_of(trained, number) for number in range(len(trained.stacks)))
         return FusedState(stacks, self.optimizer.init(trained.only_rest()))
 
-    def _state_of(self, trained: Trained, number: int) -> Any:
-        def init(layer: Any) -> Any:
-            return self.optimizer.init(trained.only_layer(number, layer))
+    def _state_of(self, trained: Trained, number: int) -> PyTree:
+        stack, mask = trained.stacks[number], trained.layer_mask(number)
+        on_host = has_host_arrays(masked(stack.stacked, mask))
 
-        def leaves(layer: Any) -> list[Any]:
-            return jax.tree.leaves(init(masked(layer, trained.layer_mask(number))))
-
-        def leaves_on_host(_: None, layer: Any) -> tuple[None, list[Any]]:
+        def init(_: None, layer: PyTree) -> tuple[None, list[PyTree]]:
+            leaves = jax.tree.leaves(self.optimizer.init(trained.only_layer(number, masked(layer, mask))))
             return None, [
-                to_host(leaf) if moves_to_host(leaf.shape, leaf.dtype) else leaf for leaf in leaves(layer)
+                to_host(leaf) if on_host and moves_to_host(leaf.shape, leaf.dtype) else leaf
+                for leaf in leaves
             ]
 
-        stack = trained.stacks[number]
-        of_one = jax.eval_shape(init, trained.layer_types(number))
-        if has_host_arrays(masked(stack.stacked, trained.layer_mask(number))):
-            _, found = scan(leaves_on_host, stack.Layers)(None, stack.stacked)
-        else:
-            found = stack.vmap_via(leaves)()
-        return state_of_layers(found, of_one, stack.Layers)
+        _, leaves = scan(init, stack.Layers)(None, stack.stacked)
+        return state_of_layers(leaves, self._layer_state(trained, number), stack.Layers)
 
-    def __call__(self, model: Any, state: FusedState, /, *args: Any, **kwargs: Any) -> FusedResult:
+    def _layer_state(self, trained: Trained, number: int) -> PyTree:
+        """The types of the state of one layer."""
+        return jax.eval_shape(self.optimizer.init, trained.only_layer(number, trained.layer_types(number)))
+
+    def __call__(self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
         trained = Trained.of(model, self.trainable)
         given, structure = jax.tree.flatten(state)
@@ -181,29 +180,31 @@ class FusedUpdate:
         if not isinstance(state, FusedState) or _shapes(state) != _shapes(like):
             raise ValueError(
                 f"The state is not that of this model, which trains {len(trained.stacks)} stacks and "
-                f"{sum(trained.is_of_rest())} other arrays, and optimizer. Make it by its init."
+                f"{len(jax.tree.leaves(trained.only_rest()))} other arrays, and optimizer. Make it by its "
+                "init."
             )
-        names = [folded.name for folded in trained.folded]
-        parts = cut_at_folds(self.loss, trained.in_loss(), args, kwargs, names)
-        arrays = [leaf for leaf in jax.tree.leaves((model, args, kwargs)) if eqx.is_array(leaf)]
-        values = Values(parts, arrays, trained.is_of_rest())
         # Equal but for the policies of stacks, which may have changed since the state was made.
-        result = _step(self, trained, jax.tree.unflatten(jax.tree.structure(like), given), values)
+        result = _step(self, trained, jax.tree.unflatten(jax.tree.structure(like), given), args, kwargs)
         return result._replace(state=jax.tree.unflatten(structure, jax.tree.leaves(result.state)))
 
-    def _scaled(self, gradients: list[Any], norm: Any) -> list[Any]:
+    @property
+    def sweeps_twice(self) -> bool:
+        """Whether the norm of all gradients decides about each."""
+        return self.max_grad_norm is not None and self.clip == "global"
+
+    def _scaled(self, gradients: list[PyTree], norm: Any) -> list[PyTree]:
         """The gradients, scaled down where `norm` is greater than the greatest."""
         most = self.max_grad_norm
         if most is None:
             return gradients
         return [jnp.where(norm < most, leaf, leaf / norm.astype(leaf.dtype) * most) for leaf in gradients]
 
-    def _cast(self, gradients: list[Any]) -> list[Any]:
+    def _cast(self, gradients: list[PyTree]) -> list[PyTree]:
         """The gradients in `gradient_dtype`."""
         dtype = self.gradient_dtype
         return gradients if dtype is None else [leaf.astype(dtype) for leaf in gradients]
 
-    def _updated(self, gradients: list[Any], state: Any, params: Any) -> tuple[list[Any], Any]:
+    def _updated(self, gradients: list[PyTree], state: PyTree, params: PyTree) -> tuple[list[PyTree], Any]:
         """The trained leaves of `params` after an update by their gradients, and the next state."""
         leaves, structure = jax.tree.flatten(params)
         updates, state = self.optimizer.update(jax.tree.unflatten(structure, gradients), state, params)
@@ -220,7 +221,7 @@ def _added(leaf: Any, step: Any) -> Any:
     return (leaf.astype(dtype) + step.astype(dtype)).astype(leaf.dtype)
 
 
-def _sum_of_squares(leaves: list[Any]) -> Any:
+def _sum_of_squares(leaves: list[Array]) -> Array:
     def of_one(leaf: Any) -> Any:
         size = jnp.abs(leaf)
         return jnp.sum(jnp.square(size if jnp.finfo(size.dtype).bits > 32 else size.astype(jnp.float32)))
@@ -228,133 +229,159 @@ def _sum_of_squares(leaves: list[Any]) -> Any:
     return sum(map(of_one, leaves), jnp.zeros(()))
 
 
+@dataclasses.dataclass(eq=False)
+class _Layers:
+    """The layers of a fold in a step: a `Follower`, which updates them too.
+
+    Attributes:
+        fused: the step.
+        trained: what is trained.
+        stacks: the numbers of their stacks, by kind.
+        states: their states by kind, before and after the update.
+        layers: the updated stacks.
+        squares: the sum of the squares of the gradients.
+        cotangent: of what the fold returned.
+        sweep_back: from it.
+        wanted: which arrays of `(init, args, kwargs)` have cotangents.
+        kinds: of a `StackedPattern`, none of a `Stacked`.
+    """
+
+    fused: FusedUpdate
+    trained: Trained
+    stacks: dict[str | None, int]
+    states: dict[str | None, Any]
+    layers: dict[str | None, Any] = dataclasses.field(default_factory=dict)
+    squares: Any = None
+    cotangent: PyTree = None
+    sweep_back: SweepBack = dataclasses.field(init=False)
+    wanted: Any = dataclasses.field(init=False)
+    kinds: list[str] = dataclasses.field(init=False)
+
+    def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
+        self.sweep_back, self.wanted = sweep_back, wanted
+        self.kinds = [] if None in self.stacks else [*stack.stacks]
+
+    def __call__(self, cotangent: PyTree) -> SweepResult:
+        self.cotangent = cotangent
+        result = self.sweep(None, updates=not self.fused.sweeps_twice)
+        self.squares = result.state
+        return result
+
+    def sweep(self, norm: Any, *, updates: bool) -> SweepResult:
+        """Sweep back, and update the layers by this norm, or by each layer's own."""
+
+        def leaves(kind: str | None) -> list[PyTree]:
+            return jax.tree.leaves(self.states.get(kind)) if updates else []
+
+        given = per_kind({kind: leaves(kind) for kind in self.kinds}) if self.kinds else leaves(None)
+        result = self.sweep_back(self.cotangent, self._visitor(norm, updates), jnp.zeros(()), given)
+        for kind, state in self.states.items() if updates else ():
+            after = result.layer_state if kind is None else result.layer_state.values[kind]
+            self.states[kind] = jax.tree.unflatten(jax.tree.structure(state), after)
+            self.layers[kind] = result.layers if kind is None else result.layers.stacks[kind]
+        return result
+
+    def _visitor(self, norm: Any, updates: bool) -> Callable[[LayerVisit, Any], LayerResult]:
+        fused, trained = self.fused, self.trained
+        structures = {
+            kind: jax.tree.structure(fused._layer_state(trained, number))
+            for kind, number in self.stacks.items()
+        }
+        # With a norm it is the second sweep, and these are known.
+        names: tuple[_Further, ...] = ("args", "kwargs") if norm is None else ()
+        masks = dict(zip(names, self.wanted[1:], strict=False))
+        further: dict[_Further, Any] = {
+            name: mask for name, mask in masks.items() if any(jax.tree.leaves(mask))
+        }
+
+        def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
+            is_trained = visit.kind in self.stacks
+            of_layer: list[Any] = ["layer"] if is_trained else []
+            carry, *others = visit.vjp("carry", *further, *of_layer)
+            pairs = zip(further.items(), others, strict=False)
+            cotangents = {
+                name: masked(tree, leaves_or_none(_of_kind(mask, visit.kind))) for (name, mask), tree in pairs
+            }
+            if not is_trained:
+                return LayerResult(carry, **cotangents)
+            number = self.stacks[visit.kind]
+            mask = trained.layer_mask(number)
+            # Without the barrier XLA holds a layer's internals until the optimizer is done.
+            gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(others[-1], mask))))
+            own = _sum_of_squares(gradients)
+            result = LayerResult(carry, state=squares + own, **cotangents)
+            if not updates:
+                return result
+            gradients = fused._scaled(gradients, jnp.sqrt(own) if norm is None else norm)
+            params = trained.only_layer(number, masked(visit.layer, mask))
+            before = jax.tree.unflatten(structures[visit.kind], visit.layer_state)
+            new, after = fused._updated(gradients, before, params)
+            layer = replaced(visit.layer, mask, new)
+            return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
+
+        return visit_layer
+
+
 _Further: TypeAlias = Literal["args", "kwargs"]
 
 
-class _Sweep(NamedTuple):
-    """The backward pass over the layers of a fold: what sweeps back, and the cotangent to begin with."""
-
-    part: Part
-    fold: Fold
-    sweep_back: Callable[..., Any]
-    cotangent: Any
-
-
-def _visitor(
-    fused: FusedUpdate,
-    trained: Trained,
-    values: Values,
-    part: Part,
-    fold: Fold,
-    states: dict[str | None, Any],
-    norm: Any,
-) -> Callable[[LayerVisit, Any], LayerResult]:
-    """Adds up the squares of gradients; with states, updates each layer, by `norm` or the layer's own."""
-    structures = {kind: layer_structure(state) for kind, state in states.items()}
-    numbers = trained.folded[fold.number].stacks
-    names: tuple[_Further, ...] = ("args", "kwargs")
-    is_active = {
-        name: [at is not None and values.is_active(part.inputs[at]) for at in fold.positions(name)]
-        for name in names
-    }
-    given = dict(zip(names, fold.given[2:], strict=True))
-    # With a norm it is the second sweep, and these are known.
-    wanted: list[_Further] = [name for name in names if any(is_active[name]) and norm is None]
-
-    def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
-        is_trained = visit.kind in numbers
-        of_layer: list[Any] = ["layer"] if is_trained else []
-        carry, *others = visit.vjp("carry", *wanted, *of_layer)
-        pairs = zip(wanted, others, strict=False)
-        cotangents = {
-            name: masked(tree, _of_kind(is_active[name], given[name], visit.kind)) for name, tree in pairs
-        }
-        if not is_trained:
-            return LayerResult(carry, **cotangents)
-        layer, number = others[-1], numbers[visit.kind]
-        mask = trained.layer_mask(number)
-        # Without the barrier XLA holds a layer's internals until the optimizer is done.
-        gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(layer, mask))))
-        own = _sum_of_squares(gradients)
-        result = LayerResult(carry, state=squares + own, **cotangents)
-        if visit.kind not in states:
-            return result
-        gradients = fused._scaled(gradients, jnp.sqrt(own) if norm is None else norm)
-        params = trained.only_layer(number, masked(visit.layer, mask))
-        before = jax.tree.unflatten(structures[visit.kind], visit.layer_state)
-        new, after = fused._updated(gradients, before, params)
-        layer = replaced(visit.layer, mask, new)
-        return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
-
-    return visit_layer
-
-
-def _of_kind(mask: list[bool], arguments: Any, kind: str | None) -> list[bool]:
-    """The entries of a mask of the arguments of all layers that are for those of one kind."""
-    _, structure = jax.tree.flatten(arguments, is_leaf=lambda node: node is None)
-    tree = jax.tree.map(
+def _of_kind(masks: PyTree, kind: str | None) -> PyTree:
+    """The part of a mask of the arguments of all layers that is for those of one kind."""
+    return jax.tree.map(
         lambda node: node.values[kind] if kind and isinstance(node, PerKind) else node,
-        jax.tree.unflatten(structure, mask),
+        masks,
         is_leaf=lambda node: isinstance(node, PerKind),
     )
-    return jax.tree.leaves(tree)
 
 
-def _step(fused: FusedUpdate, trained: Trained, state: FusedState, values: Values) -> FusedResult:
-    sweeps_twice = fused.max_grad_norm is not None and fused.clip == "global"
-    pullbacks = values.forward()
-    value = values.returned()
-    _check_scalar(value, fused.has_aux)
-    values.add_cotangents(values.loss.outputs[:1], [jnp.ones(())])
-    squares = jnp.zeros(())
-    stacks: dict[int, tuple[Any, Any]] = {}
-    sweeps: list[_Sweep] = []
+def _step(
+    fused: FusedUpdate,
+    trained: Trained,
+    state: FusedState,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> FusedResult:
+    def loss(rest: PyTree, weights: PyTree) -> PyTree:
+        return fused.loss(trained.in_loss(rest, weights), *args, **kwargs)
 
-    def sweep(of_fold: _Sweep, norm: Any, updates: bool) -> Any:
-        part, fold, sweep_back, cotangent = of_fold
-        numbers = trained.folded[fold.number].stacks
-        before = {kind: state.stacks[number] for kind, number in numbers.items()} if updates else {}
-        visitor = _visitor(fused, trained, values, part, fold, before, norm)
-        leaves = {kind: jax.tree.leaves(before.get(kind)) for kind in numbers}
-        if None in numbers:
-            result = sweep_back(cotangent, visitor, squares, leaves[None])
-            found: dict[str | None, Any] = {None: (result.layers, result.layer_state)}
-        else:
-            of_kinds = per_kind({kind: leaves.get(kind, []) for kind in fold.given[0].stacks})
-            result = sweep_back(cotangent, visitor, squares, of_kinds)
-            after = {**leaves, **result.layer_state.values}
-            found = {kind: (result.layers.stacks[kind], after[kind]) for kind in numbers}
-        for kind, number in numbers.items():
-            layers, after = found[kind]
-            stacks[number] = layers, jax.tree.unflatten(jax.tree.structure(before.get(kind)), after)
-        return result
+    inputs = trained.only_rest(), trained.weights
+    closed, struct, static = eqx.filter_make_jaxpr(loss)(*inputs)
+    names = [folded.name for folded in trained.folded]
+    variables = jax.tree.unflatten(jax.tree.structure(inputs), closed.jaxpr.invars)[1]
+    weights = [jax.tree.leaves([variables[n] for n in folded.stacks.values()]) for folded in trained.folded]
+    folds = [
+        _Layers(fused, trained, folded.stacks, {kind: state.stacks[n] for kind, n in folded.stacks.items()})
+        for folded in trained.folded
+    ]
+    run = followed(closed, weights, names, folds)
 
-    for part, pull_back in zip(values.loss.parts[::-1], pullbacks[::-1], strict=True):
-        if part.fold is None:
-            pull_back()
-            continue
-        cotangent = part.fold.cotangent([values.cotangent(var) for var in part.outputs])
-        sweeps.append(_Sweep(part, part.fold, pull_back, cotangent))
-        result = sweep(sweeps[-1], None, not sweeps_twice)
-        squares = result.state
-        found: dict[Place, Any] = {"init": result.carry, "args": result.args, "kwargs": result.kwargs}
-        for name, tree in found.items():
-            positions = part.fold.positions(name) if tree is not None else []
-            for at, cotangent in zip(positions, leaves_or_none(tree), strict=tree is not None):
-                if at is not None:
-                    values.add_cotangents([part.inputs[at]], [cotangent])
-    gradients = fused._cast([values.cotangent(var) for var in values.wanted])
+    def evaluate(*inputs: PyTree) -> tuple[PyTree, PyTree]:
+        outputs = run(*jax.tree.leaves(inputs))
+        returned = eqx.combine(jax.tree.unflatten(jax.tree.structure(struct), outputs), static)
+        _check_scalar(returned, fused.has_aux)
+        return outputs[0], returned
+
+    value, pull_back, returned = jax.vjp(evaluate, *inputs, has_aux=True)
+    unwanted = jax.tree.map(lambda _: jax.ad.DontWant(), inputs[1])  # pyright: ignore[reportPrivateImportUsage]
+    found, _ = pull_back.with_refs(inputs[0], unwanted)(jnp.ones_like(value))
+    gradients = fused._cast(jax.tree.leaves(found))
     own = _sum_of_squares(gradients)
+    for fold in folds:
+        if fold.squares is None:  # the value does not depend on it
+            fold(None)
+    squares = sum((fold.squares for fold in folds), jnp.zeros(()))
     norm = jnp.sqrt(squares + own)
-    for of_fold in sweeps if sweeps_twice else ():
-        sweep(of_fold, norm, True)
-    gradients = fused._scaled(gradients, norm if sweeps_twice else jnp.sqrt(own))
+    if fused.sweeps_twice:
+        for fold in folds:
+            fold.sweep(norm, updates=True)
+    gradients = fused._scaled(gradients, norm if fused.sweeps_twice else jnp.sqrt(own))
     new, of_rest = fused._updated(gradients, state.rest, trained.only_rest())
-    layers, states = zip(*(stacks[number] for number in range(len(stacks))), strict=True)
-    return FusedResult(trained.updated(layers, new), FusedState(states, of_rest), value, norm)
+    after = {n: (fold.layers[kind], fold.states[kind]) for fold in folds for kind, n in fold.stacks.items()}
+    layers, states = zip(*(after[n] for n in range(len(after))), strict=True)
+    return FusedResult(trained.updated(layers, new), FusedState(states, of_rest), returned, norm)
 
 
-def _check_scalar(value: Any, has_aux: bool) -> None:
+def _check_scalar(value: PyTree, has_aux: bool) -> None:
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise TypeError(f"With has_aux the loss returns a pair; got {type(value).__name__}.")
     leaves = jax.tree.leaves(value[0] if has_aux else value)

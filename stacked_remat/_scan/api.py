@@ -15,6 +15,7 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
+from .._static import PyTree
 from .layers import Loop, scan_layers
 from .marks import IsScanned, check_unmarked, is_named, is_named_or_shaped_array, per_layer
 from .step import Call, Until
@@ -80,7 +81,7 @@ def scan(
 
 
 def _loops(loop: Loop) -> Callable[..., Any]:
-    def run(init: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         carry, outputs = scan_layers(loop, init, (args, kwargs))
         return loop.call.result(carry, outputs)
@@ -89,15 +90,15 @@ def _loops(loop: Loop) -> Callable[..., Any]:
 
 
 def lax_scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    f: Callable[[Any, Any], tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
     remat: ScanCheckpointSpec = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """`jax.lax.scan` with a checkpoint policy, for code that takes a `scan_fn`.
 
     ```python

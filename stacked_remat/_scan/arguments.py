@@ -12,32 +12,26 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
 from haliax.axis import AxisSelector
+from jax.tree_util import KeyPath
 
 from .._messages import axes_text
+from .._static import PyTree
 from .marks import Entry, Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
 
 _NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds", "subkey", "subkeys")
 
 
 class Caller(NamedTuple):
-    """The operation that splits arguments over an axis, for error messages.
-
-    Attributes:
-        what: the operation, as the user writes it.
-        name_of: how to call the leaf at a tree path.
-    """
+    """The operation that splits arguments over an axis, as the user writes it, and its names of leaves."""
 
     what: str
-    name_of: Callable[[tuple[Any, ...]], str] = jtu.keystr
+    name_of: Callable[[KeyPath], str] = jtu.keystr
 
 
-def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[tuple[Any, ...]], str]:
-    """How to name a path into `(args, kwargs)` by the parameters of `fn`.
+def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[KeyPath], str]:
+    """How to name a path into `(args, kwargs)` by the parameters of `fn` after those that are skipped.
 
-    Args:
-        fn: what takes the arguments.
-        skip: how many of its first parameters are not among them.
-        first: names of the first of the arguments, if these are not parameters of `fn`.
+    The first of the arguments have the names `first`.
     """
 
     @functools.cache
@@ -46,7 +40,7 @@ def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Call
         named = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return [*first, *named], next((p.name for p in own if p.kind is p.VAR_POSITIONAL), "args")
 
-    def name_of(path: tuple[Any, ...]) -> str:
+    def name_of(path: KeyPath) -> str:
         (group, entry), (positional, variadic) = path[:2], parameters()
         if group.idx == 1:
             root = str(entry.key)
@@ -68,11 +62,7 @@ def parameters_of(fn: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:
-    """The axis with its size, which the arguments tell where only its name is given.
-
-    Raises:
-        ValueError: nothing is split.
-    """
+    """The axis with its size, which the arguments tell where only its name is given."""
     if isinstance(axis, Axis):
         return axis
     for _, leaf, _ in sorted(split, key=lambda entry: not is_named(entry[1])):
@@ -108,12 +98,8 @@ def is_unsplit_key(name: str, leaf: Any) -> bool:
     return _may_be_raw_key(leaf) and leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
 
 
-def check_no_lists(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis, caller: Caller) -> None:
-    """Refuse a list of as many Python values as layers: each layer would be given the whole list.
-
-    Raises:
-        ValueError: names the argument.
-    """
+def check_no_lists(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], axis: Axis, caller: Caller) -> None:
+    """Refuse a list of as many Python values as layers: each layer would be given the whole list."""
     paths_and_nodes = jtu.tree_leaves_with_path((args, kwargs), is_leaf=lambda node: isinstance(node, list))
     for path, node in paths_and_nodes:
         is_values = isinstance(node, list) and all(isinstance(value, int | float | str) for value in node)
@@ -127,7 +113,7 @@ def check_no_lists(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis, ca
 
 
 def warn_of_ambiguous(
-    init: Any, args: Sequence[Any], kwargs: dict[str, Any], axis: Axis, caller: Caller
+    init: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree], axis: Axis, caller: Caller
 ) -> None:
     """Warn of a plain array that may be meant for each layer or for a dimension of the carry of that size.
 
@@ -166,22 +152,14 @@ def _outside() -> int:
 _OURS = (__name__.split(".")[0], "jax", "equinox", "contextlib")
 
 
-def check_stacked(tree: Any, axis: Axis, caller: Caller) -> None:
-    """Refuse a tree whose split leaves have another size than `axis`.
-
-    Raises:
-        ValueError: names each path and size.
-    """
+def check_stacked(tree: PyTree, axis: Axis, caller: Caller) -> None:
+    """Refuse a tree whose split leaves have another size than `axis`."""
     leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_named)
     check_sizes(axis, [(*entry, "default") for entry in leaves if is_split(entry[1], axis)], caller)
 
 
 def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
-    """Refuse arguments whose size along `axis` is another.
-
-    Raises:
-        ValueError: names each path and size, and says how to mark an argument that is not to be split.
-    """
+    """Refuse arguments whose size along `axis` is another; says how to mark one that is not to be split."""
     wrong, agreeing = [], []
     for path, leaf, rule in split:
         (agreeing if leaf_size(leaf, axis) == axis.size else wrong).append((path, leaf, rule))

@@ -14,16 +14,12 @@ from jax.core import Tracer
 from .._activity import CALLS, CHECKPOINTS, program_of
 from .._messages import axes_text
 from .._schedule import whole_number
+from .._static import PyTree
 from .marks import is_array, is_named, raw_array
 
 
 def layers_axis(axis: Any, what: str = "A stack") -> Axis:
-    """The axis of layers; a number is an axis of this size with the name `layers`.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: for a negative number.
-    """
+    """The axis of layers; a number is an axis of this size with the name `layers`."""
     if isinstance(axis, Axis):
         return axis
     if isinstance(axis, bool | np.bool_) or not isinstance(axis, int | np.integer):
@@ -38,11 +34,7 @@ def layers_axis(axis: Any, what: str = "A stack") -> Axis:
 
 
 def axis_or_name(axis: Any, what: str) -> Axis | str:
-    """An axis, as `layers_axis`, or the name of one.
-
-    Raises:
-        TypeError, ValueError: for anything else.
-    """
+    """An axis, as `layers_axis`, or the name of one."""
     if isinstance(axis, Axis) and isinstance(axis.size, Tracer):
         raise TypeError(
             f"{what}: the size of axis {axis.name!r} is traced, and must be a number where the program is "
@@ -52,33 +44,21 @@ def axis_or_name(axis: Any, what: str) -> Axis | str:
 
 
 def check_unroll(unroll: int | bool) -> int | bool:
-    """The number of layers that one iteration of the loop runs; `True` for all.
-
-    Raises:
-        ValueError, TypeError: for anything else.
-    """
+    """The number of layers that one iteration of the loop runs; `True` for all."""
     if isinstance(unroll, bool):
         return unroll or 1
     return whole_number("unroll", unroll, "a bool or a number of layers")
 
 
 def check_reverse(reverse: bool) -> bool:
-    """Whether a scan goes from the last layer to the first.
-
-    Raises:
-        TypeError: for anything but a bool.
-    """
+    """Whether a scan goes from the last layer to the first."""
     if not isinstance(reverse, bool | np.bool_):
         raise TypeError(f"reverse is True or False; got {reverse!r}.")
     return bool(reverse)
 
 
-def check_carry(before: Any, after: Any, what: str = "carry") -> None:
-    """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change.
-
-    Raises:
-        ValueError: names the path and what changed, and the fix.
-    """
+def check_carry(before: PyTree, after: PyTree, what: str = "carry") -> None:
+    """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change."""
     old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
     new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
     if old_tree != new_tree:
@@ -105,7 +85,7 @@ def check_carry(before: Any, after: Any, what: str = "carry") -> None:
             )
 
 
-def _structural_change(where: str, before: Any, after: Any) -> str:
+def _structural_change(where: str, before: PyTree, after: PyTree) -> str:
     """Where and how the structures of two trees differ."""
     old, new = children(before), children(after)
     if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
@@ -121,13 +101,13 @@ def _structural_change(where: str, before: Any, after: Any) -> str:
     return f"The {where} changes structure: {describe(before)} comes out with other static fields"
 
 
-def children(tree: Any) -> dict[str, Any]:
+def children(tree: PyTree) -> dict[str, PyTree]:
     """The entries of a node by key, written as in a path."""
     paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
 
-def _check_dtype(where: str, before: Any, after: Any) -> None:
+def _check_dtype(where: str, before: PyTree, after: PyTree) -> None:
     old, new = jax.typeof(before), jax.typeof(after)
     if old.weak_type or old.dtype == new.dtype:  # a Python number takes the dtype that it meets
         return
@@ -137,16 +117,10 @@ def _check_dtype(where: str, before: Any, after: Any) -> None:
     )
 
 
-def check_offloaded(carry: Sequence[Any], jaxpr: Any, names: Sequence[str]) -> None:
-    """Refuse to offload a name that is only that of the carry which a layer returns.
+def check_offloaded(carry: Sequence[PyTree], jaxpr: Any, names: Sequence[str]) -> None:
+    """Refuse to offload a name that is only that of the carry which a layer, a jaxpr, returns.
 
-    Args:
-        carry: the outputs of the layer's jaxpr that are its carry.
-        jaxpr: of the layer.
-        names: of what is moved to the host.
-
-    Raises:
-        ValueError: the next layer keeps that value as its input, so nothing would be moved.
+    The next layer keeps that value as its input, so nothing would be moved.
     """
     found = {_name_of_output(jaxpr, output) for output in carry}
     if name := next((name for name in names if name in found), None):
@@ -173,7 +147,7 @@ def _name_of_output(jaxpr: Any, output: Any) -> str | None:
     return None
 
 
-def describe(x: Any) -> str:
+def describe(x: PyTree) -> str:
     """A value in an error message: its kind and shape."""
     if x is None:
         return "None"

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.axis import AxisSelector
+from jax.tree_util import KeyPath
 
 from .._placement import is_on_host, to_host
+from .._static import PyTree
 from .arguments import Caller, check_keys, check_sizes, resolve_axis
 from .marks import (
     IsScanned,
@@ -31,19 +33,15 @@ from .marks import (
 class Leaf(NamedTuple):
     """How a leaf of a split tree is put together again.
 
-    Attributes:
-        kind: whether it is split over the layers, an array that all layers share, or not an array.
-        path: where it is in the tree.
-        axes: all axes of a named array.
-        value: the leaf without its array: the structure of a named array, or what is not an array.
-        unsliced: whether a layer is given the whole stack.
-        on_host: whether it is a shared array in host memory, which the layers take from the device.
+    `value` is the leaf without its array: the structure of a named array, or what is no array. Of one that is
+    `unsliced` a layer is given the whole stack. `on_host` is a shared array there, which layers take from the
+    device.
     """
 
     kind: Literal["split", "shared", "static"]
-    path: tuple[Any, ...]
+    path: KeyPath
     axes: tuple[Axis, ...] | None
-    value: Any
+    value: PyTree
     unsliced: bool
     on_host: bool
 
@@ -61,7 +59,7 @@ class TreeLayout:
     leaves: tuple[Leaf, ...]
 
     @property
-    def key(self) -> Any:
+    def key(self) -> PyTree:
         """What two layouts agree in if they are alike; without a hash where what is not an array has none."""
         return self.axis, self.treedef, self.leaves
 
@@ -77,22 +75,19 @@ class TreeLayout:
 
     def layer(
         self,
-        parts: Sequence[Any],
-        shared: Sequence[Any],
+        parts: Sequence[PyTree],
+        shared: Sequence[PyTree],
         *,
         Stack: Axis | None = None,
         cotangents: bool = False,
-    ) -> Any:
-        """The tree of one layer.
+    ) -> PyTree:
+        """The tree of one layer, from its slice of each split array and the shared arrays.
 
-        Args:
-            parts: the layer's slice of each split array.
-            shared: the shared arrays.
-            Stack: the first axis of unsliced fields, if `parts` has stacks for them.
-            cotangents: whether arrays may be None; what is not an array then is.
+        `Stack` is the first axis of unsliced fields, if `parts` has stacks for them. Of `cotangents` arrays
+        may be None; what is not an array then is.
         """
 
-        def name(leaf: Leaf, part: Any) -> Any:
+        def name(leaf: Leaf, part: PyTree) -> PyTree:
             if leaf.axes is None:
                 return part
             axes = tuple(axis for axis in leaf.axes if axis.name != self.axis.name)
@@ -100,7 +95,7 @@ class TreeLayout:
 
         return self._build(map(name, self.of_kind("split"), parts), shared, cotangents)
 
-    def arguments(self, parts: Sequence[Any], shared: Sequence[Any]) -> Any:
+    def arguments(self, parts: Sequence[PyTree], shared: Sequence[PyTree]) -> PyTree:
         """The arguments of a layer: as `layer`, with a `LayerStack` for each field that is unsliced.
 
         `parts` has the whole stack for those.
@@ -112,7 +107,9 @@ class TreeLayout:
         stack = functools.partial(LayerStack, layer_index=parts[-1], axis_name=self.axis.name)
         return (map_unsliced(stack, first), *args), kwargs
 
-    def stacked(self, arrays: Sequence[Any], shared: Sequence[Any], *, cotangents: bool = False) -> Any:
+    def stacked(
+        self, arrays: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False
+    ) -> PyTree:
         """The whole tree, each array in its memory, from its split and its shared arrays.
 
         `cotangents` as in `layer`.
@@ -131,7 +128,7 @@ class TreeLayout:
         ]
         return self._build(map(name, self.of_kind("split"), arrays), kept, cotangents)
 
-    def arrays(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    def arrays(self, tree: PyTree) -> tuple[list[PyTree], list[PyTree]]:
         """The split and the shared arrays of a tree of this structure; None for missing ones and indices."""
         leaves = [*zip(self.leaves, self.treedef.flatten_up_to(tree), strict=True)]
         split, shared = (
@@ -139,10 +136,10 @@ class TreeLayout:
         )
         return split + [None] * (len(self.unsliced) - len(split)), shared
 
-    def _build(self, split: Iterable[Any], shared: Iterable[Any], cotangents: bool) -> Any:
+    def _build(self, split: Iterable[PyTree], shared: Iterable[PyTree], cotangents: bool) -> PyTree:
         split, shared = iter(split), iter(shared)
 
-        def fill(leaf: Leaf) -> Any:
+        def fill(leaf: Leaf) -> PyTree:
             if leaf.kind == "static":
                 return None if cotangents else leaf.value
             if leaf.kind == "split":
@@ -153,19 +150,15 @@ class TreeLayout:
 
 
 def split_tree(
-    tree: Any,
+    tree: PyTree,
     axis: AxisSelector,
     caller: Caller,
     *,
     is_scanned: IsScanned = is_named_or_shaped_array,
-) -> tuple[TreeLayout, list[Any], list[Any]]:
+) -> tuple[TreeLayout, list[PyTree], list[PyTree]]:
     """Take a tree apart: its layout, the arrays that are split over `axis`, and those that are shared.
 
-    Args:
-        tree: named arrays, plain arrays and anything else, parts of it marked or not.
-        axis: an `Axis`, or its name: the size is then read off the arrays.
-        caller: the operation, for error messages.
-        is_scanned: which unmarked arrays may be split, as a bool or a predicate of a leaf.
+    Where the axis is a name, the size is read off the arrays.
 
     Raises:
         ValueError: where sizes differ, naming each path and size, where nothing tells the size of a named
@@ -205,7 +198,7 @@ def split_tree(
     return TreeLayout(axis, treedef, tuple(leaves)), arrays, shared
 
 
-def layer_getter(tree: Any, axis: Axis, caller: Caller) -> Callable[[Any], Any]:
+def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[Any], PyTree]:
     """A function of an index, which is not checked, to the tree of that layer. Errors as of `split_tree`."""
     layout, arrays, shared = split_tree(tree, axis, caller)
     return lambda index: layout.layer([array[index] for array in arrays], shared)

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from equinox.nn import State, StateIndex
 from haliax import Axis
 
+from .._static import PyTree
 from .arguments import Caller, check_sizes
 from .checks import describe
 from .marks import Entry, Marked, PerKind, changed
@@ -19,19 +20,19 @@ from .stacking import stack_outputs, stack_trees
 T = TypeVar("T")
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: PyTree) -> bool:
     return isinstance(node, State)
 
 
-def _is_index(node: Any) -> bool:
+def _is_index(node: PyTree) -> bool:
     return isinstance(node, StateIndex)
 
 
-def _states(tree: Any) -> list[State]:
+def _states(tree: PyTree) -> list[State]:
     return [node for node in jtu.tree_leaves(tree, is_leaf=_is_state) if _is_state(node)]
 
 
-def _markers(module: Any) -> list[Any]:
+def _markers(module: PyTree) -> list[Any]:
     """The keys of what a module keeps in a state."""
     return [node.marker for node in jtu.tree_leaves(module, is_leaf=_is_index) if _is_index(node)]
 
@@ -50,16 +51,9 @@ def _map_states(fn: Callable[[State], Any], tree: T) -> T:
 
 
 def divide_state(
-    init: Any, arguments: T, stack: Any, own_part: Callable[[State, str], Any], what: str
+    init: PyTree, arguments: T, stack: PyTree, own_part: Callable[[State, str], Any], what: str
 ) -> tuple[State | None, T]:
     """The one state among the arguments, if there is one, and the arguments with the layers' parts of it.
-
-    Args:
-        init: the first carry.
-        arguments: of the layers.
-        stack: the layers.
-        own_part: from the whole state, and the operation for errors, to the argument that is divided.
-        what: the operation, for errors.
 
     Raises:
         ValueError: there are several states, or one is in the carry.
@@ -75,11 +69,7 @@ def divide_state(
 
 @contextlib.contextmanager
 def only_own_state(whole: State | None, what: str) -> Iterator[None]:
-    """Where layers run: refuse that one reads of the whole state what is not its own.
-
-    Raises:
-        ValueError: names what it reads.
-    """
+    """Where layers run: refuse that one reads of the whole state what is not its own."""
     try:
         yield
     except KeyError as error:  # of the dict in an Equinox state
@@ -92,17 +82,13 @@ def only_own_state(whole: State | None, what: str) -> Iterator[None]:
         ) from error
 
 
-def with_whole_state(outputs: Any, whole: State, stack: Any, what: str) -> tuple[State, Any]:
-    """The whole state with what the layers return, and the outputs with it in the place of theirs.
-
-    Raises:
-        ValueError: a layer returns what is not its own.
-    """
+def with_whole_state(outputs: PyTree, whole: State, stack: PyTree, what: str) -> tuple[State, PyTree]:
+    """The whole state with what layers return of their own, and the outputs with it in place of theirs."""
     entries = _entries(_updated(whole, _states(outputs), stack, what))
     return _state_of(entries), _map_states(lambda _: _state_of(entries), outputs)
 
 
-def _check_carry(init: Any, stack: Any, what: str) -> None:
+def _check_carry(init: PyTree, stack: PyTree, what: str) -> None:
     for state in _states(init):
         if own := [marker for marker in _markers(stack) if marker in _entries(state)]:
             raise ValueError(
@@ -111,7 +97,7 @@ def _check_carry(init: Any, stack: Any, what: str) -> None:
             )
 
 
-def _state_among(arguments: Any, what: str) -> State | None:
+def _state_among(arguments: PyTree, what: str) -> State | None:
     """The state among the arguments, None where there is none."""
     nodes = jtu.tree_leaves(
         arguments, is_leaf=lambda node: _is_state(node) or isinstance(node, Marked | PerKind)
@@ -130,7 +116,7 @@ def _state_among(arguments: Any, what: str) -> State | None:
     return states[0] if states else None
 
 
-def _updated(whole: State, found: Sequence[State], stack: Any, what: str) -> State:
+def _updated(whole: State, found: Sequence[State], stack: PyTree, what: str) -> State:
     """The whole state with what the layers return."""
     entries, own = _entries(whole), set(_markers(stack))
     for state in found:
@@ -143,15 +129,12 @@ def _updated(whole: State, found: Sequence[State], stack: Any, what: str) -> Sta
     return _state_of(entries)
 
 
-def part_of(state: State, module: Any, axis: Axis, what: str, *, whole: Iterable[Any] = frozenset()) -> State:
+def part_of(
+    state: State, module: PyTree, axis: Axis, what: str, *, whole: Iterable[Any] = frozenset()
+) -> State:
     """What layers keep in a state, marked to be divided among them.
 
-    Args:
-        state: of a model that has the layers.
-        module: with the indices of all layers.
-        axis: of the layers.
-        what: the operation, for errors.
-        whole: the markers of what is of one layer alone, and has no axis of the layers.
+    The markers in `whole` are of one layer alone, and have no axis of the layers.
 
     Raises:
         ValueError: an entry is missing, or has no part for each layer.
@@ -173,18 +156,18 @@ def part_of(state: State, module: Any, axis: Axis, what: str, *, whole: Iterable
     return _state_of(marked)
 
 
-def of_one_layer(modules: Sequence[Any]) -> set[Any]:
+def of_one_layer(modules: Sequence[PyTree]) -> set[Any]:
     """The markers that one of the modules has and no other."""
     counts = collections.Counter(marker for module in modules for marker in {*_markers(module)})
     return {marker for marker, count in counts.items() if count == 1}
 
 
-def for_layer(arguments: T, module: Any) -> T:
+def for_layer(arguments: T, module: PyTree) -> T:
     """The arguments of a layer, which has all of its own state, from those with the states of all layers."""
     return _map_states(lambda state: state.substate(module), arguments)
 
 
-def stack_outputs_and_states(outputs: Sequence[Any], axis: Axis, what: str) -> Any:
+def stack_outputs_and_states(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
     """`stack_outputs`, for layers each with a state of its own, which make up one.
 
     What several layers have under one marker is stacked.
@@ -203,12 +186,8 @@ def stack_outputs_and_states(outputs: Sequence[Any], axis: Axis, what: str) -> A
     return eqx.combine(_map_states(lambda _: _state_of(joint), states), stacked, is_leaf=_is_state)
 
 
-def carry_and_state(found: Any, arguments: Any, what: str) -> tuple[Any, Any]:
-    """What a layer of a fold returns as a pair: the carry, and the state where the layer is given one.
-
-    Raises:
-        ValueError: it was given one, and returns no such pair.
-    """
+def carry_and_state(found: PyTree, arguments: PyTree, what: str) -> tuple[PyTree, PyTree]:
+    """What a layer of a fold returns as a pair: the carry, and the state where the layer is given one."""
     if not _states(arguments):
         return found, None
     if not (isinstance(found, tuple) and len(found) == 2 and _is_state(found[1])):
@@ -219,12 +198,8 @@ def carry_and_state(found: Any, arguments: Any, what: str) -> tuple[Any, Any]:
     return found
 
 
-def check_no_state(arguments: Any, what: str) -> None:
-    """Refuse a state where layers return their carry alone.
-
-    Raises:
-        ValueError: says what takes one.
-    """
+def check_no_state(arguments: PyTree, what: str) -> None:
+    """Refuse a state where layers return their carry alone."""
     if _states(arguments):
         raise ValueError(
             f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are "
@@ -242,7 +217,7 @@ def arrays_in_indices(module: T, shape: tuple[int, ...] = ()) -> T:
         is_number = isinstance(leaf, bool | int | float | complex)
         return jnp.broadcast_to(jnp.asarray(leaf), shape) if is_number else leaf
 
-    def with_arrays(node: Any) -> Any:
+    def with_arrays(node: PyTree) -> PyTree:
         return changed(node, init=jtu.tree_map(array, node.init)) if _is_index(node) else node
 
     return jtu.tree_map(with_arrays, module, is_leaf=_is_index) if _markers(module) else module
@@ -261,7 +236,7 @@ def marked_alike(layers: Sequence[T]) -> list[T]:
         if not own or not is_new or [*map(own.index, own)] != [*map(first.index, first)]:
             return layer
 
-        def with_marker(node: Any) -> Any:
+        def with_marker(node: PyTree) -> PyTree:
             return changed(node, marker=first[own.index(node.marker)]) if _is_index(node) else node
 
         return jtu.tree_map(with_marker, layer, is_leaf=_is_index)

@@ -15,7 +15,7 @@ from .._placement import has_host_arrays, on_device, platform
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import EVERYTHING, NOTHING, Remat
 from .._schedule import Tree
-from .._static import Static
+from .._static import PyTree, Static
 from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
 from .._sweep.store import at_least_one, empty_stack
@@ -30,20 +30,12 @@ from .step import Call, Names, Unpack, array_step, arrays_and_rest
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Layers of one kind, with their arguments.
-
-    Attributes:
-        call: of a layer.
-        layout: of the arguments, over the axis of these layers.
-        arrays: those that are split.
-        shared: those that all layers share.
-        name: of the kind, if there are several.
-    """
+    """Layers of one kind, with their arguments: the arrays that are split and those that all layers share."""
 
     call: Call
     layout: TreeLayout
-    arrays: list[Any]
-    shared: list[Any]
+    arrays: list[PyTree]
+    shared: list[PyTree]
     name: str | None = None
 
     def as_arrays(self) -> "Layers":
@@ -51,11 +43,11 @@ class Layers:
         arrays, shared = jax.tree.map(jnp.asarray, (self.arrays, self.shared))
         return dataclasses.replace(self, arrays=arrays, shared=on_device(shared))
 
-    def arguments_at(self, row: int) -> tuple[Any, Any]:
+    def arguments_at(self, row: int) -> tuple[PyTree, PyTree]:
         """What the layer at a row is given."""
         return self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
 
-    def untraced(self, static: Any, names: Names, *, whole: bool) -> UntracedLayer:
+    def untraced(self, static: PyTree, names: Names, *, whole: bool) -> UntracedLayer:
         """A layer on arrays, with the names of the internals that are kept.
 
         `whole` layers take a `LayerStack` for each field that is unsliced.
@@ -72,19 +64,19 @@ class Layers:
             (*self.call.key, self.name, layout.key, tree, *leaves, names),
         )
 
-    def at_once(self) -> Any:
+    def at_once(self) -> PyTree:
         """The outputs of all layers on the same arguments, with the axis of the layers in front."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return numbers_to_arrays(self.call.fn(*args, **kwargs))
 
         return map_layers(run, self.layout, self.arrays, self.shared, self.call.caller.what)
 
-    def no_outputs(self, carry: Any) -> Any:
+    def no_outputs(self, carry: PyTree) -> PyTree:
         """The outputs of no layers, from a carry of the right types."""
         one = dataclasses.replace(self, arrays=[*map(at_least_one, self.arrays)])
 
-        def output() -> Any:
+        def output() -> PyTree:
             args, kwargs = one.arguments_at(0)
             result = self.call.fn(*self.call.inputs(carry, args), **kwargs)
             return numbers_to_arrays(self.call.outputs(result, (args, kwargs))[1])
@@ -92,20 +84,20 @@ class Layers:
         arrays, rest = eqx.partition(eqx.filter_eval_shape(output), is_array)
         return self.named(eqx.combine(empty_stack(arrays, 0), rest))
 
-    def named(self, stacked: Any) -> Any:
+    def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
         return name_stacked(stacked, self.layout.axis, self.call.caller.what)
 
 
 def map_layers(
-    f: Callable[..., Any], layout: TreeLayout, arrays: Sequence[Any], shared: Sequence[Any], what: str
-) -> Any:
+    f: Callable, layout: TreeLayout, arrays: Sequence[PyTree], shared: Sequence[PyTree], what: str
+) -> PyTree:
     """What `f` returns for every layer's part of the arguments at once; the outputs get the axis in front.
 
     Costs the memory of all layers together.
     """
 
-    def one_layer(slices: Sequence[Any]) -> tuple[Any, Static]:
+    def one_layer(slices: Sequence[PyTree]) -> tuple[PyTree, Static]:
         args, kwargs = layout.layer(slices, shared)
         found, static = eqx.partition(f(*args, **kwargs), is_array)
         return found, Static(static)
@@ -116,17 +108,7 @@ def map_layers(
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop over layers; build one with `of`.
-
-    Attributes:
-        call: of a layer.
-        axis: of all layers, or its name.
-        policy: for the backward pass.
-        reverse: whether it goes from the last layer to the first.
-        unroll: how many layers one iteration runs; `True` for all.
-        pattern: which layer is of which kind, if there are several.
-        is_scanned: which of the arrays without a mark may be split.
-    """
+    """A loop over layers; build one with `of`. `pattern` tells the kinds of layers, if there are several."""
 
     call: Call
     axis: Axis | str
@@ -148,11 +130,7 @@ class Loop:
         unroll: int | bool | None = None,
         is_scanned: IsScanned = is_named_or_shaped_array,
     ) -> "Loop":
-        """A loop with these options, checked, and with the defaults for those not given.
-
-        Raises:
-            ValueError, TypeError: for options that are none.
-        """
+        """A loop with these options, checked, and with the defaults for those not given."""
         return cls(
             call,
             axis_or_name(axis, call.caller.what),
@@ -163,7 +141,7 @@ class Loop:
             is_scanned,
         )
 
-    def split(self, arguments: Any) -> tuple[list[Layers], DividedArguments | None]:
+    def split(self, arguments: PyTree) -> tuple[list[Layers], DividedArguments | None]:
         """The layers of each kind with their parts of the arguments; these divided, if there are several."""
         if self.pattern is None:
             split = split_tree(arguments, self.axis, self.call.caller, is_scanned=self.is_scanned)
@@ -186,7 +164,7 @@ class Loop:
         """The axis of all layers, with its size."""
         return self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
 
-    def outputs(self, of_kinds: Sequence[Any]) -> Any:
+    def outputs(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """The outputs of each kind by name, or of the only one."""
         if self.pattern is None:
             return of_kinds[0]
@@ -199,21 +177,12 @@ class Loop:
 
 
 def scan_unrolled(
-    loop: Loop, unpack: Unpack, init: Any, inputs: Sequence[Any], axis: Axis
-) -> tuple[Any, list[Any]]:
+    loop: Loop, unpack: Unpack, init: PyTree, inputs: Sequence[PyTree], axis: Axis
+) -> tuple[Any, list[PyTree]]:
     """Call layers that need not be alike, one after the other, under the same policies as `scan_layers`.
 
-    Program size grows with the number of layers.
-
-    Args:
-        loop: over the layers.
-        unpack: from the inputs of a layer to its arguments.
-        init: the initial carry.
-        inputs: for each layer of the axis, what it takes beside the carry.
-        axis: the axis of the layers.
-
-    Returns:
-        The final carry and the output of each layer.
+    `inputs` are, for each layer of the axis, what `unpack` makes its arguments of. Program size grows with
+    the number of layers. Returns the final carry and the output of each layer.
     """
     order = range(axis.size)[:: -1 if loop.reverse else 1]
     remat = loop.remat(axis.size)
@@ -236,7 +205,7 @@ def _carry_name(axis: Axis) -> str:
     return f"scan({axis.name}) carry"
 
 
-def scan_layers(loop: Loop, init: Any, arguments: Any) -> tuple[Any, Any]:
+def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
     """Run a loop from a first carry; returns the last carry, and the outputs."""
     kinds, _ = loop.split(arguments)
     axis, call, pattern = loop.axis_of(kinds), loop.call, loop.order
@@ -277,7 +246,7 @@ def scan_layers(loop: Loop, init: Any, arguments: Any) -> tuple[Any, Any]:
     return last, loop.outputs([kind.named(y) for kind, y in zip(kinds, ys, strict=True)])
 
 
-def layers_at_once(loop: Loop, init: None, arguments: Any) -> tuple[None, Any]:
+def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyTree]:
     """Map the layers of a loop over its arguments, as `scan_layers` runs them; costs the memory of all."""
     kinds, _ = loop.split(arguments)
     return init, loop.outputs([kind.at_once() for kind in kinds])
@@ -291,25 +260,25 @@ class _LayerCheckpoint:
     carry_name: str
     is_rolled: bool
 
-    def __call__(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, layer: Callable) -> Callable:
         remat = self.remat
         if remat.kept == EVERYTHING:
             return layer
 
-        def named(shared: Any, carry: Any, x: Any) -> Any:
+        def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
             return layer(shared, checkpoint_name(carry, self.carry_name), x)
 
-        # For GPUs also where carries come from the host, for which see `_sweep.back`.
+        # For GPUs also where carries come from the host, for which see `_sweep.reverse`.
         prevent_cse = not self.is_rolled or (remat.carries == "host" and platform() == "cuda")
         return jax.checkpoint(named, policy=remat.layer_policy(self.carry_name), prevent_cse=prevent_cse)
 
 
-def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any) -> tuple[Any, Any]:
+def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> tuple[PyTree, PyTree]:
     """`scan_layers` under a policy that no sweep supports."""
     axis = loop.axis_of(kinds)
     pattern = loop.order or Pattern((0,) * axis.size, 1)
 
-    def unpack(place: Static, _: Any) -> Any:
+    def unpack(place: Static, _: Any) -> PyTree:
         kind, row = place.value
         return kinds[kind].arguments_at(row)
 
@@ -317,7 +286,7 @@ def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any) -> tupl
     places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
     carry, ys = scan_unrolled(loop, unpack, init, places, axis)
 
-    def outputs(number: int, kind: Layers) -> Any:
+    def outputs(number: int, kind: Layers) -> PyTree:
         of_kind = [ys[index] for index in pattern.layers_of(number)]
         if not of_kind:
             return kind.no_outputs(loop.call.last(init))
@@ -327,8 +296,8 @@ def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: Any) -> tupl
 
 
 def _run_unrolled(
-    call: Call, unpack: Unpack, init: Any, inputs: Sequence[Any], remat: Remat, carry_name: str
-) -> tuple[Any, list[Any]]:
+    call: Call, unpack: Unpack, init: PyTree, inputs: Sequence[PyTree], remat: Remat, carry_name: str
+) -> tuple[Any, list[PyTree]]:
     """Call a layer for each of the inputs, and checkpoint the parts of the policy's schedule."""
     tree: Tree = tuple(range(len(inputs)))
     if remat.schedule is not None:
@@ -336,7 +305,7 @@ def _run_unrolled(
         if isinstance(tree, int) or all(isinstance(part, int) for part in tree):
             remat = dataclasses.replace(remat, schedule=None)
 
-    def layer(number: int, carry: Any) -> tuple[Any, Any]:
+    def layer(number: int, carry: PyTree) -> tuple[PyTree, PyTree]:
         arrays, static = eqx.partition(carry, eqx.is_array_like)
         arrays, y = _unrolled_step(call, static, unpack, remat, carry_name)(arrays, inputs[number])
         return eqx.combine(arrays, static), y
@@ -347,10 +316,10 @@ def _run_unrolled(
     return _replayed_whole(functools.partial(run_tree, tree, layer, segment), remat)(init)
 
 
-def _unrolled_step(call: Call, static: Any, unpack: Unpack, remat: Remat, carry_name: str) -> Callable:
+def _unrolled_step(call: Call, static: PyTree, unpack: Unpack, remat: Remat, carry_name: str) -> Callable:
     """A layer on the arrays of the carry, checkpointed, its inputs read to the device."""
 
-    def step(arrays: Any, inputs: Any) -> tuple[Any, Any]:
+    def step(arrays: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         inputs = on_device(inputs)
         if remat.schedule is None and remat.kept != EVERYTHING:
             arrays = checkpoint_name(arrays, carry_name)
@@ -379,7 +348,7 @@ def _checkpoint_segment(run: Callable, remat: Remat, carry_name: str) -> Callabl
         return recomputed(run, None)  # its carry is kept, as all arguments are
     boundary = f"{carry_name} at a segment's start"
 
-    def named_run(carry: Any) -> Any:
+    def named_run(carry: PyTree) -> PyTree:
         return run(checkpoint_name(carry, boundary))
 
     return recomputed(named_run, NOTHING.policy(boundary, "host"), offloads=True)

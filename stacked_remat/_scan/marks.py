@@ -16,14 +16,16 @@ import jax.tree_util as jtu
 from haliax import Axis, NamedArray, axis_name
 from haliax.axis import AxisSelector
 from jax import lax
+from jax.tree_util import KeyPath
 
 from .._noted import is_noting
 from .._placement import has_host_arrays, on_several_devices
+from .._static import PyTree
 
 T = TypeVar("T")
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
-Entry: TypeAlias = tuple[tuple[Any, ...], Any, Rule]  # path, leaf, and its rule
+Entry: TypeAlias = tuple[KeyPath, Any, Rule]  # path, leaf, and its rule
 
 
 def is_named(leaf: Any) -> bool:
@@ -71,25 +73,25 @@ class Marked(eqx.Module):
         rule: `"stored"` marks the arrays of a stack itself, which are split as unmarked arguments are.
     """
 
-    value: Any
+    value: PyTree
     rule: Rule = eqx.field(static=True)
 
 
-def applied(blocks: Any) -> Marked:
+def applied(blocks: PyTree) -> Marked:
     """The arrays of a stack for `fold` and `scan`, with fields marked that are not to be sliced.
 
     Not those in host memory, nor on several devices, where the compiler would gather the whole stack, nor for
     gradient dot products.
     """
 
-    def mark(field: Any) -> Any:
+    def mark(field: PyTree) -> PyTree:
         is_sliced = has_host_arrays(field) or on_several_devices(field) or is_noting()
         return field if is_sliced else Marked(field, "unsliced")
 
     return stored(map_unsliced(mark, blocks))
 
 
-def stored(blocks: Any) -> Marked:
+def stored(blocks: PyTree) -> Marked:
     """The arrays of a stack among the arguments of a scan."""
     return Marked(blocks, "stored")
 
@@ -115,7 +117,7 @@ def shared(x: T) -> T:
     return mark
 
 
-def per_layer(x: Any) -> Any:
+def per_layer(x: PyTree) -> PyTree:
     """Mark an argument, or a part of one, to be split over the layers, with an error where it can't be.
 
     ```python
@@ -149,7 +151,7 @@ def per_layer(x: Any) -> Any:
 class PerKind(eqx.Module):
     """Values that belong to layers of one kind each, by the name of the kind."""
 
-    values: dict[str, Any]
+    values: dict[str, PyTree]
 
 
 class LayerStack(eqx.Module):
@@ -163,13 +165,13 @@ class LayerStack(eqx.Module):
         own: what `layer` gives, where `cast` or `map` has set it.
     """
 
-    stack: Any
+    stack: PyTree
     layer_index: Any
     axis_name: str = eqx.field(static=True, default="layers")
-    own: Any = None
+    own: PyTree = None
 
     @property
-    def layer(self) -> Any:
+    def layer(self) -> PyTree:
         """The field of this layer alone: a copy of its part of the stack, for each use of this property."""
         if self.own is not None:
             return self.own
@@ -185,16 +187,16 @@ class LayerStack(eqx.Module):
     def _entry(self, array: Any) -> Any:
         return lax.dynamic_index_in_dim(array, self.layer_index, keepdims=False)
 
-    def map(self, fn: Callable[[Any], Any]) -> "LayerStack":
+    def map(self, fn: Callable[[PyTree], PyTree]) -> "LayerStack":
         """This with `fn` of the stack and `fn` of the layer."""
         return LayerStack(fn(self.stack), self.layer_index, self.axis_name, fn(self.layer))
 
-    def cast(self, fn: Callable[[Any], Any]) -> "LayerStack":
+    def cast(self, fn: Callable[[PyTree], PyTree]) -> "LayerStack":
         """This with `fn` of the layer as `layer`. `grouped_experts` takes from it what has another dtype."""
         return LayerStack(self.stack, self.layer_index, self.axis_name, fn(self.layer))
 
     @staticmethod
-    def of(field: Any, axis_name: str = "layers") -> "LayerStack":
+    def of(field: PyTree, axis_name: str = "layers") -> "LayerStack":
         """The field as it is in a fold; where it is a layer's own, a stack of one layer.
 
         Args:
@@ -243,12 +245,12 @@ def unsliced(**kwargs: Any) -> Any:
 _UNSLICED = "stacked_remat.unsliced"
 
 
-def map_unsliced(fn: Callable[[Any], Any], tree: T) -> T:
+def map_unsliced(fn: Callable[[PyTree], PyTree], tree: T) -> T:
     """The tree with `fn` applied to fields that are declared `unsliced`, except in inner stacks."""
     if getattr(tree, "slices_its_own_layers", False):
         return tree
     if isinstance(tree, eqx.Module):
-        new: dict[str, Any] = {}
+        new: dict[str, PyTree] = {}
         for field in dataclasses.fields(tree):
             value = getattr(tree, field.name, None)
             mapped = fn(value) if field.metadata.get(_UNSLICED) else map_unsliced(fn, value)
@@ -269,7 +271,7 @@ def changed(module: T, **fields: Any) -> T:
     return copied
 
 
-def check_unmarked(carry: Any) -> None:
+def check_unmarked(carry: PyTree) -> None:
     """Refuse a carry with marks in it.
 
     Raises:
@@ -284,7 +286,7 @@ def check_unmarked(carry: Any) -> None:
             )
 
 
-def take_marks_off(tree: Any, rule: Rule = "default", path: tuple[Any, ...] = ()) -> tuple[list[Entry], Any]:
+def take_marks_off(tree: PyTree, rule: Rule = "default", path: KeyPath = ()) -> tuple[list[Entry], Any]:
     """Path, leaf and rule of every leaf, and the tree without marks. The innermost mark counts.
 
     What `per_kind` gives is a leaf.

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
 
+from .._static import PyTree
 from .._sweep.kinds import Pattern
 from .arguments import Caller, check_keys, check_sizes
 from .marks import (
@@ -25,7 +26,7 @@ from .marks import (
 from .stacking import take_rows
 
 
-def per_kind(values: Mapping[str, Any]) -> Any:
+def per_kind(values: Mapping[str, Any]) -> PyTree:
     """Mark an argument of a `StackedPattern` that differs between the kinds of layers.
 
     ```python
@@ -49,12 +50,7 @@ def per_kind(values: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NamedPattern:
-    """Which layer is of which kind.
-
-    Attributes:
-        names: of the kinds, in alphabetical order.
-        order: the number of each layer's kind among these.
-    """
+    """Which layer is of which kind: the names in alphabetical order, and each layer's number among them."""
 
     names: tuple[str, ...]
     order: Pattern
@@ -68,23 +64,15 @@ class NamedPattern:
 
 @dataclasses.dataclass(frozen=True)
 class DividedArguments:
-    """Arguments of layers of several kinds, divided among these.
-
-    Attributes:
-        axis: of all layers.
-        pattern: which layer is of which kind.
-        leaves: of the arguments.
-        are_split: which of these are split over the layers.
-        treedef: of the arguments, named arrays and what `per_kind` gives being leaves.
-    """
+    """Arguments of layers of several kinds, divided among these; what `per_kind` gives is a leaf."""
 
     axis: Axis
     pattern: NamedPattern
-    leaves: tuple[Any, ...]
+    leaves: tuple[PyTree, ...]
     are_split: tuple[bool, ...]
     treedef: Any
 
-    def of(self, kind: int) -> Any:
+    def of(self, kind: int) -> PyTree:
         """What the layers of a kind are given, marked."""
         rows = self.pattern.order.layers_of(kind)
 
@@ -102,14 +90,14 @@ class DividedArguments:
         leaves = (PerKind({}) if isinstance(leaf, PerKind) else None for leaf in self.leaves)
         return dataclasses.replace(self, leaves=tuple(leaves))
 
-    def joined(self, of_kinds: Sequence[Any]) -> Any:
+    def joined(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """One tree from a tree for each kind, such as the cotangents of what each is given.
 
         What is split is put together in the order of the layers; what is shared is added up.
         """
         parts = zip(*(self.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
 
-        def join(leaf: Any, is_split: bool, found: tuple[Any, ...]) -> Any:
+        def join(leaf: Any, is_split: bool, found: tuple[PyTree, ...]) -> Any:
             if isinstance(leaf, PerKind):
                 return PerKind(dict(zip(self.pattern.names, found, strict=True)))
             there = [part for part in found if raw_array(part) is not None]
@@ -120,12 +108,12 @@ class DividedArguments:
         return jtu.tree_unflatten(self.treedef, map(join, self.leaves, self.are_split, parts))
 
 
-def divide(arguments: Any, axis: Axis, pattern: NamedPattern, caller: Caller) -> DividedArguments:
+def divide(arguments: PyTree, axis: Axis, pattern: NamedPattern, caller: Caller) -> DividedArguments:
     """Divide the arguments of layers of several kinds among these.
 
     Raises:
         ValueError: sizes are not that of the axis, an unmarked random key is a single one, or `per_kind` has
-            values for other kinds than there are; names the argument.
+            values for other kinds than there are.
     """
     entries, tree = take_marks_off(arguments)
     leaves = [leaf for _, leaf, _ in entries]
@@ -139,7 +127,7 @@ def divide(arguments: Any, axis: Axis, pattern: NamedPattern, caller: Caller) ->
     return DividedArguments(axis, pattern, tuple(leaves), tuple(are_split), treedef)
 
 
-def _check_per_kind(name: str, given: dict[str, Any], rule: Rule, names: Sequence[str], what: str) -> None:
+def _check_per_kind(name: str, given: dict[str, PyTree], rule: Rule, names: Sequence[str], what: str) -> None:
     if rule != "default":
         raise TypeError(
             f"{what}: {name} is {rule}(per_kind(...)), and the mark would have no effect. "
@@ -152,7 +140,7 @@ def _check_per_kind(name: str, given: dict[str, Any], rule: Rule, names: Sequenc
         )
 
 
-def in_order(of_kinds: Sequence[Any], axis: Axis, pattern: Pattern) -> Any:
+def in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTree:
     """Arrays with entries for the layers of each kind as one, with an entry for every layer in order.
 
     Zeros for the layers of a kind that has None.

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
+from jax.tree_util import KeyPath
 
 from .._messages import axes_text, shown
+from .._static import PyTree
 from .checks import children, describe
 from .marks import has_axis, is_array, is_named, is_split, raw_array
 
 T = TypeVar("T")
 
 
-def number_of_layers(tree: Any) -> int:
+def number_of_layers(tree: PyTree) -> int:
     """The size of the first dimension of the first array, 0 where there is none."""
     arrays = [raw_array(leaf) for leaf in jtu.tree_leaves(tree, is_leaf=is_named)]
     return next((array.shape[0] for array in arrays if is_array(array) and array.ndim), 0)
@@ -61,7 +63,7 @@ def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:
     """One tree with the arrays stacked along a new leading `axis`, and the first tree's other leaves."""
 
-    def stack(*leaves: Any) -> Any:
+    def stack(*leaves: Any) -> PyTree:
         if is_named(leaves[0]):
             return hax.stack(axis, leaves)
         return jnp.stack(leaves) if is_array(leaves[0]) else leaves[0]
@@ -70,16 +72,13 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
 
 
 def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
-    """One layer with the arrays of all stacked along a new leading `axis`.
+    """One layer with the arrays of all stacked along a new leading `axis`; refuses what else differs.
 
     Numbers that differ become an array, of a weak type where the numbers promote as Python's do.
-
-    Raises:
-        ValueError: the layers differ in anything else; names the path.
     """
     first, *rest = layers
 
-    def stack(path: tuple[Any, ...], *leaves: Any) -> Any:
+    def stack(path: KeyPath, *leaves: Any) -> PyTree:
         if all(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves):
             alike = all(type(leaf) is type(leaves[0]) and leaf == leaves[0] for leaf in leaves)
             return leaves[0] if alike else jnp.stack([jnp.asarray(leaf) for leaf in leaves])
@@ -131,11 +130,10 @@ def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueE
     )
 
 
-def stack_outputs(outputs: Sequence[Any], axis: Axis, what: str) -> Any:
+def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
     """The outputs of layers that may differ, stacked along a new leading `axis`; None for no layers.
 
-    Raises:
-        ValueError: where the layers' outputs differ in structure, axes or shape, or have the axis already.
+    Refuses outputs that differ in structure, axes or shape, or that have the axis already.
     """
     if not outputs:
         return None
@@ -174,20 +172,16 @@ def _form(leaf: Any) -> str:
 
 
 def name_stacked(tree: T, axis: Axis, what: str) -> T:
-    """Give `axis` back to named arrays whose raw arrays have gained a leading dimension.
+    """Give `axis`, which must be new, to named arrays whose raw arrays have gained a leading dimension."""
 
-    Raises:
-        ValueError: where a named array already has an axis of that name.
-    """
-
-    def prepend(path: tuple[Any, ...], leaf: Any) -> Any:
+    def prepend(path: KeyPath, leaf: Any) -> Any:
         _check_is_new(leaf, axis, path, what)
         return NamedArray(leaf.array, (axis, *leaf.axes)) if is_named(leaf) else leaf
 
     return jtu.tree_map_with_path(prepend, tree, is_leaf=is_named)
 
 
-def _check_is_new(leaf: Any, axis: Axis, path: tuple[Any, ...], what: str) -> None:
+def _check_is_new(leaf: Any, axis: Axis, path: KeyPath, what: str) -> None:
     if is_named(leaf) and has_axis(leaf, axis):
         raise ValueError(
             f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "

@@ -8,9 +8,10 @@ from typing import Any, Literal, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._checkpoint import saving_internals
-from .._static import Static
+from .._static import PyTree, Static
 from .arguments import Caller, argument_namer
 from .checks import check_carry, describe
 from .layer_state import carry_and_state
@@ -18,7 +19,7 @@ from .marks import raw_array
 
 Verb: TypeAlias = Literal["fold", "scan", "map"]
 Names: TypeAlias = tuple[str, ...] | Literal[True]  # of internals that are kept; True for all
-Until: TypeAlias = Callable[[Any], Any]  # of a carry: whether to stop
+Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Call:
         fn: the function.
         owner: the function that `fn` calls, with which its traces die.
         takes_block: whether the first argument, a block, comes before the carry.
-        until: whether to stop at a carry, of loops that stop before their bound. What goes from step to step
-            is then a pair, of whether it is done and the carry.
+        until: whether to stop at a carry. What goes from step to step is then a pair, of whether it is done
+            and the carry.
     """
 
     caller: Caller
@@ -66,17 +67,13 @@ class Call:
         loop.__qualname__ = f"{self.verb}{after}"
         return loop
 
-    def inputs(self, carry: Any, args: Sequence[Any]) -> Sequence[Any]:
+    def inputs(self, carry: PyTree, args: Sequence[PyTree]) -> Sequence[PyTree]:
         """The positional arguments of the function."""
         first = int(self.takes_block)
         return args if self.verb == "map" else [*args[:first], carry, *args[first:]]
 
-    def outputs(self, result: Any, arguments: Any) -> tuple[Any, Any]:
-        """The carry and the output, either of which may be None, from what the function returned.
-
-        Raises:
-            ValueError: it returned no pair where it should.
-        """
+    def outputs(self, result: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
+        """The carry and the output, either of which may be None, from what the function returned."""
         if self.verb == "map":
             return None, result
         if self.verb == "fold":
@@ -91,43 +88,36 @@ class Call:
         carry, y = result
         return carry, y
 
-    def result(self, carry: Any, outputs: Any) -> Any:
+    def result(self, carry: PyTree, outputs: PyTree) -> PyTree:
         """What a loop of such calls returns."""
         return {"fold": carry, "scan": (carry, outputs), "map": outputs}[self.verb]
 
-    def first(self, init: Any) -> Any:
+    def first(self, init: PyTree) -> PyTree:
         """What goes into the first step, from the first carry."""
         return init if self.until is None else (_is_done(self.until, init), init)
 
-    def last(self, carry: Any) -> Any:
+    def last(self, carry: PyTree) -> PyTree:
         """The last carry, from what comes out of the last step."""
         return carry if self.until is None else carry[1]
 
 
-Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[Any], dict[str, Any]]]
+Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[PyTree], dict[str, PyTree]]]
 
 
 def array_step(
     call: Call,
-    static: Any,
+    static: PyTree,
     names: Names,
     unpack: Unpack,
-    pack: Callable[[Any], Any],
-    shared: Any,
-    arrays: Any,
-    inputs: Any,
-) -> tuple[Any, Any]:
-    """A step from the arrays of a carry to those of the next one, and the output.
+    pack: Callable[[PyTree], PyTree],
+    shared: PyTree,
+    arrays: PyTree,
+    inputs: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """A step from the arrays of a carry, the rest being `static`, to those of the next one, and the output.
 
-    Args:
-        call: of the user's function.
-        static: what else is in the carry.
-        names: of the internals that are kept.
-        unpack: from the inputs and the shared arrays to the arguments.
-        pack: from the output to what is returned of it.
-        shared: arrays that all layers are given.
-        arrays: of the carry.
-        inputs: the layer's own.
+    `unpack` makes the arguments of the layer's own inputs and the shared arrays; `pack` what is returned of
+    the output. Internals of these names are kept.
     """
     carry = eqx.combine(arrays, static)
     with saving_internals(names):
@@ -141,17 +131,19 @@ def array_step(
     return eqx.filter(new_carry, eqx.is_array_like), pack(y)
 
 
-def arrays_and_rest(y: Any) -> tuple[Any, Static]:
+def arrays_and_rest(y: PyTree) -> tuple[PyTree, Static]:
     """The arrays of an output, and what else is in it."""
     arrays, rest = eqx.partition(y, eqx.is_array_like)
     return arrays, Static(rest)
 
 
-def _unless_done(until: Until, state: tuple[Any, Any], new_carry: Any, y: Any) -> tuple[Any, Any]:
+def _unless_done(
+    until: Until, state: tuple[PyTree, PyTree], new_carry: PyTree, y: PyTree
+) -> tuple[PyTree, PyTree]:
     """Once it is done, the carry stays as it is, and outputs are zeros."""
     done, carry = state
 
-    def choose(new: Any, old: Any) -> Any:
+    def choose(new: PyTree, old: PyTree) -> PyTree:
         return jnp.where(done, old, new) if eqx.is_array_like(new) else new
 
     carry = jax.tree.map(choose, new_carry, carry)
@@ -159,12 +151,8 @@ def _unless_done(until: Until, state: tuple[Any, Any], new_carry: Any, y: Any) -
     return (done | _is_done(until, carry), carry), y
 
 
-def _is_done(until: Until, carry: Any) -> Any:
-    """Whether to stop at this carry.
-
-    Raises:
-        TypeError: `until` returns anything but one bool.
-    """
+def _is_done(until: Until, carry: PyTree) -> Array:
+    """Whether to stop at this carry; a `TypeError` where `until` returns anything but one bool."""
     done = raw_array(until(carry))
     if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":
         raise TypeError(

@@ -12,11 +12,12 @@ import jax.tree_util as jtu
 from jax import lax
 
 from .._activity import is_differentiable
-from .._sweep.back import sweep_back
+from .._static import PyTree
 from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, with_part
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_backward
+from .._sweep.reverse import sweep_back
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
 from .arguments import Caller
@@ -40,7 +41,11 @@ class SweepBack(eqx.Module):
     _wrap: Callable[[SweepResult], SweepResult] = eqx.field(static=True, default=lambda result: result)
 
     def __call__(
-        self, cotangent: Any, visitor: Visitor | None = None, state: Any = None, layer_state: Any = None
+        self,
+        cotangent: PyTree,
+        visitor: Visitor | None = None,
+        state: PyTree = None,
+        layer_state: PyTree = None,
     ) -> SweepResult:
         """Visit every layer once, from the one that ran last to the one that ran first.
 
@@ -88,9 +93,9 @@ class SweepBack(eqx.Module):
         return dataclasses.replace(self, _wrap=wrap)
 
 
-def _cotangents(types: SweepTypes, cotangent: Any) -> tuple[Arrays, Arrays]:
+def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, Arrays]:
     """The cotangents of the leaves of carry and outputs that have one, zeros for missing ones."""
-    given = cotangent if types.has_output else (cotangent, None)
+    given = cotangent if types.has_output and cotangent is not None else (cotangent, None)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise ValueError(
             "sweep_back of scan_vjp takes a pair of cotangents, of the carry and of the outputs; got "
@@ -115,7 +120,7 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
 
 
 def _stacked(
-    types: SweepTypes, xs: Arrays, shared: Sequence[Any], *, cotangents: bool
+    types: SweepTypes, xs: Arrays, shared: Sequence[PyTree], *, cotangents: bool
 ) -> tuple[Any, Any, Any]:
     """The layers, the further arguments and those by name, of each kind."""
     of_kinds = [
@@ -134,18 +139,16 @@ class _Loop(NamedTuple):
     A list has `None` for what the visitor leaves as it is.
 
     Attributes:
-        layers: for each split array that belongs to the layers: its stack.
-        args: for each split array that belongs to an argument: the stack of its cotangents.
+        xs: for each split array its stack, or that of its cotangents if it belongs to an argument.
         shared: for each shared array: the sum of its cotangents.
         state: the arrays of the visitor's state.
         layer_state: for each of its arrays: its stack.
     """
 
-    layers: list[Any]
-    args: list[Any]
-    shared: list[Any]
-    state: Any
-    layer_state: list[Any]
+    xs: list[PyTree]
+    shared: list[PyTree]
+    state: PyTree
+    layer_state: list[PyTree]
 
 
 def _without_derivatives(leaf: Any) -> Any:
@@ -161,13 +164,14 @@ _NO_DERIVATIVES = (
 
 
 def _visited(
-    sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: Any, layer_state: Any
+    sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: PyTree, layer_state: PyTree
 ) -> SweepResult:
     types = sweep._types
     states = _split_layer_state(types, layer_state)
     state_stacks = [stack for state in states for stack in state.stacks]
     of_kinds = states if isinstance(layer_state, PerKind) else states * len(types.kinds)
     arrays, static = eqx.partition(state, eqx.is_array_like)
+    of_layers = types.of_layers()
 
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         own = of_kinds[leaves.kind.number]
@@ -176,7 +180,7 @@ def _visited(
         entry = types.visit(leaves, own.layout.layer(part, own.shared))
         state = eqx.combine(loop.state, static)
         carry_ct, new = _new_leaves(types, own.layout, leaves, entry, state, visitor(entry, state))
-        nothing: list[Any] = [None] * len(state_stacks)
+        nothing: list[PyTree] = [None] * len(state_stacks)
         return carry_ct, new._replace(layer_state=with_part(nothing, own.part, new.layer_state))
 
     def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
@@ -184,24 +188,22 @@ def _visited(
         # Without the barrier XLA holds a layer's internals until all is written.
         new = lax.optimization_barrier(new)
         return carry_ct, _Loop(
-            _written(loop.layers, leaves.row, new.layers),
-            _written(loop.args, leaves.row, new.args),
+            _written(loop.xs, leaves.row, new.xs),
             [old if ct is None else old + ct for old, ct in zip(loop.shared, new.shared, strict=True)],
             new.state,
             _written(loop.layer_state, of_kinds[leaves.kind.number].row(leaves), new.layer_state),
         )
 
     def xs_in(loop: _Loop) -> Arrays:
-        return eqx.combine(loop.layers, sweep._xs)
+        return eqx.combine(eqx.filter(loop.xs, of_layers), sweep._xs)
 
-    loop = _unchanged(sweep, jax.tree.map(jnp.asarray, arrays), state_stacks)
     examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
-    loop = _first_loop(sweep, visit, examples, loop, state_stacks)
+    loop = _first_loop(sweep, visit, examples, jax.tree.map(jnp.asarray, arrays), state_stacks)
     if types.spec.length:
         swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
         carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
     layers, _, _ = _stacked(types, xs_in(loop), sweep._shared, cotangents=False)
-    _, args, kwargs = _stacked(types, loop.args, loop.shared, cotangents=True)
+    _, args, kwargs = _stacked(types, loop.xs, loop.shared, cotangents=True)
     last_state = eqx.combine(loop.state, static)
     new_stacks = eqx.combine(loop.layer_state, state_stacks)
     new_states = [state.layout.stacked(new_stacks[state.part], state.shared) for state in states]
@@ -226,8 +228,8 @@ class _LayerState(NamedTuple):
     """
 
     layout: TreeLayout
-    stacks: list[Any]
-    shared: list[Any]
+    stacks: list[PyTree]
+    shared: list[PyTree]
     part: slice
     of_kind: bool
 
@@ -236,7 +238,7 @@ class _LayerState(NamedTuple):
         return leaves.row if self.of_kind else leaves.layer_index
 
 
-def _split_layer_state(types: SweepTypes, layer_state: Any) -> list[_LayerState]:
+def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> list[_LayerState]:
     given, of_kind = [(layer_state, types.axis)], isinstance(layer_state, PerKind)
     if of_kind:
         names = [kind.name for kind in types.kinds]
@@ -254,30 +256,28 @@ def _split_layer_state(types: SweepTypes, layer_state: Any) -> list[_LayerState]
     return found
 
 
-def _unchanged(sweep: SweepBack, state: Any, state_stacks: list[Any]) -> _Loop:
-    """With nothing that the visitor replaces."""
-    of_xs, of_shared, of_state = ([None] * len(of) for of in (sweep._xs, sweep._shared, state_stacks))
-    return _Loop(of_xs, of_xs, of_shared, state, of_state)
-
-
 def _first_loop(
     sweep: SweepBack,
     visit: Callable[[LeafVisit, _Loop], tuple[Arrays, _Loop]],
     examples: list[LeafVisit],
-    loop: _Loop,
-    state_stacks: list[Any],
+    state: PyTree,
+    state_stacks: list[PyTree],
 ) -> _Loop:
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
+    of_xs, of_shared, of_state = ([None] * len(of) for of in (sweep._xs, sweep._shared, state_stacks))
+    loop = _Loop(of_xs, of_shared, state, of_state)
     new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
-    return _Loop(
-        _where_given([found.layers for found in new], sweep._xs, on_mesh),
-        _where_given([found.args for found in new], sweep._xs, zeros_like),
-        _where_given([found.shared for found in new], sweep._shared, jnp.zeros_like),
-        loop.state,
-        _where_given(
-            [found.layer_state for found in new], state_stacks, lambda stack: on_mesh(jnp.asarray(stack))
-        ),
+    xs, shared, stacks = (
+        _where_given(entries, stacks)
+        for entries, stacks in (
+            ([found.xs for found in new], sweep._xs),
+            ([found.shared for found in new], sweep._shared),
+            ([found.layer_state for found in new], [*map(jnp.asarray, state_stacks)]),
+        )
     )
+    of_layers, of_args = eqx.partition(xs, sweep._types.of_layers())
+    xs = eqx.combine(jax.tree.map(on_mesh, of_layers), jax.tree.map(zeros_like, of_args))
+    return _Loop(xs, jax.tree.map(jnp.zeros_like, shared), state, jax.tree.map(on_mesh, stacks))
 
 
 def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> LeafVisit:
@@ -299,18 +299,16 @@ def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> L
     )
 
 
-def _written(stacks: list[Any], index: Any, entries: list[Any]) -> list[Any]:
+def _written(stacks: list[PyTree], index: Any, entries: list[PyTree]) -> list[PyTree]:
     """The stacks with these entries at `index`, where there are some."""
     pairs = zip(stacks, entries, strict=True)
     return [stack if entry is None else write(stack, index, entry) for stack, entry in pairs]
 
 
-def _where_given(
-    new: Sequence[list[Any]], stacks: list[Any], first: Callable[[Any], Any] = lambda stack: stack
-) -> list[Any]:
-    """The stacks, or what `first` makes of them, of which layers of some kind return entries."""
+def _where_given(new: Sequence[list[PyTree]], stacks: list[PyTree]) -> list[PyTree]:
+    """The stacks of which layers of some kind return entries."""
     given = [any(entry is not None for entry in entries) for entries in zip(*new, strict=True)]
-    return [first(stack) if is_ else None for is_, stack in zip(given, stacks, strict=True)]
+    return [stack if is_ else None for is_, stack in zip(given, stacks, strict=True)]
 
 
 def _new_leaves(
@@ -318,8 +316,8 @@ def _new_leaves(
     state_layout: TreeLayout,
     leaves: LeafVisit,
     visit: LayerVisit,
-    state: Any,
-    result: Any,
+    state: PyTree,
+    result: PyTree,
 ) -> tuple[Arrays, _Loop]:
     """The cotangent of a layer's input, and what is to be written, from what the visitor returned."""
     if not isinstance(result, LayerResult):
@@ -336,26 +334,28 @@ def _new_leaves(
     _check_unsplit([(f"layer{jtu.keystr(leaf.path[2:])}", leaf) for leaf in of_layer], layer, visit.layer)
     new_xs, new_shared = kind.layout.arrays(((layer, *args), kwargs))
     inputs = kind.inputs(types.perturbed, ("args", "kwargs"))
-    layers = zip(new_xs, leaves.x, kind.parts("split"), strict=True)
+    entries = zip(new_xs, leaves.x, kind.parts("split"), inputs.xs, strict=True)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     new_layer_state = _filled(result.layer_state, visit.layer_state, "layer_state")
     of_state = [(f"layer_state{jtu.keystr(leaf.path)}", leaf) for leaf in state_layout.leaves]
     _check_unsplit(of_state, new_layer_state, visit.layer_state)
-    entries = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
+    of_states = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
     xs, shared = [None] * len(types.perturbed.xs), [None] * len(types.perturbed.shared)
     for place, cotangent in zip(kind.own.shared[kind.constants :], new_shared, strict=True):
         shared[place] = cotangent if inputs.shared[place] else None
-    new_layers = [new if part == "layer" and new is not old else None for new, old, part in layers]
+    of_xs = [
+        new if (new is not old if part == "layer" else is_input) else None
+        for new, old, part, is_input in entries
+    ]
     return carry_ct, _Loop(
-        with_part(xs, kind.own.xs, new_layers),
-        with_part(xs, kind.own.xs, eqx.filter(new_xs, [*inputs.xs])),
+        with_part(xs, kind.own.xs, of_xs),
         shared,
         jax.tree.map(jnp.asarray, new_state),
-        [None if new is old else new for new, old in zip(*entries, strict=True)],
+        [None if new is old else new for new, old in zip(*of_states, strict=True)],
     )
 
 
-def _check_unsplit(leaves: list[tuple[str, Leaf]], new: Any, before: Any) -> None:
+def _check_unsplit(leaves: list[tuple[str, Leaf]], new: PyTree, before: PyTree) -> None:
     """Refuse changes of what is not split over the layers.
 
     Raises:
@@ -375,7 +375,7 @@ def _check_unsplit(leaves: list[tuple[str, Leaf]], new: Any, before: Any) -> Non
         )
 
 
-def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[Any], dict[str, Any]]:
+def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[PyTree], dict[str, PyTree]]:
     """The cotangents of the further arguments that a visitor returned, as `checked_cotangent` gives them.
 
     Raises:
@@ -394,7 +394,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[A
             f"{sorted(visit.kwargs)}; got {kwargs!r}."
         )
 
-    def checked(cotangent: Any, argument: Any, name: str) -> Any:
+    def checked(cotangent: PyTree, argument: Any, name: str) -> PyTree:
         return checked_cotangent(cotangent, eqx.filter(argument, is_array), name, "returned by the visitor")
 
     return (
@@ -403,7 +403,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[A
     )
 
 
-def _filled(new: Any, before: Any, what: str) -> Any:
+def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
     """What a visitor returned, with the old leaves where it is None.
 
     Raises:

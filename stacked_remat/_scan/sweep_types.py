@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
 from jax import lax
+from jax.tree_util import KeyPath
 
 from .._activity import is_differentiable
 from .._placement import platform
+from .._static import PyTree
 from .._sweep.gradient import Inputs, LeafVisit, Perturbed, scatter_leaves
 from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays
@@ -50,7 +52,7 @@ class KindTypes:
         """The part of each split or shared array."""
         return [self.part(leaf) for leaf in self.layout.of_kind(kind)]
 
-    def shared(self, every: Sequence[Any]) -> list[Any]:
+    def shared(self, every: Sequence[PyTree]) -> list[PyTree]:
         """The shared arguments, of the arrays that layers of all kinds share."""
         return self.own.pick_shared(every)[self.constants :]
 
@@ -89,11 +91,15 @@ class SweepTypes:
     axis: Axis
     carry_tree: Any
     carry_static: Any
-    outputs: Any
+    outputs: PyTree
     has_output: bool
     divided: DividedArguments | None
 
-    def one_or_all(self, of_kinds: Sequence[Any]) -> Any:
+    def of_layers(self) -> list[bool]:
+        """Which of the split arrays are the layers' own, and not an argument's."""
+        return [part == "layer" for kind in self.kinds for part in kind.parts("split")]
+
+    def one_or_all(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """What there is for each kind as a tuple; for layers of one kind, its entry."""
         return of_kinds[0] if self.divided is None else tuple(of_kinds)
 
@@ -105,11 +111,11 @@ class SweepTypes:
         (layers, *args), kwargs = self.divided.joined([((own, *args), by) for own, args, by in of_kinds])
         return result._replace(layers=layers, args=tuple(args), kwargs=kwargs)
 
-    def carry_cotangent(self, leaves: Arrays) -> Any:
+    def carry_cotangent(self, leaves: Arrays) -> PyTree:
         """The cotangent of a carry, from its leaves that have one."""
         return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
 
-    def visit(self, leaves: LeafVisit, layer_state: Any) -> LayerVisit:
+    def visit(self, leaves: LeafVisit, layer_state: PyTree) -> LayerVisit:
         """A visit, with trees in the place of lists of arrays."""
         kind, perturbed = self.kinds[leaves.kind.number], leaves.pullback.perturbed
         (layer, *args), kwargs = kind.layout.layer(leaves.x, kind.shared(leaves.shared))
@@ -118,7 +124,7 @@ class SweepTypes:
         if self.has_output:
             cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, scatter_leaves(y_ct, perturbed.ys))
 
-        def vjp(wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        def vjp(wrt: tuple[str, ...]) -> tuple[PyTree, ...]:
             inputs = kind.inputs(self.perturbed, wrt)
             of_shared, of_carry, of_x = leaves.vjp(inputs)
             found = (kind.shared(scatter_leaves(of_shared, inputs.shared)), of_carry, of_x)
@@ -139,7 +145,9 @@ class SweepTypes:
         )
 
 
-def cotangent_leaves(cotangent: Any, like: Any, mask: tuple[bool, ...], what: str, source: str) -> Arrays:
+def cotangent_leaves(
+    cotangent: PyTree, like: PyTree, mask: tuple[bool, ...], what: str, source: str
+) -> Arrays:
     """The leaves of a cotangent that are in the mask, zeros for missing ones; checked as below."""
     types, structure = jtu.tree_flatten(like, is_leaf=is_named)
     leaves = structure.flatten_up_to(checked_cotangent(cotangent, like, what, source))
@@ -150,7 +158,7 @@ def cotangent_leaves(cotangent: Any, like: Any, mask: tuple[bool, ...], what: st
     ]
 
 
-def checked_cotangent(cotangent: Any, like: Any, what: str, source: str) -> Any:
+def checked_cotangent(cotangent: PyTree, like: PyTree, what: str, source: str) -> PyTree:
     """A cotangent of `like` with raw arrays as leaves, and None for missing ones.
 
     Errors say `what` it is the cotangent of, and its `source`: who gave it.
@@ -160,7 +168,7 @@ def checked_cotangent(cotangent: Any, like: Any, what: str, source: str) -> Any:
         ValueError: structure, axes, shape or dtype differ; names the path.
     """
 
-    def check(path: tuple[Any, ...], type_: Any, leaf: Any) -> Any:
+    def check(path: KeyPath, type_: Any, leaf: Any) -> Any:
         where, given, expected = f"{what}{jtu.keystr(path)}", raw_array(leaf), raw_array(type_)
         if given is None or not is_differentiable(expected.dtype):
             return None

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from .._static import PyTree
+
 Part: TypeAlias = Literal["layer", "carry", "args", "kwargs"]
 
 
@@ -20,12 +22,12 @@ class LayerResult(NamedTuple):
         layer_state: this layer's entry of the layers' state; `None` leaves it unchanged.
     """
 
-    carry: Any
-    layer: Any = None
-    args: Any = None
-    kwargs: Any = None
-    state: Any = None
-    layer_state: Any = None
+    carry: PyTree
+    layer: PyTree = None
+    args: PyTree = None
+    kwargs: PyTree = None
+    state: PyTree = None
+    layer_state: PyTree = None
 
 
 class SweepResult(NamedTuple):
@@ -41,12 +43,12 @@ class SweepResult(NamedTuple):
         layer_state: the state of each layer.
     """
 
-    carry: Any
-    layers: Any
-    args: Any = None
-    kwargs: Any = None
-    state: Any = None
-    layer_state: Any = None
+    carry: PyTree
+    layers: PyTree
+    args: PyTree = None
+    kwargs: PyTree = None
+    state: PyTree = None
+    layer_state: PyTree = None
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,16 @@ class LayerVisit:
     """
 
     layer_index: Any
-    layer: Any
-    carry: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    cotangent: Any
-    layer_state: Any
+    layer: PyTree
+    carry: PyTree
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    cotangent: PyTree
+    layer_state: PyTree
     kind: str | None
-    _vjp: Callable[[tuple[str, ...]], tuple[Any, ...]]
+    _vjp: Callable[[tuple[str, ...]], tuple[PyTree, ...]]
 
-    def vjp(self, *wrt: Part) -> tuple[Any, ...]:
+    def vjp(self, *wrt: Part) -> tuple[PyTree, ...]:
         """The vector-Jacobian products of the layer with `cotangent`.
 
         Args:

@@ -10,6 +10,7 @@ from haliax.axis import AxisSelector
 
 from .._activity import is_differentiable
 from .._policy import ScanCheckpointSpec
+from .._static import PyTree
 from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.spec import SweepSpec
 from .._sweep.trace import kinds_of, trace_layers
@@ -59,8 +60,8 @@ def fold_vjp(
     return _vjp(loop)
 
 
-def _vjp(loop: Loop) -> Callable[..., tuple[Any, SweepBack]]:
-    def vjp(init: Any, layers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, SweepBack]:
+def _vjp(loop: Loop) -> Callable[..., tuple[PyTree, SweepBack]]:
+    def vjp(init: PyTree, layers: PyTree, /, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, SweepBack]:
         check_unmarked(init)
         return sweep_forward(loop, init, ((layers, *args), kwargs))
 
@@ -68,14 +69,14 @@ def _vjp(loop: Loop) -> Callable[..., tuple[Any, SweepBack]]:
 
 
 def scan_vjp(
-    f: Callable[..., tuple[Any, Any]],
+    f: Callable[..., tuple[PyTree, PyTree]],
     axis: AxisSelector | int,
     *,
     remat: ScanCheckpointSpec = True,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: IsScanned = is_named_or_shaped_array,
-) -> Callable[..., tuple[tuple[Any, Any], "SweepBack"]]:
+) -> Callable[..., tuple[tuple[PyTree, PyTree], "SweepBack"]]:
     """As `fold_vjp`, for an `f` that returns `(carry, output)`, as `scan` takes it.
 
     The function that it returns gives `((carry, outputs), sweep_back)`, and `sweep_back` takes a pair of
@@ -85,7 +86,7 @@ def scan_vjp(
     return _vjp(loop)
 
 
-def sweep_forward(loop: Loop, init: Any, arguments: Any) -> tuple[Any, SweepBack]:
+def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, SweepBack]:
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
     kinds, divided = loop.split(arguments)
     axis = loop.axis_of(kinds)

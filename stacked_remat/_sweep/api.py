@@ -12,6 +12,7 @@ import jax
 from jax.interpreters import partial_eval
 
 from .._placement import is_on_host
+from .._static import PyTree
 from .gradient import merge, pick
 from .primitive import plain_scan, sweep_of
 from .slots import Arrays
@@ -22,13 +23,13 @@ from .trace import TracedLayer, kinds_of, without_passed_on
 def run_layers(
     traced: Sequence[TracedLayer],
     unsliced: Sequence[Sequence[bool]],
-    init: Sequence[Any],
+    init: Sequence[PyTree],
     stacks: Sequence[Arrays],
     *,
     plain: Checkpoint | None = None,
     **fields: Any,
-) -> tuple[Any, list[Any]]:
-    """Run layers of one or several kinds.
+) -> tuple[Any, list[PyTree]]:
+    """Run layers of one or several kinds; returns the last carry and the stacked outputs of each kind.
 
     Args:
         traced: a layer of each kind.
@@ -37,9 +38,6 @@ def run_layers(
         stacks: for each kind, its layers' own inputs.
         plain: how each layer is checkpointed in a plain scan; None for a sweep.
         **fields: of the `SweepSpec`.
-
-    Returns:
-        The last carry and the stacked outputs of each kind.
     """
     traced, carry_tree = [layer._replace(init=[*init]) for layer in traced], traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)

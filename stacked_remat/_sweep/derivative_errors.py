@@ -11,6 +11,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from .._static import PyTree
+
 
 def not_differentiable(x: Array, why: str, of: Sequence[Array] = ()) -> Array:
     """Return `x`, without derivatives with respect to what it, or an array of `of`, depends on.
@@ -25,7 +27,7 @@ def _refuse(*_: Any, why: str, **__: Any) -> NoReturn:
     raise TypeError(why)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], why: str) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[PyTree], tangents: Sequence[PyTree], why: str) -> tuple[PyTree, PyTree]:
     found, *others = tangents
     nonzero = [tangent for tangent in others if not isinstance(tangent, ad.Zero)]
     if nonzero or not isinstance(found, ad.Zero):

@@ -1,12 +1,14 @@
 """Refuses effects in layers that are run again or whose values are moved to the host."""
 
 from collections.abc import Sequence
-from typing import Any
+
+from jax.extend.core import Jaxpr
 
 from .._compat import is_reference, ordered_effects
+from .._static import PyTree
 
 
-def check_effects(jaxpr: Any, constants: Sequence[Any], *, offloads: bool) -> None:
+def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) -> None:
     """Refuse effects of a layer with which JAX cannot compile the backward pass.
 
     Args:
@@ -20,7 +22,7 @@ def check_effects(jaxpr: Any, constants: Sequence[Any], *, offloads: bool) -> No
     if any(map(is_reference, constants)):
         raise TypeError(
             "The layer reads or writes a jax.Ref, which a policy that cuts the layers (nested, "
-            "segment_length, max_carries, first_layers) cannot differentiate. Make it part of the carry or "
+            "max_carries, first_layers) cannot differentiate. Make it part of the carry or "
             "an output, or use remat=True or remat=False; with True the layer runs again in the backward "
             "pass, and so do its writes."
         )

@@ -5,7 +5,6 @@ Layers are numbered in the order in which they run.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +12,20 @@ from jax import lax
 
 from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
+from .._static import PyTree
 from .gradient import Perturbed, with_part
 from .kinds import Kind
-from .slots import Arrays, Carry, Checkpoints, FirstLayersSaved, entry_at, repeat, run_layers, trip_count
+from .slots import (
+    Arrays,
+    Carry,
+    Checkpoints,
+    FirstLayersSaved,
+    Index,
+    entry_at,
+    repeat,
+    run_layers,
+    trip_count,
+)
 from .spec import SweepSpec
 from .store import empty_stack, on_mesh, read_before_writes, settle, write
 
@@ -37,15 +47,15 @@ def _outputs(spec: SweepSpec) -> Arrays:
 
 def _forward_step(
     spec: SweepSpec, xs: Arrays, shared: Arrays, numbers: range | None = None
-) -> Callable[[Any, Any], Any]:
+) -> Callable[[PyTree, PyTree], PyTree]:
     """A step of a forward loop on `(carry, outputs, what was read ahead)`; `numbers` as in `SweepSpec.at`."""
 
-    def step(number: Any, state: Any) -> Any:
+    def step(number: Index, state: PyTree) -> PyTree:
         carry, ys, fetched = state
         fetched, number = settle(fetched, number)
         ahead = spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
 
-        def run(kind: Kind, row: Any, state: Any) -> Any:
+        def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
             carry, ys, ahead = state
             carry, y = kind.evaluated.layer(shared, carry, spec.inputs(kind, xs, row, fetched))
             if spec.remat.boundaries_on_host and platform() == "tpu":
@@ -84,11 +94,11 @@ def _forward_first(
     pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, carry, xs, shared)
     residuals = spec.room(pullbacks, [range(length)])
 
-    def layer(number: Any, state: Any) -> Any:
+    def layer(number: Index, state: PyTree) -> PyTree:
         carry, ys, saved = state
         carries = write(saved.carries, number, carry)
 
-        def run(kind: Kind, row: Any, state: Any) -> Any:
+        def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
             carry, ys, residuals = state
             x = spec.inputs(kind, xs, row)
             (carry, y), new = pullbacks[kind.number].save(shared, carry, x)
@@ -120,29 +130,21 @@ def _forward_scheduled(
 
 
 def forward_loop(
-    step: Callable[[Any, Any], Any],
-    state: Any,
+    step: Callable[[PyTree, PyTree], PyTree],
+    state: PyTree,
     schedule: Schedule,
     *,
     unroll: int | bool = 1,
     stops: bool = False,
-) -> tuple[Any, Checkpoints]:
+) -> tuple[PyTree, Checkpoints]:
     """Run the layers, each writing its input to the slot that the schedule names.
 
-    Args:
-        step: `(number, state) -> state`; runs a layer.
-        state: a tuple, first the carry, then whatever else the steps change.
-        schedule: the cut.
-        unroll: layers per loop iteration.
-        stops: as in `SweepSpec`.
-
-    Returns:
-        The final state, and the kept carries.
+    `step(number, state)` runs a layer. The state is a tuple, first the carry, then what else steps change.
     """
     slot_of = np.asarray(schedule.forward, np.int32)
     slots = empty_stack(state[0], schedule.slots)
 
-    def layer(slots: Carry, state: Any, number: Any, slot: Any) -> tuple[Carry, Any]:
+    def layer(slots: Carry, state: PyTree, number: Index, slot: Index) -> tuple[Carry, PyTree]:
         return write(slots, slot, state[0]), step(number, state)
 
     if not stops:  # a scan over the table: where a loop looks it up, XLA for TPUs holds more
@@ -152,7 +154,7 @@ def forward_loop(
         )
         return state, Checkpoints(slots, None)
 
-    def one(number: Any, loop: tuple[Any, ...]) -> tuple[Any, ...]:
+    def one(number: Index, loop: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         *state, slots = loop  # the carry, which says whether to stop, is first
         slots, state = layer(slots, tuple(state), number, entry_at(slot_of, number))
         return (*state, slots)
@@ -162,14 +164,14 @@ def forward_loop(
 
 
 def forward_loop_on_host(
-    step: Callable[[Any, Any], Any], state: Any, schedule: Schedule, *, unroll: int | bool = 1
-) -> tuple[Any, Checkpoints]:
+    step: Callable[[PyTree, PyTree], PyTree], state: PyTree, schedule: Schedule, *, unroll: int | bool = 1
+) -> tuple[PyTree, Checkpoints]:
     """Like `forward_loop`, with each segment's first input in a buffer on the host and nothing else kept."""
     # A scan stacks what is on the host without a buffer on the device first.
     starts = jnp.asarray(np.cumsum((0, *schedule.segments[:-1])), jnp.int32)
     sizes = np.asarray(schedule.segments, np.int32)
 
-    def segment(state: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+    def segment(state: PyTree, at: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         boundary = to_host(state[0])
         trips = trip_count(sizes, at[1])
         state = repeat(trips, lambda k, state: step(at[0] + k, state), state, unroll, max(schedule.segments))

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import Jaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, named_inputs
 from .._compat import without_constants
 from .._placement import platform
+from .._static import PyTree
 from .kinds import Kind
 from .slots import Arrays, Carry
-from .store import apart_from_transfers, write, zeros_like
+from .store import Index, apart_from_transfers, write, zeros_like
 
 LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
 Mask: TypeAlias = tuple[bool, ...]
@@ -39,12 +40,7 @@ class Inputs(NamedTuple):
 class Perturbed:
     """Which leaves a reverse sweep differentiates.
 
-    Attributes:
-        init: leaves of the first carry.
-        carry: leaves of the carry between layers that have a cotangent; `init` is among them.
-        xs: leaves of the layers' own inputs.
-        shared: leaves of the inputs that all layers share.
-        ys: leaves of the stacked outputs that have a cotangent.
+    `carry` are those between layers, of which `init` are a part; `ys` are outputs that have a cotangent.
     """
 
     init: Mask
@@ -78,9 +74,9 @@ class Residuals(NamedTuple):
     forward: Jaxpr
     rest: Jaxpr
     constants: Arrays
-    pullback: Any
+    pullback: Callable
     is_saved: Mask
-    types: list[Any]
+    types: list[ShapedArray]
 
     @property
     def on_host(self) -> bool:
@@ -90,13 +86,9 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPullback:
-    """One layer's vector-Jacobian product, from its inputs and, if any, its saved residuals.
+    """One layer's vector-Jacobian product, from its inputs and the residuals that a replay saves, if any.
 
-    Attributes:
-        layer: the layer.
-        perturbed: what is differentiated.
-        residuals: those that the replay saves, if any; else the layer is run again.
-        evaluate: the layer for values alone, if that is another function.
+    `evaluate` is the layer for values alone, if that is another function.
     """
 
     layer: LeafLayer
@@ -118,7 +110,7 @@ class LayerPullback:
             carry, y = self.layer(shared, carry, x)
             return (pick(carry, perturbed.carry), pick(y, perturbed.ys)), (carry, y)
 
-        def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[Any, Any]:
+        def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[PyTree, PyTree]:
             return checkpoint(run)(
                 merge(shared, shared_part, inputs.shared),
                 merge(carry, carry_part, inputs.carry),
@@ -147,7 +139,7 @@ class LayerPullback:
         saved: Arrays | None,
         cotangents: tuple[Carry, Arrays],
         inputs: Inputs | None = None,
-        totals: Sequence[Any] = (),
+        totals: Sequence[PyTree] = (),
     ) -> tuple[Arrays, Carry, Arrays]:
         """Compute the cotangents of the leaves of `shared`, `carry` and `x` that are in `inputs`.
 
@@ -175,7 +167,7 @@ class LayerPullback:
         return of_shared, of_carry, of_x
 
     def with_residuals(
-        self, shared: Arrays, carry: Sequence[Any], x: Arrays, checkpoint: Callable[[Callable], Callable]
+        self, shared: Arrays, carry: Sequence[PyTree], x: Arrays, checkpoint: Callable[[Callable], Callable]
     ) -> "LayerPullback":
         """Set the residuals that are saved to those that a checkpoint keeps.
 
@@ -209,7 +201,7 @@ class LayerPullback:
         return replace(self, residuals=Residuals(jaxpr, rest, constants, structure[0], is_saved, types))
 
 
-def _transposed(pullback: Any, cotangents: Any, inputs: Inputs, totals: Sequence[Any]) -> Any:
+def _transposed(pullback: Callable, cotangents: PyTree, inputs: Inputs, totals: Sequence[PyTree]) -> PyTree:
     """Apply a pullback, and add the cotangents for which there are totals to them in place."""
     if all(total is None for total in totals):
         return pullback(cotangents)
@@ -247,9 +239,9 @@ class LeafVisit:
         writes_to_host: whether the visitor does.
     """
 
-    layer_index: Any
+    layer_index: Index
     kind: Kind
-    row: Any
+    row: Index
     shared: Arrays
     carry: Carry
     x: Arrays
@@ -259,7 +251,9 @@ class LeafVisit:
     pullback: LayerPullback
     writes_to_host: bool = False
 
-    def vjp(self, inputs: Inputs | None = None, totals: Sequence[Any] = ()) -> tuple[Arrays, Carry, Arrays]:
+    def vjp(
+        self, inputs: Inputs | None = None, totals: Sequence[PyTree] = ()
+    ) -> tuple[Arrays, Carry, Arrays]:
         """The cotangents of its inputs: of `shared`, `carry` and `x`, those leaves that are asked for."""
 
         def compute() -> tuple[Arrays, Carry, Arrays]:
@@ -272,18 +266,18 @@ class LeafVisit:
 
 # Called once for every layer, from the last to the first. Takes the layer and a state of its own; returns the
 # cotangents of the perturbed leaves of the layer's input carry, and the state.
-LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, Any]]
+LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, PyTree]]
 
 
-def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, list[Any]]:
+def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, list[PyTree]]:
     """The first state of `write_gradients`."""
     of_shared = [jnp.zeros_like(leaf) for leaf in pick(shared, perturbed.shared)]
     return of_shared, scatter_leaves([zeros_like(leaf) for leaf in pick(xs, perturbed.xs)], perturbed.xs)
 
 
 def write_gradients(
-    visit: LeafVisit, state: tuple[Arrays, list[Any]]
-) -> tuple[Carry, tuple[Arrays, list[Any]]]:
+    visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
+) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
 
     Its state is `(shared gradients, stacked gradients)`: of the shared, one array per perturbed leaf, of the
@@ -305,15 +299,15 @@ def write_gradients(
 
 
 def write_tangents(
-    visit: LeafVisit, state: tuple[Arrays, list[Any]]
-) -> tuple[Carry, tuple[Arrays, list[Any]]]:
+    visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
+) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing reads."""
     carry_ct, new = write_gradients(visit, state)
     return carry_ct, _unread(state, new)
 
 
 @jax.custom_jvp
-def _unread(old: Any, new: Any) -> Any:
+def _unread(old: PyTree, new: PyTree) -> PyTree:
     """`new` for its derivatives. XLA removes values that loops pass on, and no sums that nothing reads."""
     return jax.tree.map(functools.partial(lax.select_n, False), old, new)  # mapped where either is
 
@@ -321,22 +315,22 @@ def _unread(old: Any, new: Any) -> Any:
 _unread.defjvp(lambda primals, tangents: (_unread(*primals), tangents[1]))
 
 
-def pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def pick(leaves: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Select the leaves in the mask."""
     return [leaf for leaf, chosen in zip(leaves, mask, strict=True) if chosen]
 
 
-def merge(leaves: Sequence[Any], part: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def merge(leaves: Sequence[PyTree], part: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Replace the leaves in the mask by those of `part`."""
     replacements = iter(part)
     return [next(replacements) if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)]
 
 
-def scatter_leaves(part: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+def scatter_leaves(part: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Invert `pick`, with `None` for leaves that are not in the mask."""
     return merge([None] * len(mask), part, mask)
 
 
-def with_part(leaves: Sequence[Any], part: slice, new: Sequence[Any]) -> list[Any]:
+def with_part(leaves: Sequence[PyTree], part: slice, new: Sequence[PyTree]) -> list[PyTree]:
     """Replace the leaves of a slice."""
     return [*leaves[: part.start], *new, *leaves[part.stop :]]

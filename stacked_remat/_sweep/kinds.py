@@ -11,8 +11,10 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._compat import without_constants
+from .._static import PyTree
 from .._trips import known_trips
 from .slots import Arrays, Carry, entry_at
+from .store import Index
 
 T = TypeVar("T")
 
@@ -38,7 +40,7 @@ class Kind:
     xs: slice = field(hash=False)  # a slice has no hash before Python 3.12
     ys: slice = field(hash=False)
     by_rules: Jaxpr | None = None
-    constants: tuple[Any, ...] = field(default=(), compare=False)
+    constants: tuple[PyTree, ...] = field(default=(), compare=False)
 
     @property
     def carries(self) -> int:
@@ -50,7 +52,7 @@ class Kind:
         """The types of a layer's outputs."""
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
 
-    def with_layer(self, closed: ClosedJaxpr, shared: list[Any]) -> "Kind":
+    def with_layer(self, closed: ClosedJaxpr, shared: list[PyTree]) -> "Kind":
         """The kind with another layer on the same inputs, whose constants are put behind the shared ones."""
         jaxpr, constants = without_constants(closed)
         places = range(len(shared), len(shared) + len(constants))
@@ -105,7 +107,7 @@ class Pattern:
         return np.bincount(kinds, minlength=self.count).tolist()
 
     def at(
-        self, index: Any, run: Callable[[int, Any, T], T], state: T, indices: Callable[[], Iterable[int]]
+        self, index: Index, run: Callable[[int, Index, T], T], state: T, indices: Callable[[], Iterable[int]]
     ) -> T:
         """`run(kind, row, state)` for the layer at `index`, its kind and its row in the stacks of that kind.
 

@@ -7,7 +7,7 @@ batch shares are summed within each layer.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,11 +21,9 @@ from .._compat import (
     is_concrete,
     stacked_type,
 )
-from .._static import Static
-from .back import pull_back
+from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import (
-    LeafVisitor,
     Mask,
     Perturbed,
     merge,
@@ -34,7 +32,9 @@ from .gradient import (
     write_gradients,
     write_tangents,
 )
+from .reverse import pull_back
 from .rules import (
+    Bound,
     Differentiable,
     as_arrays,
     compiled,
@@ -44,6 +44,7 @@ from .rules import (
     moved,
     not_mapped,
     primal_of,
+    tangent_of,
     types_of,
 )
 from .slots import Arrays, Carry, Checkpoints
@@ -56,7 +57,7 @@ class Sweep(Differentiable):
 
     spec: SweepSpec
 
-    def __init__(self, spec: SweepSpec, *args: Any) -> None:
+    def __init__(self, spec: SweepSpec, *args: PyTree) -> None:
         self.in_avals = types_of(args)
         stacked = [stacked_type(type_, spec.rows(kind)) for kind in spec.kinds for type_ in kind.output_types]
         self.out_aval = (self.in_avals[0], stacked)
@@ -64,10 +65,10 @@ class Sweep(Differentiable):
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         super().__init__()
 
-    def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> Any:
-        return compiled(_Primal(self.spec))(init, xs, shared)
+    def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
+        return compiled(Bound("sweep", primal, (self.spec,)))(init, xs, shared)
 
-    def dce(self, used: Any, *live: Any) -> Any:
+    def dce(self, used: PyTree, *live: Any) -> PyTree:
         return (True, True, self) if self.effects else super().dce(used, *live)
 
     def _perturbed(self, nonzero: Mask) -> tuple[Perturbed, list[Mask]]:
@@ -75,7 +76,7 @@ class Sweep(Differentiable):
         every_y = [is_differentiable(type_.dtype) for type_ in self.out_aval[1]]
         return self.spec.perturbed(*masks, ys=every_y), masks
 
-    def primal(self, nonzero: Mask, args: Any) -> Any:
+    def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
         perturbed, (init, xs, shared) = self._perturbed(nonzero)[0], args
         kinds, shared = [], [*shared]
         for kind in self.spec.kinds:
@@ -83,12 +84,12 @@ class Sweep(Differentiable):
             kinds.append(kind.with_layer(primal_of(kind.jaxpr, own), shared))
         return sweep_of(replace(self.spec, kinds=tuple(kinds)), init, xs, shared)
 
-    def vjp_fwd(self, nonzero: Any, init: Carry, xs: Arrays, shared: Arrays) -> Any:
+    def vjp_fwd(self, nonzero: PyTree, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
         perturbed, masks = self._perturbed(self._nonzero(self.in_tree.flatten_up_to(nonzero)))
         carry, ys, checkpoints = sweep_forward(self.spec, perturbed, init, xs, shared)
         return (carry, ys), (checkpoints, xs, shared, Static(tuple(masks)))
 
-    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         checkpoints, xs, shared, masks = residuals
         carry_ct, ys_ct = cotangents
         # The first layers' residuals were kept for the cotangents of all outputs.
@@ -104,7 +105,7 @@ class Sweep(Differentiable):
             for total, ct in zip(pick(part, mask), cts, strict=True):
                 total.accum(ct)
 
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         (init, xs, shared), (of_init, of_xs, of_shared) = args, dims
         if not_mapped(self, axis, dims):
             return self(*args), jax.tree.map(lambda _: None, self.out_aval)
@@ -128,7 +129,7 @@ class Sweep(Differentiable):
         perturbed, _ = self._perturbed(nonzero)
         return (*perturbed.carry, *self.spec.active_outputs(perturbed))
 
-    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         perturbed, masks = self._perturbed(nonzero)
         perturbed = replace(perturbed, ys=self.spec.active_outputs(perturbed))
         parts = self.in_tree.unflatten(scatter_leaves(tangents, nonzero))
@@ -143,36 +144,19 @@ def sweep_of(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[
     return Sweep(spec, init, xs, shared)(init, xs, shared)
 
 
-@dataclass(frozen=True)
-class _Primal:
-    """The forward loops that keep nothing, as a function."""
-
-    spec: SweepSpec
-    __name__ = "sweep"
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return primal(self.spec, init, xs, shared)
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """A plain scan, each layer checkpointed, as a function."""
-
-    spec: SweepSpec
-    checkpoint: Checkpoint
-    __name__ = "scan"
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
-        return self.spec.plain(init, xs, shared, self.checkpoint)
-
-
 def plain_scan(
     spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays]:
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
-    run = _Plain(spec, checkpoint)
+    run = Bound("scan", _plain, (spec, checkpoint))
     is_eager = all(map(is_concrete, (*init, *xs, *shared)))
     return (compiled(run) if is_eager else run)(init, xs, shared)
+
+
+def _plain(
+    spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
+) -> tuple[Carry, Arrays]:
+    return spec.plain(init, xs, shared, checkpoint)
 
 
 def _mapped_layers(
@@ -206,34 +190,41 @@ class Rule(Differentiable):
     `gives`; other outputs are placeholders.
     """
 
-    fn: Callable[..., Any]
-    reference: Callable[..., Any]
+    fn: Bound
+    reference: Bound
     reads: Mask
     gives: Mask
 
     def __init__(
-        self, fn: Any, reference: Any, reads: Mask, gives: Mask, types: Any, out_types: Any, effects: Any
+        self,
+        fn: Bound,
+        reference: Bound,
+        reads: Mask,
+        gives: Mask,
+        types: PyTree,
+        out_types: PyTree,
+        effects: Any,
     ) -> None:
         self.in_avals, self.out_aval, self.effects = types, out_types, effects
         self.params = {"fn": fn, "reference": reference, "reads": reads, "gives": gives}
         super().__init__()
 
     @staticmethod
-    def of(fn: Any, reference: Any, reads: Mask, gives: Callable[[Any], Mask], *args: Any) -> "Rule":
+    def of(fn: Bound, reference: Bound, reads: Mask, gives: Callable[[Any], Mask], *args: PyTree) -> "Rule":
         """The rule for arguments like these."""
         closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
         out_types = jax.tree.unflatten(jax.tree.structure(found), closed.out_avals)
         return Rule(fn, reference, reads, gives(found), types_of(args), out_types, closed.effects)
 
-    def expand(self, *args: Any) -> Any:
+    def expand(self, *args: PyTree) -> PyTree:
         return compiled(self.fn)(*args)
 
-    def vjp_fwd(self, nonzero: Any, *args: Any) -> Any:
+    def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
         nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         wanted = tuple(is_ and read for is_, read in zip(nonzero, self.reads, strict=True))
         return self(*args), (args, Static(wanted))
 
-    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         args, wanted = residuals
         leaves, wanted = jax.tree.leaves(args), wanted.value
 
@@ -249,11 +240,11 @@ class Rule(Differentiable):
         for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted), found, strict=True):
             total.accum(ct)
 
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), self.out_tree.unflatten([None] * self.out_tree.num_leaves)
         flat = Static((tuple(self.in_tree.flatten_up_to(dims)), self.in_tree))
-        fn, reference = (_Mapped(fn, axis, flat) for fn in (self.fn, self.reference))
+        fn, reference = (Bound("mapped", _mapped, (fn, axis, flat)) for fn in (self.fn, self.reference))
         rule = Rule.of(fn, reference, self.reads, lambda _: self.gives, *args)
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
@@ -262,96 +253,46 @@ class Rule(Differentiable):
         every = zip(floats(self.out_aval), depends, strict=True)
         return tuple(any(nonzero) and is_ and of_ for is_, of_ in every)
 
-    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
+        active = self.active(nonzero)
         functions = _for_tangents(self.fn), self.reference
-        fn, reference = (_Tangent(fn, nonzero, self.active(nonzero)) for fn in functions)
-        gives = tuple(pick(self.gives, self.active(nonzero)))
+        fn, reference = (Bound("tangent", tangent_of, (fn, nonzero, active)) for fn in functions)
+        gives = tuple(pick(self.gives, active))
         return Rule.of(
             fn, reference, (*self.reads, *pick(self.reads, nonzero)), lambda _: gives, primals, tangents
         )(primals, tangents)
 
 
-@dataclass(frozen=True)
-class _Mapped:
-    """A function mapped over an axis; each result has it in front."""
-
-    fn: Callable[..., Any]
-    axis: Any
-    dims: Static
-    __name__ = "mapped"
-
-    def __call__(self, *args: Any) -> Any:
-        dims, tree = self.dims.value
-        return mapped(self.fn, self.axis, tree.unflatten(dims))(*args)
+def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
+    """`fn` mapped over an axis; each result has it in front."""
+    dims, tree = flat.value
+    return mapped(fn, axis, tree.unflatten(dims))(*args)
 
 
-@dataclass(frozen=True)
-class _Tangent:
-    """The tangents of some outputs of a function, from those of some inputs."""
-
-    fn: Callable[..., Any]
-    nonzero: Mask
-    active: Mask
-    __name__ = "tangent"
-
-    def __call__(self, primals: Any, tangents: Arrays) -> Arrays:
-        leaves, tree = jax.tree.flatten(primals)
-
-        def active(part: Arrays) -> Arrays:
-            return pick(
-                jax.tree.leaves(self.fn(*tree.unflatten(merge(leaves, part, self.nonzero)))), self.active
-            )
-
-        return jax.jvp(active, (pick(leaves, self.nonzero),), (tangents,))[1]
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """The forward sweep that keeps checkpoints."""
-
-    spec: SweepSpec
-    perturbed: Perturbed
-    __name__ = "sweep_forward"
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
-        return forward(self.spec, self.perturbed, init, xs, shared)
-
-
-def _depends(fn: Any, masks: Any, out_types: Any) -> Sequence[bool]:
+def _depends(fn: Bound, masks: PyTree, out_types: PyTree) -> Sequence[bool]:
     """Which outputs of a function of a sweep, or one that calls it, depend on the inputs in the masks."""
-    if isinstance(fn, _Mapped):
-        return _depends(fn.fn, masks, out_types)
-    if not isinstance(fn, _Forward):
+    if fn.fn is _mapped:
+        return _depends(fn.bound[0], masks, out_types)
+    if fn.fn is not forward:
         return [True] * len(jax.tree.leaves(out_types))
-    found = fn.spec.perturbed(*map(tuple, masks), ys=())
-    return [*found.carry, *fn.spec.active_outputs(found), *out_types[2].of_carry(found.carry)]
+    spec = fn.bound[0]
+    found = spec.perturbed(*map(tuple, masks), ys=())
+    return [*found.carry, *spec.active_outputs(found), *out_types[2].of_carry(found.carry)]
 
 
-def _for_tangents(fn: Any) -> Any:
+def _for_tangents(fn: Bound) -> Bound:
     """A function of a sweep, or one that calls it, for its derivatives in forward mode alone."""
-    if isinstance(fn, _Mapped):
-        return replace(fn, fn=_for_tangents(fn.fn))
-    if isinstance(fn, _Forward | _Backward):
-        fn = replace(fn, spec=by_rules(fn.spec, fn.perturbed))
-    return replace(fn, visitor=write_tangents) if isinstance(fn, _Backward) else fn
+    first, *rest = fn.bound
+    if fn.fn is _mapped:
+        return replace(fn, bound=(_for_tangents(first), *rest))
+    if fn.fn is forward:
+        return replace(fn, bound=(by_rules(first, *rest), *rest))
+    if fn.fn is pull_back:
+        return replace(fn, bound=(by_rules(first, rest[0]), rest[0], write_tangents))
+    return fn
 
 
-@dataclass(frozen=True)
-class _ForwardReference:
-    """The same by the plain scan, with the first carry as the only checkpoint."""
-
-    spec: SweepSpec
-    perturbed: Perturbed
-
-    def __call__(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
-        # As the forward pass of a gradient: custom rules compute it, and their code is differentiated.
-        masks = self.perturbed.init, self.perturbed.xs, self.perturbed.shared
-        carry, ys = jax.vjp(*_of_part(self.spec, masks, (init, xs, shared)))[0]
-        like = jax.eval_shape(compiled(_Forward(self.spec, self.perturbed)), init, xs, shared)[2]
-        return carry, ys, like.from_first(init)
-
-
-def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> tuple[Any, ...]:
+def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> tuple[PyTree, ...]:
     """The plain scan as a function of the inputs in the masks, and these."""
 
     def run(*parts: Arrays) -> tuple[Carry, Arrays]:
@@ -360,57 +301,57 @@ def _of_part(spec: SweepSpec, masks: Sequence[Mask], args: Sequence[Arrays]) -> 
     return run, *(pick(arg, mask) for arg, mask in zip(args, masks, strict=True))
 
 
+def _forward_reference(
+    spec: SweepSpec, perturbed: Perturbed, *args: Arrays
+) -> tuple[Carry, Arrays, Checkpoints]:
+    """The forward sweep by the plain scan, with the first carry as the only checkpoint."""
+    # As the forward pass of a gradient: custom rules compute it, and their code is differentiated.
+    masks = perturbed.init, perturbed.xs, perturbed.shared
+    carry, ys = jax.vjp(*_of_part(spec, masks, args))[0]
+    like = jax.eval_shape(compiled(Bound("sweep_forward", forward, (spec, perturbed))), *args)[2]
+    return carry, ys, like.from_first(args[0])
+
+
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
 
-    def gives(found: Any) -> Mask:
+    def gives(found: PyTree) -> Mask:
         is_first = jax.tree.leaves(found[2].is_first())
         kept = zip(is_first, floats(found[2]), strict=True)
         return (*floats(found[:2]), *(first and is_ for first, is_ in kept))
 
-    fn, reference = _Forward(spec, perturbed), _ForwardReference(spec, perturbed)
+    bound = spec, perturbed
+    fn = Bound("sweep_forward", forward, bound)
+    reference = Bound("sweep_forward", _forward_reference, bound)
     return Rule.of(fn, reference, floats(args), gives, *args)(*args)
 
 
-@dataclass(frozen=True)
-class _Backward:
-    """The reverse sweep to gradients."""
+def _backward_reference(
+    spec: SweepSpec,
+    perturbed: Perturbed,
+    checkpoints: Checkpoints,
+    xs: Arrays,
+    shared: Arrays,
+    carry_ct: Carry,
+    ys_ct: Arrays,
+) -> tuple[Carry, Arrays, Arrays]:
+    """The reverse sweep by the plain scan's pullback, from the first carry."""
+    masks = perturbed.init, perturbed.xs, perturbed.shared
+    run, *parts = _of_part(spec, masks, (checkpoints.first(), xs, shared))
 
-    spec: SweepSpec
-    perturbed: Perturbed
-    visitor: LeafVisitor = write_gradients
-    __name__ = "sweep_backward"
+    def with_ct(*parts: Arrays) -> tuple[Carry, Arrays]:
+        carry, ys = run(*parts)
+        return pick(carry, perturbed.carry), pick(ys, perturbed.ys)
 
-    def __call__(self, checkpoints: Checkpoints, *rest: Any) -> tuple[Carry, Arrays, Arrays]:
-        return pull_back(self.spec, self.perturbed, checkpoints, *rest, visitor=self.visitor)
-
-
-@dataclass(frozen=True)
-class _BackwardReference:
-    """The same by the plain scan's pullback, from the first carry."""
-
-    spec: SweepSpec
-    perturbed: Perturbed
-
-    def __call__(
-        self, checkpoints: Checkpoints, xs: Arrays, shared: Arrays, carry_ct: Carry, ys_ct: Arrays
-    ) -> tuple[Carry, Arrays, Arrays]:
-        perturbed = self.perturbed
-        masks = perturbed.init, perturbed.xs, perturbed.shared
-        run, *parts = _of_part(self.spec, masks, (checkpoints.first(), xs, shared))
-
-        def with_ct(*parts: Arrays) -> tuple[Carry, Arrays]:
-            carry, ys = run(*parts)
-            return pick(carry, perturbed.carry), pick(ys, perturbed.ys)
-
-        _, pullback = jax.vjp(with_ct, *parts)
-        return pullback((carry_ct, ys_ct))
+    _, pullback = jax.vjp(with_ct, *parts)
+    return pullback((carry_ct, ys_ct))
 
 
 def sweep_backward(
-    spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: Any
+    spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: PyTree
 ) -> tuple[Carry, Arrays, Arrays]:
     """Sweep back to the cotangents of the perturbed inputs, from `xs, shared, carry_ct, ys_ct`."""
-    fn, reference = _Backward(spec, perturbed), _BackwardReference(spec, perturbed)
+    fn = Bound("sweep_backward", pull_back, (spec, perturbed, write_gradients))
+    reference = Bound("sweep_backward", _backward_reference, (spec, perturbed))
     reads = (*jax.tree.leaves(checkpoints.is_first()), *floats(rest))
     return Rule.of(fn, reference, reads, floats, checkpoints, *rest)(checkpoints, *rest)

@@ -1,11 +1,12 @@
-"""The reverse loop of a checkpointed sweep: it replays segments and calls a visitor for every layer.
+"""The reverse loops of a checkpointed sweep: they replay segments and visit every layer, from the last on.
 
 Everything here is forward computation; the visitor is what makes it a derivative.
 """
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,116 +14,244 @@ import numpy as np
 from equinox.internal import unvmap_max
 from jax import lax
 
-from .._placement import platform, to_device
+from .._placement import has_host_arrays, platform, to_device
+from .._remat import Kept
 from .._schedule import Run, Schedule
+from .._static import PyTree
+from .gradient import (
+    LayerPullback,
+    LeafVisit,
+    LeafVisitor,
+    Perturbed,
+    pick,
+    scatter_leaves,
+    zero_gradients,
+)
+from .kinds import Kind
 from .slots import Arrays, Carry, Checkpoints, TripsOf, entry_at, repeat, trip_count
-from .store import empty_stack, read, read_before_writes, settle, write
-
-State: TypeAlias = Any
-
-
-class ReplayedLayer(NamedTuple):
-    """The layer that the reverse loop visits.
-
-    Attributes:
-        index: its number in the order of the forward sweep, a traced integer.
-        bottom: that of the first layer whose saved arrays are in `saved`.
-        carry: its input.
-        saved: the buffers that the replay of its segment filled (`Replay.save`), or `None`.
-        fetched: what `Replay.fetch` gave for it.
-    """
-
-    index: Any
-    bottom: Any
-    carry: Carry
-    saved: Any
-    fetched: Arrays
+from .spec import SweepSpec
+from .store import Index, empty_stack, read, read_before_writes, settle, write
 
 
-# Called once for every layer, from the last to the first, inside a rolled loop. Takes the layer, the
-# cotangent of its output and a state of its own, a tree of arrays of fixed shapes that XLA updates in place;
-# returns the cotangent of the layer's input, and the state.
-ReplayVisitor: TypeAlias = Callable[[ReplayedLayer, Carry, State], tuple[Carry, State]]
-
-
-class Replay(NamedTuple):
-    """How a segment's layers are run again, given the visitor's state, which may hold the layers.
-
-    Attributes:
-        fetch: `(state, index) -> fetched`, what a layer reads from the host. It is called one layer ahead.
-        advance: `(state, index, carry, fetched, indices) -> carry`; `indices` are all that are run again so.
-        save: `(state, index, bottom, carry, saved, fetched) -> (carry, saved)`, if something is kept for each
-            layer of the segment being reversed, whose first layer is `bottom`.
-        room: `ranges -> saved`, the buffers that `save` fills, for any one of these ranges of layers.
-    """
-
-    fetch: Callable[[State, Any], Arrays]
-    advance: Callable[[State, Any, Carry, Arrays, Iterable[int]], Carry]
-    save: Callable[[State, Any, Any, Carry, Any, Arrays], tuple[Carry, Any]] | None = None
-    room: Callable[[list[range]], Any] = lambda ranges: None
-
-
-def reverse_sweep(
-    replay: Replay,
-    visitor: ReplayVisitor,
+def pull_back(
+    spec: SweepSpec,
+    perturbed: Perturbed,
+    visitor: LeafVisitor,
     checkpoints: Checkpoints,
-    cotangent: Carry,
-    state: State,
-    schedule: Schedule,
+    xs: Arrays,
+    shared: Arrays,
+    carry_ct: Carry,
+    ys_ct: Arrays,
+) -> tuple[Carry, Arrays, Arrays]:
+    """Sweep back to the cotangents of the perturbed leaves of init, xs and shared, which a visitor writes."""
+    carry_ct, (shared_ct, xs_ct) = sweep_back(
+        spec,
+        perturbed,
+        checkpoints,
+        shared,
+        carry_ct,
+        ys_ct,
+        visitor,
+        zero_gradients(perturbed, shared, xs),
+        xs_in=lambda state: xs,
+    )
+    of_init = [given for given, active in zip(perturbed.init, perturbed.carry, strict=True) if active]
+    return pick(carry_ct, of_init), pick(xs_ct, perturbed.xs), shared_ct
+
+
+def sweep_back(
+    spec: SweepSpec,
+    perturbed: Perturbed,
+    checkpoints: Checkpoints,
+    shared: Arrays,
+    carry_ct: Carry,
+    ys_ct: Arrays,
+    visitor: LeafVisitor,
+    state: PyTree,
     *,
-    unroll: int | bool = 1,
-) -> tuple[Carry, State]:
-    """Visit the layers that ran, from the last to the first.
+    xs_in: Callable[[Any], Arrays],
+) -> tuple[Carry, PyTree]:
+    """Visit every layer that ran, from the last to the first.
 
     Every loop is rolled, whatever the length; trip counts are static where the schedule is uniform.
 
     Args:
-        replay: how layers are run again.
-        visitor: called for each layer.
-        checkpoints: the carries that the forward sweep kept.
-        cotangent: of the final carry.
-        state: the visitor's.
-        schedule: the cut that the forward sweep used.
-        unroll: layers per iteration of the innermost loops.
+        perturbed: the same as for the forward sweep.
+        checkpoints: what the forward sweep kept.
+        shared: inputs that all layers share.
+        carry_ct: cotangents of the perturbed leaves of the last carry.
+        ys_ct: stacked cotangents of the perturbed outputs.
+        visitor: traced once for each kind of layers, and in each of the two parts of a sweep.
+        state: the visitor's first state.
+        xs_in: the layers' own inputs, stacked, in a state of the visitor, which may replace entries of
+            layers that it visits.
 
     Returns:
-        The cotangent of the first layer's input, and the visitor's state.
+        The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
     """
+    remat, every_y_ct = spec.remat, scatter_leaves(ys_ct, perturbed.ys)
+
+    def layers(first: int, stop: int, kept: Kept) -> _Layers:
+        pullbacks = spec.pullbacks(perturbed, kept, checkpoints.first(), xs_in(state), shared)
+        return _Layers(spec, range(first, stop), pullbacks, shared, every_y_ct, visitor, xs_in)
+
+    if remat.schedule is not None:
+        scheduled = layers(remat.first_layers, spec.length, remat.kept)
+        carry_ct, state = _visit_scheduled(scheduled, checkpoints, carry_ct, state, remat.schedule)
+    if remat.first_layers:
+        first = layers(0, remat.first_layers, remat.first_kept)
+        carry_ct, state = _visit_first(first, checkpoints, carry_ct, state)
+    return carry_ct, state
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The layers with these numbers, and how they are run again and visited.
+
+    The visitor's state may hold the layers' own inputs. An index counts from the first of the numbers.
+    """
+
+    spec: SweepSpec
+    numbers: range
+    pullbacks: list[LayerPullback]
+    shared: Arrays
+    ys_ct: list[PyTree]
+    visitor: LeafVisitor
+    xs_in: Callable[[Any], Arrays]
+
+    @property
+    def saves(self) -> bool:
+        """Whether a replay keeps something of the layers of a segment beside their inputs."""
+        return any(pullback.residuals for pullback in self.pullbacks)
+
+    def fetch(self, state: PyTree, index: Index) -> Arrays:
+        """What a layer reads from the host; called one layer ahead."""
+        return self.spec.fetch(self.xs_in(state), index + self.numbers.start)
+
+    def advance(
+        self, state: PyTree, index: Index, carry: Carry, fetched: Arrays, indices: Iterable[int]
+    ) -> Carry:
+        """Run a layer again; `indices` are all that the loop around does."""
+
+        def run(kind: Kind, row: Index, carry: Carry) -> Carry:
+            x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
+            return kind.evaluated.layer(self.shared, carry, x)[0]
+
+        first = self.numbers.start
+        return self.spec.at(index + first, run, carry, (k + first for k in indices))
+
+    def save(
+        self, state: PyTree, index: Index, bottom: Index, carry: Carry, saved: list[Arrays], fetched: Arrays
+    ) -> tuple[Carry, list[Arrays]]:
+        """Run a layer of the segment that begins at `bottom` again, and keep its residuals."""
+        first = self.numbers.start
+
+        def run(kind: Kind, row: Index, loop: PyTree) -> PyTree:
+            x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
+            (carry, _), new = self.pullbacks[kind.number].save(self.shared, loop[0], x)
+            return carry, self.spec.saved(loop[1], kind, index + first, bottom + first, new)
+
+        return self.spec.at(index + first, run, (carry, saved))
+
+    def room(self, parts: Iterable[range]) -> list[Arrays]:
+        """The buffers that `save` fills, for any one of these ranges of layers."""
+        if any(pullback.residuals and pullback.residuals.on_host for pullback in self.pullbacks):
+            raise ValueError(
+                "With layers that are cut, save_block_internals keeps internals on the device while a "
+                "segment is replayed, and here some are moved to the host: by a policy of JAX that offloads, "
+                'or by a fold inside the layer. Use one that does not offload, and save_carries="offload" '
+                "beside it."
+            )
+        first = self.numbers.start
+        return self.spec.room(
+            self.pullbacks, [range(part.start + first, part.stop + first) for part in parts]
+        )
+
+    def visit(
+        self,
+        index: Index,
+        bottom: Index,
+        carry: Carry,
+        saved: PyTree,
+        fetched: Arrays,
+        loop: tuple[Carry, PyTree],
+    ) -> tuple[Carry, PyTree]:
+        """Call the visitor for a layer; `saved` has the residuals of the layers from `bottom` on, if any."""
+        spec, number = self.spec, index + self.numbers.start
+
+        def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
+            (carry_ct, state), pullback, own, given = loop, self.pullbacks[kind.number], None, carry
+            if saved is not None:
+                own = read(saved[kind.number], spec.entry(kind, number, bottom + self.numbers.start))
+            cotangents = carry_ct, read(pick(self.ys_ct[kind.ys], pullback.perturbed.ys), row)
+            if spec.remat.boundaries_on_host and platform() == "cuda":
+                # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
+                given, cotangents = lax.optimization_barrier((given, cotangents))
+            leaves = LeafVisit(
+                spec.layer_index(number),
+                kind,
+                row,
+                self.shared,
+                given,
+                spec.inputs(kind, self.xs_in(state), row, fetched),
+                spec.unsliced[kind.xs],
+                cotangents,
+                own,
+                pullback,
+                writes_to_host=has_host_arrays(state),
+            )
+            return self.visitor(leaves, state)
+
+        return spec.at(number, run, loop, self.numbers)
+
+
+class _Loop(NamedTuple):
+    """What goes from run to run: carries, residuals of a segment, what was fetched, cotangent and state."""
+
+    slots: Carry
+    saved: PyTree
+    fetched: Arrays
+    cotangent: Carry
+    state: PyTree
+
+
+def _visit_scheduled(
+    layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: PyTree, schedule: Schedule
+) -> tuple[Carry, PyTree]:
     boundaries = checkpoints.boundaries
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
-    plan = _Plan(runs, replay.save is not None, checkpoints.ran)
-    first: Any = int(plan.first[0])
-    if jax.eval_shape(lambda: replay.fetch(state, first)):
+    plan = _Plan(runs, layers.saves, checkpoints.ran)
+    first: Index = int(plan.first[0])
+    if jax.eval_shape(lambda: layers.fetch(state, first)):
         # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
         first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
-    fetched = replay.fetch(state, first)
+    fetched = layers.fetch(state, first)
 
-    def run(
-        r: Any, slots: Carry, saved: Any, fetched: Arrays, cotangent: Carry, state: State
-    ) -> tuple[Any, ...]:
-        slots, fetched = _advance(replay, slots, fetched, state, plan, r, unroll)
-        slots, saved, fetched = _save(replay, slots, saved, fetched, state, plan, r, unroll)
-        loop = (fetched, cotangent, state)
-        return slots, saved, *_visit(replay, visitor, slots, saved, loop, plan, r, unroll)
+    def run(r: Index, loop: _Loop) -> _Loop:
+        loop = _advance(layers, plan, r, loop)
+        if layers.saves:
+            loop = _save(layers, plan, r, loop)
+        return _visit(layers, plan, r, loop)
 
     ranges = [range(run.top - run.visits + 1, run.top + 1) for run in runs]
-    saved = None if replay.save is None else replay.room(ranges)
+    saved = layers.room(ranges) if layers.saves else None
     if boundaries is None:
-        loop = (checkpoints.slots, saved, fetched, cotangent, state)
+        loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
         before, left = plan.skipped, len(runs) - plan.skipped
         trips = left if isinstance(left, int) else TripsOf(None, left)
-        loop = repeat(trips, lambda r, loop: run(before + r, *loop), loop, unroll is True, len(runs))
-        return loop[3:]
+        unroll = layers.spec.unroll is True
+        loop = repeat(trips, lambda r, loop: run(before + r, loop), loop, unroll, len(runs))
+        return loop.cotangent, loop.state
 
-    def fetch_and_run(loop: tuple[Any, ...], at: tuple[Any, Carry]) -> tuple[tuple[Any, ...], None]:
+    def fetch_and_run(loop: _Loop, at: tuple[PyTree, Carry]) -> tuple[_Loop, None]:
         r, boundary = at
-        return run(r, write(loop[0], 0, to_device(boundary)), *loop[1:]), None
+        return run(r, loop._replace(slots=write(loop.slots, 0, to_device(boundary)))), None
 
     slots = empty_stack(checkpoints.first_scheduled(), plan.most_visits)
-    loop = (slots, saved, fetched, cotangent, state)
+    loop = _Loop(slots, saved, fetched, cotangent, state)
     in_order = jnp.arange(len(runs))[::-1]  # the boundaries are stacked in the order of the forward sweep
     loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
-    return loop[3:]
+    return loop.cotangent, loop.state
 
 
 def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
@@ -137,7 +266,7 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
 class _Plan:
     """The runs of a schedule as tables, one entry per run except for `writes`."""
 
-    def __init__(self, runs: tuple[Run, ...], saving: bool, ran: Any):
+    def __init__(self, runs: tuple[Run, ...], saving: bool, ran: Index | None):
         def table(entries: Iterable[int]) -> np.ndarray:
             return np.asarray([*entries], np.int32)
 
@@ -170,71 +299,76 @@ class _Plan:
             self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
 
 
-def _advance(
-    replay: Replay, slots: Carry, fetched: Arrays, state: State, plan: _Plan, r: Any, unroll: int | bool
-) -> tuple[Carry, Arrays]:
-    def layer(k: Any, loop: tuple[Carry, Carry, Arrays]) -> tuple[Carry, Carry, Arrays]:
-        slots, carry, fetched = loop
+def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
+    def layer(k: Index, inner: tuple[Carry, Carry, Arrays]) -> tuple[Carry, Carry, Arrays]:
+        slots, carry, fetched = inner
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
-        ahead = replay.fetch(state, index + 1)
-        carry = replay.advance(state, index, carry, fetched, plan.advanced)
+        ahead = layers.fetch(loop.state, index + 1)
+        carry = layers.advance(loop.state, index, carry, fetched, plan.advanced)
         return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry, ahead
 
     if not plan.most_advances:
-        return slots, fetched
-    loop = (slots, read(slots, entry_at(plan.slot, r)), fetched)
-    slots, _, fetched = repeat(trip_count(plan.advances, r), layer, loop, unroll, plan.most_advances)
-    return slots, fetched
+        return loop
+    inner = (loop.slots, read(loop.slots, entry_at(plan.slot, r)), loop.fetched)
+    trips = trip_count(plan.advances, r)
+    slots, _, fetched = repeat(trips, layer, inner, layers.spec.unroll, plan.most_advances)
+    return loop._replace(slots=slots, fetched=fetched)
 
 
-def _save(
-    replay: Replay,
-    slots: Carry,
-    saved: Any,
-    fetched: Arrays,
-    state: State,
-    plan: _Plan,
-    r: Any,
-    unroll: int | bool,
-) -> tuple[Carry, Any, Arrays]:
-    if replay.save is None:
-        return slots, saved, fetched
-    save = replay.save
+def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     bottom, bottom_slot, top = (entry_at(t, r) for t in (plan.bottom, plan.bottom_slot, plan.top))
 
-    def layer(k: Any, loop: Any) -> Any:
-        slots, saved, carry, fetched = loop
+    def layer(k: Index, inner: Any) -> PyTree:
+        slots, saved, carry, fetched = inner
         fetched, index = settle(fetched, bottom + k)
-        ahead = replay.fetch(state, jnp.minimum(index + 1, top))
+        ahead = layers.fetch(loop.state, jnp.minimum(index + 1, top))
         slots = write(slots, bottom_slot + k, carry)
-        carry, saved = save(state, index, bottom, carry, saved, fetched)
+        carry, saved = layers.save(loop.state, index, bottom, carry, saved, fetched)
         return slots, saved, carry, ahead
 
-    loop = (slots, saved, read(slots, bottom_slot), fetched)
-    slots, saved, _, fetched = repeat(trip_count(plan.visits, r), layer, loop, unroll, plan.most_visits)
-    return slots, saved, fetched
+    inner = (loop.slots, loop.saved, read(loop.slots, bottom_slot), loop.fetched)
+    trips = trip_count(plan.visits, r)
+    slots, saved, _, fetched = repeat(trips, layer, inner, layers.spec.unroll, plan.most_visits)
+    return loop._replace(slots=slots, saved=saved, fetched=fetched)
 
 
-def _visit(
-    replay: Replay,
-    visitor: ReplayVisitor,
-    slots: Carry,
-    saved: Any,
-    loop: tuple[Arrays, Carry, State],
-    plan: _Plan,
-    r: Any,
-    unroll: int | bool,
-) -> tuple[Arrays, Carry, State]:
+def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     trips, bottom = trip_count(plan.visits, r), entry_at(plan.bottom, r)
     visits = trips.number if isinstance(trips, TripsOf) else trips
 
-    def layer(k: Any, loop: tuple[Arrays, Carry, State]) -> tuple[Arrays, Carry, State]:
-        fetched, cotangent, state = loop
+    def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
+        fetched, cotangent, state = inner
         fetched, index = settle(fetched, bottom + visits - 1 - k)
-        ahead = replay.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
+        ahead = layers.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
         if platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
-        carry = read(slots, entry_at(plan.bottom_slot, r) + visits - 1 - k)
-        return ahead, *visitor(ReplayedLayer(index, bottom, carry, saved, fetched), cotangent, state)
+        carry = read(loop.slots, entry_at(plan.bottom_slot, r) + visits - 1 - k)
+        return ahead, *layers.visit(index, bottom, carry, loop.saved, fetched, (cotangent, state))
 
-    return repeat(trips, layer, loop, unroll, plan.most_visits)
+    inner = (loop.fetched, loop.cotangent, loop.state)
+    fetched, cotangent, state = repeat(trips, layer, inner, layers.spec.unroll, plan.most_visits)
+    return loop._replace(fetched=fetched, cotangent=cotangent, state=state)
+
+
+def _visit_first(
+    layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
+) -> tuple[Carry, PyTree]:
+    assert checkpoints.first_layers is not None
+    (carries, residuals, ran), spec = checkpoints.first_layers, layers.spec
+
+    def one(k: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
+        number = last - 1 - k
+        return layers.visit(number, 0, read(carries, number), residuals, [], loop)
+
+    schedule = spec.remat.schedule
+    last = trips = first = spec.remat.first_layers
+    if ran is not None:
+        last = unvmap_max(ran)
+        trips = TripsOf(None, last)
+    elif schedule is not None and spec.unroll is not True:
+        # Use the same kind of loop as the other visits, so inner programs compile once.
+        on_host = spec.remat.boundaries_on_host
+        visits = schedule.segments if on_host else [run.visits for run in schedule.runs]
+        if len({*visits}) > 1:
+            trips = TripsOf(np.asarray([first]), jnp.int32(first))
+    return repeat(trips, one, (carry_ct, state), spec.unroll, first)

@@ -2,34 +2,51 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import has_rules, is_differentiable
 from .._compat import HiPrim, canonical, named_axes
-from .._static import Static
+from .._static import PyTree, Static
 from .gradient import Mask, merge, pick
 from .slots import Arrays
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A function with its first arguments: a `functools.partial` that equals another with equal ones."""
+
+    name: str
+    fn: Callable
+    bound: tuple[Any, ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        return self.fn(*self.bound, *args)
+
+
 @functools.lru_cache(maxsize=512)
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(fn: Callable) -> Callable:
     """`jax.jit(fn)`, the same for equal functions, so that each is traced and compiled once."""
     return jax.jit(fn)
 
 
-def types_of(tree: Any) -> Any:
+def types_of(tree: PyTree) -> PyTree:
     return jax.tree.map(jax.typeof, tree)
 
 
-def floats(types: Any) -> Mask:
+def floats(types: PyTree) -> Mask:
     return tuple(is_differentiable(type_.dtype) for type_ in jax.tree.leaves(types))
 
 
@@ -46,32 +63,32 @@ class Differentiable(HiPrim):
         """Which outputs have a tangent, given which inputs have one."""
         raise NotImplementedError
 
-    def tangent(self, nonzero: Mask, primals: Any, tangents: Arrays) -> Arrays:
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         """The tangents of the active outputs, from those of the inputs that have one."""
         raise NotImplementedError
 
-    def primal(self, nonzero: Mask, args: Any) -> Any:
+    def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
         """The outputs where the inputs in the mask are differentiated: custom rules may compute them."""
         return self(*args)
 
     def _nonzero(self, flags: Sequence[bool]) -> Mask:
         return tuple(flag and is_ for flag, is_ in zip(flags, floats(self.in_avals), strict=True))
 
-    def jvp(self, primals: Any, tangents: Any) -> Any:
+    def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
         given = self.in_tree.flatten_up_to(tangents)
         zeros = [ad.Zero(type_.to_tangent_aval()) for type_ in self.out_avals_flat]
         nonzero = self._nonzero([not is_zero(tangent) for tangent in given])
         return self.primal(nonzero, primals), self._tangents(primals, given, zeros)
 
-    def lin(self, nonzero: Any, *primals: Any) -> Any:
+    def lin(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
         return self.primal(self._nonzero(self.in_tree.flatten_up_to(nonzero)), primals), primals
 
-    def linearized(self, primals: Any, *tangents: Any) -> Any:
+    def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
         return self._tangents(
             primals, self.in_tree.flatten_up_to(tangents), [*map(zero_tangent, self.out_avals_flat)]
         )
 
-    def transpose(self, cotangents: Any, *args: Any) -> None:
+    def transpose(self, cotangents: PyTree, *args: PyTree) -> None:
         """That of a primitive that is linear in some inputs: its reverse mode, from zeros."""
         leaves = self.in_tree.flatten_up_to(args)
         linear = tuple(hasattr(leaf, "accum") for leaf in leaves)
@@ -79,13 +96,13 @@ class Differentiable(HiPrim):
         primals = self.in_tree.unflatten(merge(leaves, zeros, linear))
         self.pull_back(linear, primals, cotangents, pick(leaves, linear))
 
-    def pull_back(self, nonzero: Mask, primals: Any, cotangents: Any, sums: Any) -> None:
+    def pull_back(self, nonzero: Mask, primals: PyTree, cotangents: PyTree, sums: PyTree) -> None:
         """Add the cotangents of the inputs in the mask to `sums`."""
         _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
         every = merge([_Ignored()] * len(nonzero), sums, nonzero)
         self.vjp_bwd(residuals, cotangents, *self.in_tree.unflatten(every))
 
-    def _tangents(self, primals: Any, given: Sequence[Any], zeros: Sequence[Any]) -> Any:
+    def _tangents(self, primals: PyTree, given: Sequence[PyTree], zeros: Sequence[PyTree]) -> PyTree:
         nonzero = self._nonzero([not is_zero(tangent) for tangent in given])
         found: Arrays = []
         if any(active := self.active(nonzero)):
@@ -101,7 +118,7 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
     if not any(nonzero) or not has_rules(jaxpr):
         return ClosedJaxpr(jaxpr, ())
 
-    def run(*inputs: Any) -> Arrays:
+    def run(*inputs: PyTree) -> Arrays:
         def of_part(part: Arrays) -> Arrays:
             return eval_jaxpr(jaxpr, (), *merge(inputs, part, nonzero))
 
@@ -113,11 +130,21 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
     return ClosedJaxpr(without_tangents, closed.consts)
 
 
-def as_arrays(cotangents: Sequence[Any]) -> Arrays:
+def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
+    """The tangents of some outputs of `fn`, from those of some inputs."""
+    leaves, tree = jax.tree.flatten(primals)
+
+    def outputs(part: Arrays) -> Arrays:
+        return pick(jax.tree.leaves(fn(*tree.unflatten(merge(leaves, part, nonzero)))), active)
+
+    return jax.jvp(outputs, (pick(leaves, nonzero),), (tangents,))[1]
+
+
+def as_arrays(cotangents: Sequence[PyTree]) -> Arrays:
     return [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
 
 
-def zero_tangent(type_: Any) -> Any:
+def zero_tangent(type_: ShapedArray) -> PyTree:
     """The zero tangent of an output, as an array."""
     if is_differentiable(type_.dtype):
         return ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
@@ -134,7 +161,7 @@ class Linear(HiPrim):
     of: Differentiable
     nonzero: Mask
 
-    def __init__(self, of: Differentiable, nonzero: Mask, primals: Any, tangents: Arrays) -> None:
+    def __init__(self, of: Differentiable, nonzero: Mask, primals: PyTree, tangents: Arrays) -> None:
         self.in_avals = (types_of(primals), types_of(tangents))
         active = of.active(nonzero)
         self.out_aval = [type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)]
@@ -142,38 +169,38 @@ class Linear(HiPrim):
         self.effects = of.effects
         super().__init__()
 
-    def expand(self, primals: Any, tangents: Arrays) -> Arrays:
+    def expand(self, primals: PyTree, tangents: Arrays) -> Arrays:
         return self.of.tangent(self.nonzero, primals, tangents)
 
-    def jvp(self, primals: Any, tangents: Any) -> Any:
+    def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
         given = self.in_tree.flatten_up_to(tangents)
         run, moving = self._of_part([not is_zero(tangent) for tangent in given], primals)
         return jax.jvp(run, (pick(jax.tree.leaves(primals), moving),), (pick(given, moving),))
 
-    def lin(self, nonzero: Any, *primals: Any) -> Any:
+    def lin(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
         return self(*primals), primals
 
-    def linearized(self, primals: Any, *tangents: Any) -> Any:
+    def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
         return self.jvp(primals, tangents)[1]
 
-    def vjp_fwd(self, nonzero: Any, *primals: Any) -> Any:
+    def vjp_fwd(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
         run, wanted = self._of_part(self.in_tree.flatten_up_to(nonzero), primals)
         found, pullback = jax.vjp(run, pick(jax.tree.leaves(primals), wanted))
         return found, (pullback, Static(wanted))
 
-    def _of_part(self, flags: Sequence[bool], primals: Any) -> tuple[Callable[[Arrays], Arrays], Mask]:
+    def _of_part(self, flags: Sequence[bool], primals: PyTree) -> tuple[Callable[[Arrays], Arrays], Mask]:
         """The same as a function of the inputs in the mask that have tangents, and which these are."""
         leaves, floating = jax.tree.leaves(primals), floats(self.in_avals)
         wanted = tuple(flag and is_ for flag, is_ in zip(flags, floating, strict=True))
         return lambda part: self.expand(*self.in_tree.unflatten(merge(leaves, part, wanted))), wanted
 
-    def vjp_bwd(self, residuals: Any, cotangents: Any, *sums: Any) -> None:
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         pullback, wanted = residuals
         (found,) = pullback(as_arrays(cotangents))
         for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted.value), found, strict=True):
             total.accum(ct)
 
-    def transpose(self, cotangents: Any, primals: Any, sums: Any) -> None:
+    def transpose(self, cotangents: PyTree, primals: PyTree, sums: PyTree) -> None:
         active = self.of.active(self.nonzero)
         zeros = [ad.Zero(type_.to_ct_aval()) for type_ in self.of.out_avals_flat]
         every = self.of.out_tree.unflatten(merge(zeros, cotangents, active))
@@ -181,7 +208,7 @@ class Linear(HiPrim):
         nonzero = tuple(merge(self.nonzero, linear, self.nonzero))
         self.of.pull_back(nonzero, primals, every, pick(sums, linear))
 
-    def batch(self, axis: Any, args: Any, dims: Any) -> Any:
+    def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
         return mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)
@@ -194,19 +221,19 @@ class _Ignored:
         pass
 
 
-def not_mapped(primitive: Any, axis: Any, dims: Any) -> bool:
+def not_mapped(primitive: Any, axis: Any, dims: PyTree) -> bool:
     """Whether `jax.vmap` over an axis maps no input of a primitive, which has no collective over it."""
     if any(dim is not None for dim in primitive.in_tree.flatten_up_to(dims)):
         return False
     return axis.name not in named_axes(primitive.effects)
 
 
-def mapped(fn: Callable[..., Any], axis: Any, dims: Any) -> Callable[..., Any]:
+def mapped(fn: Callable, axis: Any, dims: PyTree) -> Callable:
     names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name or axis.explicit_mesh_axis}
     return jax.vmap(fn, in_axes=tuple(dims), out_axes=0, axis_size=axis.size, **names)
 
 
-def moved(arrays: Sequence[Any], dims: Sequence[int | None], to: int) -> Arrays:
+def moved(arrays: Sequence[PyTree], dims: Sequence[int | None], to: int) -> Arrays:
     """The arrays, with the batch axis of those that have one at another place."""
     return [
         leaf if dim is None else jnp.moveaxis(leaf, dim, to) for leaf, dim in zip(arrays, dims, strict=True)

@@ -12,8 +12,9 @@ from jaxtyping import Array
 
 from .._activity import is_differentiable
 from .._placement import to_device
+from .._static import PyTree
 from .._trips import known_trips
-from .store import empty_stack, write
+from .store import Index, empty_stack, write
 
 Arrays = list[Array]
 Carry = Arrays
@@ -21,17 +22,14 @@ T = TypeVar("T")
 
 
 class FirstLayersSaved(NamedTuple):
-    """What is kept of the first layers, before the schedule's.
+    """What is kept of the first layers, before the schedule's: their inputs, and residuals of each kind.
 
-    Attributes:
-        carries: their inputs, one buffer per carry leaf.
-        residuals: for each kind, the residuals of its layers other than the inputs.
-        ran: how many ran, if the layers may stop.
+    `ran` says how many ran, if the layers may stop.
     """
 
     carries: Carry
     residuals: list[Arrays]
-    ran: Any = None
+    ran: Index | None = None
 
 
 class Checkpoints(NamedTuple):
@@ -52,7 +50,7 @@ class Checkpoints(NamedTuple):
     boundaries: Carry | None
     first_layers: FirstLayersSaved | None = None
     origin: Carry | None = None
-    ran: Any = None
+    ran: Index | None = None
 
     def first(self) -> Carry:
         """The input of the first layer, on the device."""
@@ -109,33 +107,23 @@ def _first(stacked: Carry) -> Carry:
 
 
 class TripsOf(NamedTuple):
-    """A trip count that depends on the trip of the loop around.
-
-    Attributes:
-        table: the counts of all of its trips; None where data decide.
-        number: the count of this one.
-    """
+    """A trip count that depends on the trip of the loop around; `table` has all, if data do not decide."""
 
     table: np.ndarray | None
-    number: Any
+    number: Index
 
 
-def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: int | bool, most: int) -> T:
+def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll: int | bool, most: int) -> T:
     """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
 
-    Args:
-        trips: number of iterations.
-        body: takes `k` and the state.
-        state: arrays of fixed shapes.
-        unroll: bodies per iteration of the rolled loop.
-        most: a static upper bound of `trips`.
+    `unroll` is the number of bodies in one iteration; `most` is a static upper bound of `trips`.
     """
     if unroll is True and isinstance(trips, int):
         for k in range(trips):
             state = body(k, state)
         return state
 
-    def one(k: Any, state: T) -> T:
+    def one(k: Index, state: T) -> T:
         return body(lax.convert_element_type(k, jnp.int32), state)
 
     if isinstance(trips, int):
@@ -145,7 +133,11 @@ def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: 
     table, number = trips
 
     def loop(
-        first: Any, last: Any, of: Callable[[np.ndarray], np.ndarray], body: Callable[[Any, T], T], state: T
+        first: Index,
+        last: Index,
+        of: Callable[[np.ndarray], np.ndarray],
+        body: Callable[[Index, T], T],
+        state: T,
     ) -> T:
         total, entered = (None, 1) if table is None else (int(of(table).sum()), len(table))
         with known_trips(total, entered):
@@ -154,7 +146,7 @@ def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: 
     if step == 1:
         return loop(0, number, lambda table: table, one, state)
 
-    def several(block: Any, state: T) -> T:
+    def several(block: Index, state: T) -> T:
         for k in range(step):
             state = one(block * step + k, state)
         return state
@@ -164,8 +156,8 @@ def repeat(trips: int | TripsOf, body: Callable[[Any, T], T], state: T, unroll: 
 
 
 def run_layers(
-    length: int, layer: Callable[[Any, T], T], state: T, unroll: int | bool, stops: bool
-) -> tuple[T, Any]:
+    length: int, layer: Callable[[Index, T], T], state: T, unroll: int | bool, stops: bool
+) -> tuple[T, Index | None]:
     """`repeat` a layer. If it `stops`, only until the carry, `state[0]`, begins with True.
 
     In a `jax.vmap`, until the carries of all examples do. Also returns how many layers ran, or None for all.
@@ -173,11 +165,11 @@ def run_layers(
     if not stops:
         return repeat(length, layer, state, unroll, length), None
 
-    def run(step: int, loop: tuple[Any, T]) -> tuple[Any, T]:
-        def goes_on(loop: Any) -> Any:
+    def run(step: int, loop: tuple[Index, T]) -> tuple[Index, T]:
+        def goes_on(loop: PyTree) -> Array:
             return (loop[0] + step <= length) & ~unvmap_all(loop[1][0][0])
 
-        def several(loop: tuple[Any, T]) -> tuple[Any, T]:
+        def several(loop: tuple[Index, T]) -> tuple[Index, T]:
             k, state = loop
             for i in range(step):
                 state = layer(k + i, state)
@@ -192,7 +184,7 @@ def run_layers(
     return state, ran
 
 
-def trip_count(table: Any, r: Any) -> int | TripsOf:
+def trip_count(table: Any, r: Index) -> int | TripsOf:
     """Look up a trip count, static if all entries agree or the index is."""
     if not isinstance(table, np.ndarray):
         return TripsOf(None, entry_at(table, r))
@@ -201,6 +193,6 @@ def trip_count(table: Any, r: Any) -> int | TripsOf:
     return TripsOf(table, entry_at(table, r))
 
 
-def entry_at(table: Any, r: Any) -> Any:
+def entry_at(table: Any, r: Index) -> Any:
     """Look up an entry of a table, static if the index is."""
     return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]

@@ -13,6 +13,7 @@ from jax import lax
 from .._activity import active_carry, active_outputs
 from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
+from .._static import PyTree
 from .._trips import known_branches
 from .gradient import (
     LayerPullback,
@@ -25,6 +26,7 @@ from .gradient import (
 from .kinds import Kind, Pattern
 from .slots import Arrays, Carry, T, entry_at
 from .store import (
+    Index,
     at_least_one,
     empty_stack,
     read_ahead,
@@ -38,19 +40,12 @@ Checkpoint = Callable[[Callable], Callable]
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """Static description of a sweep, or of a plain scan.
+    """Static description of a sweep, or of a plain scan, over layers that are numbered as they run.
 
-    Layers are numbered as they run. The schedule covers the layers after the first ones, which it numbers
-    from zero.
-
-    Attributes:
-        kinds: the kinds of layers, each of which has stacks of its own.
-        remat: the policy; of a sweep as `Remat.swept` gives it.
-        reverse: whether the last layer of the axis runs first.
-        unroll: layers in one iteration of the innermost loops; True for all.
-        unsliced: for which of the stacks a layer takes the whole stack.
-        pattern: which layer is of which kind; `None` if there is one kind.
-        stops: whether a carry begins with a bool that says that the layers after it change nothing.
+    The schedule covers the layers after the first ones, which it numbers from zero. With `reverse` the last
+    layer of the axis runs first; `unsliced` says for which of the stacks a layer takes the whole stack;
+    `pattern` is None if there is one kind; if it `stops`, a carry begins with a bool that says that the
+    layers after it change nothing.
     """
 
     kinds: tuple[Kind, ...]
@@ -70,12 +65,16 @@ class SweepSpec:
         """The number of layers."""
         return self.remat.length
 
-    def layer_index(self, number: Any) -> Any:
+    def layer_index(self, number: Index) -> Any:
         """The index on the axis of the layer that runs as `number`."""
         return self.length - 1 - number if self.reverse else number
 
     def at(
-        self, number: Any, run: Callable[[Kind, Any, T], T], state: T, numbers: Iterable[int] | None = None
+        self,
+        number: Index,
+        run: Callable[[Kind, Index, T], T],
+        state: T,
+        numbers: Iterable[int] | None = None,
     ) -> T:
         """`run(kind, row, state)` for the layer with this number; `row` is its place in its kind's stacks.
 
@@ -85,7 +84,7 @@ class SweepSpec:
         if self.pattern is None:
             return run(self.kinds[0], index, state)
 
-        def run_number(kind: int, row: Any, state: T) -> T:
+        def run_number(kind: int, row: Index, state: T) -> T:
             return run(self.kinds[kind], row, state)
 
         def indices() -> Iterable[int]:
@@ -105,18 +104,18 @@ class SweepSpec:
         assert self.pattern is not None
         return replace(self.pattern, kinds=self.pattern.kinds[:: -1 if self.reverse else 1]).before
 
-    def entry(self, kind: Kind, number: Any, first: Any) -> Any:
+    def entry(self, kind: Kind, number: Index, first: Index) -> Any:
         """How many layers of this kind have numbers from `first` to before `number`."""
         if self.pattern is None:
             return number - first
         table = self._before[:, kind.number]
         return entry_at(table, number) - entry_at(table, first)
 
-    def inputs(self, kind: Kind, xs: Arrays, row: Any, fetched: Arrays | tuple[()] = ()) -> Arrays:
+    def inputs(self, kind: Kind, xs: Arrays, row: Index, fetched: Arrays | tuple[()] = ()) -> Arrays:
         """The own inputs of the layer at a row, with those that have been fetched from the host."""
         return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched)
 
-    def fetch(self, xs: Arrays, number: Any) -> Arrays:
+    def fetch(self, xs: Arrays, number: Index) -> Arrays:
         """The inputs of a layer that are on the host, for `inputs`, if they are to be read ahead.
 
         Layers of several kinds, and those that may not run, read their own when they run.
@@ -196,7 +195,9 @@ class SweepSpec:
             for kind, pullback in zip(self.kinds, pullbacks, strict=True)
         ]
 
-    def saved(self, saved: list[Arrays], kind: Kind, number: Any, first: Any, new: Arrays) -> list[Arrays]:
+    def saved(
+        self, saved: list[Arrays], kind: Kind, number: Index, first: Index, new: Arrays
+    ) -> list[Arrays]:
         """The buffers with what the layer with this number saved, `first` being the range's first number."""
         entry = self.entry(kind, number, first)
         return [
@@ -225,7 +226,7 @@ def _plain_pattern(
         entries[kind.xs] = [on_device(leaf)[rows] if is_ else leaf for leaf, is_ in part]
     empty = [zeros_of(type_) for kind in kinds for type_ in kind.output_types]
 
-    def step(carry: Carry, at: tuple[Any, Arrays]) -> tuple[Carry, Arrays]:
+    def step(carry: Carry, at: tuple[PyTree, Arrays]) -> tuple[Carry, Arrays]:
         x = merge(entries, at[1], sliced)
 
         def run(kind: Kind, carry: Carry) -> tuple[Carry, Arrays]:

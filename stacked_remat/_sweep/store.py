@@ -6,7 +6,7 @@ memory, so the loops of a sweep are the same for both.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,13 @@ from jaxtyping import Array
 
 from .._compat import made_on_host, stacked_type
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
+from .._static import PyTree
 from .._trips import known_trips
 
+Index: TypeAlias = int | Array  # of a layer, known or traced
 
-def empty_stack(entry: Any, size: int, on_host: bool = False) -> Any:
+
+def empty_stack(entry: PyTree, size: int, on_host: bool = False) -> PyTree:
     """Stacks of zeros for `size` entries like the given one: arrays, or their types.
 
     In its memory, or on the host.
@@ -34,7 +37,7 @@ def empty_stack(entry: Any, size: int, on_host: bool = False) -> Any:
     return jax.tree.map(stack, entry)
 
 
-def zeros_of(type_: Any, in_front: tuple[int, ...] = ()) -> Array:
+def zeros_of(type_: ShapedArray, in_front: tuple[int, ...] = ()) -> Array:
     """Zeros of a type, with dimensions in front; in its memory, sharded and varying over a mesh like it."""
     if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
         return made_on_host(stacked_type(type_, *in_front) if in_front else type_, zeros_of)
@@ -56,7 +59,7 @@ def zeros_like(stack: Array) -> Array:
     return zeros_of(jax.typeof(stack)) if is_on_host(stack) else jnp.zeros_like(stack)
 
 
-def zeros_after(done: Any, like: Any) -> Any:
+def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     """Zeros of these shapes and types, sharded as these are, made once the arrays of `done` are there.
 
     XLA fills the buffers of a loop early otherwise, and holds them while what the loop reads is computed.
@@ -76,18 +79,18 @@ def _sharding_of(leaf: Any, in_front: tuple[None, ...]) -> Any:
     return leaf.sharding.update(spec=(*in_front, *leaf.sharding.spec))
 
 
-def varying_alike(arrays: Any) -> Any:
+def varying_alike(arrays: PyTree) -> PyTree:
     """The arrays, all varying over the axes of a `jax.shard_map` over which some of them vary."""
     every = frozenset[str]().union(*(_varies_over(jax.typeof(leaf)) for leaf in jax.tree.leaves(arrays)))
     return jax.tree.map(lambda leaf: varying_over(leaf, every), arrays)
 
 
-def varying_as(array: Array, type_: Any) -> Array:
+def varying_as(array: Array, type_: ShapedArray) -> Array:
     """The array, varying over the axes over which the values of a type vary too."""
     return varying_over(array, _varies_over(type_))
 
 
-def _varies_over(type_: Any) -> frozenset[str]:
+def _varies_over(type_: ShapedArray) -> frozenset[str]:
     found = type_.manual_axis_type  # None for a `jax.ShapeDtypeStruct` without
     return frozenset(found.varying if found else ())
 
@@ -98,7 +101,7 @@ def varying_over(array: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
-def read(stacked: Any, index: Any) -> Any:
+def read(stacked: PyTree, index: Index) -> PyTree:
     """The entry at `index` of every array of a tree, on the device."""
 
     def entry(stack: Array) -> Array:
@@ -109,7 +112,7 @@ def read(stacked: Any, index: Any) -> Any:
     return on_device(jax.tree.map(entry, stacked))
 
 
-def _slice(stack: Array, index: Any, axis: int) -> Array:
+def _slice(stack: Array, index: Index, axis: int) -> Array:
     return lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
 
 
@@ -122,14 +125,16 @@ _entry.def_abstract_eval(
 mlir.register_lowering(_entry, mlir.lower_fun(_slice, multiple_results=False))
 
 
-def _jvp_of_entry(primals: Sequence[Any], tangents: Sequence[Any], *, axis: int) -> tuple[Any, Any]:
+def _jvp_of_entry(
+    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, axis: int
+) -> tuple[PyTree, PyTree]:
     found = _entry.bind(*primals, axis=axis)
     if isinstance(tangents[0], ad.Zero):
         return found, ad.Zero(jax.typeof(found).to_tangent_aval())
     return found, _entry.bind(tangents[0], primals[1], axis=axis)
 
 
-def _mapped_entry(args: Sequence[Any], dims: Sequence[Any], *, axis: int) -> tuple[Any, int]:
+def _mapped_entry(args: Sequence[PyTree], dims: Sequence[PyTree], *, axis: int) -> tuple[PyTree, int]:
     if dims[1] is not None:
         return jax.vmap(functools.partial(_slice, axis=axis), dims)(*args), 0
     return _entry.bind(jnp.moveaxis(args[0], dims[0], 0), args[1], axis=axis + 1), 0
@@ -140,7 +145,7 @@ batching.primitive_batchers[_entry] = _mapped_entry
 
 
 def read_layer(
-    stacks: list[Array], index: Any, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
+    stacks: list[Array], index: Index, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
 ) -> list[Array]:
     """A layer's part of each stack: its entry, or the whole stack where it is unsliced.
 
@@ -156,7 +161,7 @@ def read_layer(
     return [part(stack, whole) for stack, whole in zip(stacks, unsliced, strict=True)]
 
 
-def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
+def read_ahead(stacks: list[Array], index: Index) -> list[Array]:
     """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
 
     In the carry of a loop they are transferred while the iteration before computes. On a CPU nothing is
@@ -165,7 +170,7 @@ def read_ahead(stacks: list[Array], index: Any) -> list[Array]:
     return [read(stack, index) for stack in stacks if platform() != "cpu" and is_on_host(stack)]
 
 
-def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
+def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
     """What was read ahead, and the layer's index, from which the next one that is to be read is computed.
 
     A loop's carry has one buffer, and XLA would begin the next transfer into it only after the last use of
@@ -178,7 +183,7 @@ def settle(fetched: list[Array], index: Any) -> tuple[list[Array], Any]:
     )
 
 
-def read_before_writes(ahead: list[Array], state: Any) -> tuple[list[Array], Any]:
+def read_before_writes(ahead: list[Array], state: PyTree) -> tuple[list[Array], Any]:
     """What was read ahead, and a state whose stacks on the host may now be written.
 
     Where XLA would otherwise copy a stack that is read and written in one iteration (for GPUs, and in loops
@@ -189,7 +194,7 @@ def read_before_writes(ahead: list[Array], state: Any) -> tuple[list[Array], Any
     return ahead, state
 
 
-def apart_from_transfers(compute: Callable[[], Any]) -> Any:
+def apart_from_transfers(compute: Callable[[], Any]) -> PyTree:
     """The arrays that `compute` returns, in the body of a loop that XLA does not know to run once.
 
     XLA for GPUs reorders what is computed beside transfers, and then holds more of it at a time.
@@ -207,7 +212,7 @@ def at_least_one(stack: Array) -> Array:
     return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
 
 
-def write(stacked: Any, index: Any, entry: Any) -> Any:
+def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
     """Replace the entry at `index` of every array of a tree; in place, in a compiled loop."""
 
     def replaced(stack: Array, new: Array) -> Array:

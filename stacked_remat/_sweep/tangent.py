@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from .._compat import without_constants
 from .gradient import Perturbed, merge, pick
@@ -20,11 +20,8 @@ def tangent_sweep(
 ) -> tuple[SweepSpec, tuple[Carry, Arrays, Arrays]]:
     """The sweep that carries tangents behind its carry, and its arguments `init, xs, shared`.
 
-    Args:
-        spec: the sweep that is differentiated.
-        perturbed: what has tangents; outputs of the new sweep are those of `ys`.
-        primals: the arguments of `spec`.
-        tangents: those of the perturbed ones.
+    `primals` are the arguments of `spec`, `tangents` those of the perturbed ones. Its outputs are the
+    tangents of the perturbed `ys`.
     """
     (init, xs, shared), (of_init, of_xs, of_shared) = primals, tangents
     every_shared = [*shared, *of_shared]
@@ -62,7 +59,7 @@ def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
     return replace(spec, kinds=tuple(map(of, spec.kinds)))
 
 
-def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Any, Arrays]:
+def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Jaxpr, Arrays]:
     """A layer on `(constants, shared, tangents, carry, tangents, x, tangents)`, and the constants."""
     masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
     ends = len(masks[0]), len(masks[0]) + len(masks[1])

@@ -8,12 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
 from .._activity import forwarded_inputs
 from .._compat import is_concrete, trace_context, without_constants
+from .._static import PyTree
 from .effects import check_effects
 from .gradient import merge, pick
 from .kinds import Kind
@@ -24,15 +25,11 @@ T = TypeVar("T")
 
 
 class TracedLayer(NamedTuple):
-    """A traced layer, on the leaves of its arguments.
+    """A traced layer, on the leaves of its arguments: `jaxpr` is `(shared, carry, x) -> (carry, y)`.
 
-    Attributes:
-        jaxpr: `(shared, carry, x) -> (carry, y)`.
-        init: the leaves of the first carry, with the types that every carry has.
-        shared: the arrays that the layer closes over; then those passed to all layers.
-        constants: how many it closes over.
-        carry_tree: structure of the carry.
-        y_tree: structure of the output: a pair, of its arrays and of a `Static` with the rest.
+    `init` has the types that every carry has. The first `constants` of the shared arrays are those that the
+    layer closes over. `y_tree` is the structure of a pair, of an output's arrays and of a `Static` with the
+    rest.
     """
 
     jaxpr: Jaxpr
@@ -42,7 +39,7 @@ class TracedLayer(NamedTuple):
     carry_tree: Any
     y_tree: Any
 
-    def output(self, leaves: Any) -> Any:
+    def output(self, leaves: Any) -> PyTree:
         """The output with these arrays, and with what is no array in it."""
         arrays, rest = jax.tree.unflatten(self.y_tree, leaves)
         return eqx.combine(arrays, rest.value)
@@ -59,38 +56,28 @@ class TracedLayer(NamedTuple):
 
 
 class UntracedLayer(NamedTuple):
-    """A layer as a function of trees.
+    """A layer as a function of trees, `body(shared, carry, x) -> (carry, y)`, `y` as in `TracedLayer`.
 
-    Attributes:
-        body: `(shared, carry, x) -> (carry, y)`, `y` as in `TracedLayer`. May close over traced values.
-        shared: arrays that all layers of its kind are given.
-        stacks: the layers' own inputs, stacked.
-        unsliced: for which of their leaves a layer takes the whole stack.
-        key: the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and what the
-            layer depends on beside it and the types of its inputs.
+    `stacks` are the layers' own inputs; of those that are `unsliced` a layer takes the whole stack. `key` is
+    the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and what the layer
+    depends on beside it and the types of its inputs.
     """
 
-    body: Callable[[Arrays, Any, Any], tuple[Any, Any]]
+    body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]
     shared: Arrays
-    stacks: Any
+    stacks: PyTree
     unsliced: Sequence[bool]
     key: Any = None
 
 
 def trace_layers(
-    layers: Sequence[UntracedLayer], init: Any, *, offloads: bool, replays: bool = True
+    layers: Sequence[UntracedLayer], init: PyTree, *, offloads: bool, replays: bool = True
 ) -> list[TracedLayer]:
     """Trace a layer of each kind, all with one type of carry.
 
-    Args:
-        layers: of each kind.
-        init: the first carry.
-        offloads: whether values are moved to the host.
-        replays: whether layers are run again by a sweep.
-
     Raises:
-        TypeError: effects that cannot be replayed or compiled; a carry that changes its structure, shape or
-            type.
+        TypeError: effects that cannot be replayed (by a sweep) or compiled (with what it offloads); a carry
+            that changes its structure, shape or type.
     """
     init = jax.tree.map(jnp.asarray, init)
     while True:
@@ -115,7 +102,7 @@ def trace_layers(
             return traced
 
 
-def _entry_types(layer: UntracedLayer) -> Any:
+def _entry_types(layer: UntracedLayer) -> PyTree:
     """The types of a layer's own inputs."""
     stacks, tree = jax.tree.flatten(layer.stacks)
 
@@ -125,10 +112,10 @@ def _entry_types(layer: UntracedLayer) -> Any:
     return jax.tree.unflatten(tree, jax.eval_shape(entries, stacks))
 
 
-def _settled(layer: UntracedLayer, x: Any, init: Any, out_types: Sequence[Any], carry: Any) -> Any:
-    """The first carry with types that a layer returns for it; `init` itself if it has them.
-
-    `carry` has the types of what the layer returns for `init`.
+def _settled(
+    layer: UntracedLayer, x: PyTree, init: PyTree, out_types: Sequence[PyTree], carry: PyTree
+) -> PyTree:
+    """The first carry with types that a layer returns for it; `init` itself if it has those of `carry`.
 
     Raises:
         TypeError: there are none.
@@ -142,7 +129,7 @@ def _settled(layer: UntracedLayer, x: Any, init: Any, out_types: Sequence[Any], 
         return init
 
     # lax.scan settles weakly typed carries, and has the error messages for the other cases.
-    def scanned(shared: Arrays, init: Any, x: Any) -> Any:
+    def scanned(shared: Arrays, init: PyTree, x: PyTree) -> PyTree:
         return lax.scan(lambda carry, _: layer.body(shared, carry, x), init, length=2)
 
     carry, _ = jax.eval_shape(scanned, layer.shared, init, x)
@@ -154,7 +141,7 @@ _traced: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 _MOST_TRACES = 32  # of one function
 
 
-def kept(key: Any, inputs: Any) -> tuple[Any, Callable[[T, Arrays], T]]:
+def kept(key: Any, inputs: PyTree) -> tuple[Any, Callable[[T, Arrays], T]]:
     """What was traced before outside of `jax.jit` for a key that can be compared; None if nothing was.
 
     Also returns a function that keeps what is traced now, unless among its constants is a traced value. The
@@ -235,14 +222,14 @@ def _with_more_shared(layer: TracedLayer, passed: Sequence[bool]) -> TracedLayer
     )
 
 
-def _as_type(leaf: Array, like: Any) -> Array:
+def _as_type(leaf: Array, like: ShapedArray) -> Array:
     type_ = jax.typeof(leaf)
     same = (type_.dtype, type_.weak_type) == (like.dtype, like.weak_type)
     return varying_as(leaf if same else lax.convert_element_type(leaf, like.dtype), like)
 
 
-def _same_types(init: Any, carry: Any) -> bool:
-    def types(tree: Any) -> list[Any]:
+def _same_types(init: PyTree, carry: PyTree) -> bool:
+    def types(tree: PyTree) -> list[PyTree]:
         return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
 
     return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)

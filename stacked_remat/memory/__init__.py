@@ -7,57 +7,32 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 ```
 """
 
-from ._compiled_sizes import DoesNotFit
-from ._costs import Flops
-from ._flops import count_flops
-from ._host_arguments import arguments_on_host
-from ._largest import Buffer
-from ._plan import CANDIDATES, BudgetError, Comparison, Plan, compare, parse_bytes, plan
-from ._plot import plot
-from ._report import HostBytes, MemoryReport, report
-from ._search import Trial
-from ._table import readable_bytes
-from ._targets import (
-    TARGETS,
-    CudaTarget,
-    LocalTarget,
-    Target,
-    TargetError,
-    TpuTarget,
-    find_target,
-    target_mesh,
-    target_of_device,
+from ._arguments import arguments_on_host as arguments_on_host
+from ._call import report as report
+from ._compiled_sizes import DoesNotFit as DoesNotFit
+from ._costs import Flops as Flops
+from ._flops import count_flops as count_flops
+from ._largest import Buffer as Buffer
+from ._plan import (
+    CANDIDATES as CANDIDATES,
+    BudgetError as BudgetError,
+    Comparison as Comparison,
+    Plan as Plan,
+    compare as compare,
+    parse_bytes as parse_bytes,
+    plan as plan,
 )
-from ._time_bound import TimeBound, tokens_to_hide
-
-__all__ = [
-    "CANDIDATES",
-    "TARGETS",
-    "BudgetError",
-    "Buffer",
-    "Comparison",
-    "CudaTarget",
-    "DoesNotFit",
-    "Flops",
-    "HostBytes",
-    "LocalTarget",
-    "MemoryReport",
-    "Plan",
-    "Target",
-    "TargetError",
-    "TimeBound",
-    "TpuTarget",
-    "Trial",
-    "arguments_on_host",
-    "compare",
-    "count_flops",
-    "find_target",
-    "parse_bytes",
-    "plan",
-    "plot",
-    "readable_bytes",
-    "report",
-    "target_mesh",
-    "target_of_device",
-    "tokens_to_hide",
-]
+from ._report import HostBytes as HostBytes, MemoryReport as MemoryReport, TimeBound as TimeBound
+from ._search import Trial as Trial
+from ._table import readable_bytes as readable_bytes
+from ._targets import (
+    TARGETS as TARGETS,
+    CudaTarget as CudaTarget,
+    LocalTarget as LocalTarget,
+    Target as Target,
+    TargetError as TargetError,
+    TpuTarget as TpuTarget,
+    find_target as find_target,
+    target_mesh as target_mesh,
+    target_of_device as target_of_device,
+)

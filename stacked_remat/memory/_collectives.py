@@ -54,7 +54,7 @@ def _trips(loop: Instruction, computations: Computations) -> float:
     trips, _ = trips_in(scopes[1]) if scopes else (None, False)
     if trips is not None:
         return float(trips)
-    # Loops that the compiler made run from 0 to a constant.
+    # Of a loop from 0 to a constant; XLA for TPUs says no count.
     condition = next(
         body for name in loop.called if (body := computations[name])[-1].types[0].startswith("pred")
     )

@@ -21,7 +21,7 @@ from ._collectives import sent_bytes
 from ._largest import Buffer, largest_buffers
 from ._targets import Target
 
-_COMPILERS = ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "libtpu")
+_COMPILERS = ("jax", "libtpu")
 _KINDS = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
 
 
@@ -69,7 +69,7 @@ def _compiled(lowered: Any, target: Target, devices: int) -> CompiledSizes:
     compiled, text = compiled_with_text(lowered, target.devices()[0].platform)
     if isinstance(compiled, jax.errors.JaxRuntimeError):
         listed = "".join(f"\n  {each}" for each in largest_buffers(text))
-        largest = f"\nThe largest buffers at the peak, beside the arguments:{listed}" if listed else ""
+        largest = f"\nThe largest buffers beside the arguments:{listed}" if listed else ""
         raise DoesNotFit(f"compiling for {target.name!r}: {compiled}{largest}") from compiled
     seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
     device, host = (
@@ -85,13 +85,8 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     device = target.devices()[0]
     compiler = getattr(getattr(device, "client", None), "platform_version", "")
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    parts = [repr(target), str(devices), compiler, device.device_kind, *map(_version, _COMPILERS), *flags]
+    versions = sorted(f"{each.name} {each.version}" for each in importlib.metadata.distributions())
+    parts = [repr(target), str(devices), compiler, device.device_kind, *flags]
+    parts += [each for each in versions if each.startswith(_COMPILERS)]
     parts += [inspect.getsource(module) for module in (_collectives, _hlo, _largest)]
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

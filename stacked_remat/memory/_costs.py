@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,6 @@ class Flops:
 
     Attributes:
         matmul: of matrix products and convolutions, a multiply-add being two.
-        elementwise: one for each element of an arithmetic, transcendental or reducing operation.
-            Compilers fuse and simplify these, so it is a guide where `matmul` is exact.
         bytes_from_host: bytes moved from host memory to device memory (`jax.device_put` between the two, and
             policies that offload). Outside of `jax.shard_map`, an array counts once, however many devices
             have a copy of it.
@@ -27,27 +26,29 @@ class Flops:
     """
 
     matmul: int = 0
-    elementwise: int = 0
     bytes_from_host: int = 0
     bytes_to_host: int = 0
     too_low: tuple[str, ...] = ()
     too_high: tuple[str, ...] = ()
 
     def __add__(self, other: "Flops") -> "Flops":
-        reasons = _union(self.too_low, other.too_low), _union(self.too_high, other.too_high)
-        matmul, elementwise, from_host, to_host = map(operator.add, self.counts, other.counts)
-        return Flops(matmul, elementwise, from_host, to_host, *reasons)
+        too_low, too_high = _union(self.too_low, other.too_low), _union(self.too_high, other.too_high)
+        return Flops(*map(operator.add, self.counts, other.counts), too_low=too_low, too_high=too_high)
 
     def __mul__(self, times: Any) -> "Flops":
         if times == 0:
             return Flops()
-        matmul, elementwise, from_host, to_host = (count * times for count in self.counts)
-        return Flops(matmul, elementwise, from_host, to_host, self.too_low, self.too_high)
+        return Flops(*(count * times for count in self.counts), too_low=self.too_low, too_high=self.too_high)
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """`matmul`, `elementwise`, `bytes_from_host` and `bytes_to_host`."""
-        return self.matmul, self.elementwise, self.bytes_from_host, self.bytes_to_host
+    def counts(self) -> tuple[int, int, int]:
+        """`matmul`, `bytes_from_host` and `bytes_to_host`."""
+        return self.matmul, self.bytes_from_host, self.bytes_to_host
+
+    @property
+    def moved(self) -> int:
+        """Bytes moved between host and device, in both directions."""
+        return self.bytes_from_host + self.bytes_to_host
 
     @property
     def exact(self) -> bool:
@@ -67,26 +68,15 @@ def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
 def leaf_cost(eqn: Any) -> Flops:
     """Return the cost of an equation that holds no jaxpr.
 
-    An operation that is neither known nor elementwise counts as zero and is named in `too_low`.
+    An operation that is neither known nor elementwise is named in `too_low`.
     """
     name = eqn.primitive.name
     if name == "device_put":
         return _transfers(eqn)
-    if name in _FREE:
-        return Flops()
     if name in _MATMULS:
         return Flops(matmul=_MATMULS[name](eqn))
-    if name in _PER_OUTPUT:
-        return Flops(elementwise=sum(_size(out) for out in eqn.outvars))
-    if name in _PER_INPUT:
-        return Flops(elementwise=_size(eqn.invars[0]))
-    if name.startswith("scatter"):
-        return Flops(elementwise=_size(eqn.invars[2]) if name != "scatter" else 0)
-    if name == "sort":
-        rows = eqn.invars[0].aval.shape[eqn.params["dimension"]]
-        return Flops(elementwise=_size(eqn.invars[0]) * max(1, math.ceil(math.log2(max(rows, 1)))))
-    if _is_elementwise(eqn):
-        return Flops(elementwise=_size(eqn.outvars[0]))
+    if name in _NO_PRODUCTS or name.startswith("scatter") or _is_elementwise(eqn):
+        return Flops()
     return Flops(too_low=(f"the arithmetic of {name!r} is not counted",))
 
 
@@ -136,7 +126,7 @@ def _ragged_dot(eqn: Any) -> int:
     return 2 * _size(eqn.invars[0]) * free
 
 
-def _attention(products: int) -> Any:
+def _attention(products: int) -> Callable:
     """Fused attention on (batch, sequence, heads, head size): `products` matmuls of T x S x H each."""
 
     def count(eqn: Any) -> int:
@@ -160,19 +150,12 @@ _MATMULS = {
     "dot_product_attention_bwd_wrapper": _attention(5),
 }
 
-_PER_INPUT = frozenset(
+_NO_PRODUCTS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce "
     "top_k approx_top_k argmax argmin cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum "
-    "reduce_window_max reduce_window_min".split()
-)
-
-_PER_OUTPUT = frozenset(
+    "reduce_window_max reduce_window_min sort "
     "threefry2x32 threefry4x32 philox2x32 philox4x32 random_bits random_split random_fold_in rng_uniform "
-    "rng_bit_generator iota_2x32_shape clamp".split()
-)
-
-# Moves or relabels data: no arithmetic.
-_FREE = frozenset(
+    "rng_bit_generator iota_2x32_shape clamp "
     "reshape broadcast_in_dim broadcast_to broadcast stack unstack roll transpose squeeze expand_dims slice "
     "dynamic_slice entry dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
     "bitcast_convert_type iota stop_gradient optimization_barrier name select_n split tile "

@@ -1,23 +1,26 @@
 """Counts a program's FLOPs and transfers, loop bodies times the number of times they run.
 
 XLA's own cost analysis counts the body of a loop once, and a training step over scanned layers is mostly
-loops, so the traced program is counted instead. Where a trip count is not a constant of the program, the
-names of `_trips.py` say it; one that nothing says is reported, never silently taken as one.
+loops, so the traced program is counted instead. The trips of `while` loops are those that the names of
+`_trips.py` say; where nothing says them, that is reported, never silently taken as one.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
+from jax.interpreters import partial_eval
 
 from .._activity import is_differentiable
+from .._static import PyTree
 from .._trips import blocks_in, branches_in, trips_in
 from ._costs import Flops, leaf_cost
-from ._jaxprs import Jaxprs
 
+_EXPANDED = "call_hi_primitive"  # what `jax.experimental.hijax` makes of a primitive that expands into others
 _MOST_GRADIENTS = 2  # of one product, which has two factors; fused attention has more operands
 
 _Active: TypeAlias = Sequence[bool]
@@ -30,55 +33,77 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
     Args:
         jaxpr: a closed jaxpr, as `jax.make_jaxpr(f)(*args)` or `jax.jit(f).trace(*args).jaxpr` return.
         trained: for each of its inputs whether its gradient is taken. With it, the products of the backward
-            pass count too: one for each operand of a product that depends on such an input. Its elementwise
-            FLOPs and its transfers do not.
+            pass count too: one for each operand of a product that depends on such an input. Its transfers do
+            not.
 
     Returns:
         The count. Equations whose results are never used are left out, as XLA leaves them out. Loops
-        count body times trips: those of a `scan`, of a `while` loop that counts from one constant to
-        another by ones, and of the loops of this package. Other `while` loops are counted once, those of
-        divided experts (`over` of `grouped_experts`) as often as an even routing takes, and named in
-        `too_low`.
+        count body times trips: those of a `scan`, which `fori_loop` makes for bounds of Python integers, and
+        of the loops of this package. Other `while` loops are counted once, those of divided experts (`over`
+        of `grouped_experts`) as often as an even routing takes, and named in `too_low`.
     """
     active = [False] * len(jaxpr.in_avals) if trained is None else [*trained]
     found, _ = _Counter().run(jaxpr, active)
-    matmul, elementwise, from_host, to_host = map(round, found.counts)
-    return Flops(matmul, elementwise, from_host, to_host, found.too_low, found.too_high)
+    return Flops(*map(round, found.counts), too_low=found.too_low, too_high=found.too_high)
 
 
 class _Counter:
     """Counts one program: the cost of a jaxpr, and which of its results depend on what is trained."""
 
     def __init__(self) -> None:
-        self._jaxprs = Jaxprs()
+        # By ids of jaxprs and equations, which the values keep alive.
+        self._live: dict[int, tuple[Any, Any]] = {}
+        self._expansions: dict[int, tuple[Any, Any]] = {}
         self._runs: dict[Any, _Count] = {}
         self._blocks: int | None = None  # of splash kernels called by what is counted
 
     def run(self, jaxpr: Any, active: _Active) -> _Count:
         """Count a jaxpr, open or closed, given which of its inputs depend on what is trained."""
-        live = self._jaxprs.live(jaxpr)
+        live = self._without_dead_code(jaxpr)
         key = id(jaxpr), self._blocks, *active
         if key not in self._runs:
             known = {var for var, is_active in zip(live.invars, active, strict=True) if is_active}
-            cost = Flops()
+            atoms = [*live.outvars, *(atom for eqn in live.eqns for atom in eqn.invars)]
+            read, cost = {atom for atom in atoms if not isinstance(atom, Literal)}, Flops()
             for eqn in live.eqns:
                 around = self._blocks
                 scopes = str(eqn.source_info.name_stack)
                 self._blocks = blocks_in(scopes) or around
-                added, outputs = self._eqn(eqn, scopes, [_is_in(known, atom) for atom in eqn.invars])
+                called = self._called(eqn, read)
+                active_inputs = [_is_in(known, atom) for atom in eqn.invars]
+                added, outputs = self._eqn(eqn, called, scopes, active_inputs)
                 self._blocks, cost = around, cost + added
                 pairs = zip(eqn.outvars, outputs, strict=True)
                 known.update(var for var, is_active in pairs if is_active and _has_gradient(var))
             self._runs[key] = cost, [_is_in(known, atom) for atom in live.outvars]
         return self._runs[key]
 
-    def _eqn(self, eqn: Any, scopes: str, active: list[bool]) -> _Count:
+    def _without_dead_code(self, jaxpr: Any) -> Any:
+        if id(jaxpr) not in self._live:
+            open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+            live, _ = partial_eval.dce_jaxpr(open_jaxpr, [True] * len(open_jaxpr.outvars), instantiate=True)
+            self._live[id(jaxpr)] = (jaxpr, live)
+        return self._live[id(jaxpr)][1]
+
+    def _called(self, eqn: Any, read: set[Any]) -> Any:
+        """The jaxpr that an equation calls with its own operands; None for any other equation."""
+        if eqn.primitive.name == _EXPANDED:
+            if id(eqn) not in self._expansions:
+                self._expansions[id(eqn)] = eqn, _expansion(eqn, [out in read for out in eqn.outvars])
+            return self._expansions[id(eqn)][1]
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
+            found = eqn.params.get(key)
+            if found is not None and len(getattr(found, "jaxpr", found).invars) == len(eqn.invars):
+                return found
+        return None
+
+    def _eqn(self, eqn: Any, called: Any, scopes: str, active: list[bool]) -> _Count:
         name, params = eqn.primitive.name, eqn.params
         if name == "stop_gradient":
             return Flops(), [False] * len(eqn.outvars)
         if name == "scan":
             body = params["jaxpr"]
-            each, outputs = self._loop(body, active, *scan_parts(eqn))
+            each, outputs = self._loop(body, active, *_scan_parts(eqn))
             return each * params["length"], outputs
         if name == "while":
             return self._while(eqn, scopes, active)
@@ -88,8 +113,7 @@ class _Counter:
             shape, manual = params["mesh"].shape, params.get("manual_axes")
             body, outputs = self.run(params["jaxpr"], active)
             return body * math.prod(shape[axis] for axis in (manual or shape)), outputs
-        called = None if name == "pallas_call" else self._jaxprs.called(eqn)
-        if called is not None:
+        if called is not None and name != "pallas_call":
             return self.run(called, active)
         cost = self._kernel(eqn) if name == "pallas_call" else self._inside(eqn)
         gradients = min(_MOST_GRADIENTS, sum(active))
@@ -132,9 +156,7 @@ class _Counter:
             parts = (cost * share for cost, share in zip(costs, shares, strict=True))
             return sum(parts, Flops()), outputs
         counts = [cost.counts for cost in costs]
-        matmul, elementwise, *_ = max(counts)
-        from_host, to_host = (max(count[direction] for count in counts) for direction in (2, 3))
-        most = Flops(matmul, elementwise, from_host, to_host)
+        most = Flops(*map(max, zip(*counts, strict=True)))
         if any(count != most.counts for count in counts):
             reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
             most = most + Flops(too_high=(reason,))
@@ -148,22 +170,16 @@ class _Counter:
         each, outputs = self._loop(body, state, len(state) - num_carry, num_carry)
         once = self._unknown(test)
         trips, is_exact = trips_in(scopes)
-        if trips is None:
-            trips = _constant_trips(eqn, self._jaxprs.live(test), self._jaxprs.live(body))
-            is_exact = trips is not None
         if is_exact and trips is not None:
             return each * trips + once * (trips + 1), outputs
         counted = "once" if trips is None else f"{trips} times"
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted {counted}"
         return (each + once) * (1 if trips is None else trips) + Flops(too_low=(reason,)), outputs
 
-    def _loop(self, body: Any, active: list[bool], num_consts: int, num_carry: int) -> _Count:
+    def _loop(self, body: Callable, active: list[bool], num_consts: int, num_carry: int) -> _Count:
         """The cost of a trip. A carry that becomes active on one trip is so on all."""
-        consts, carry, xs = (
-            active[:num_consts],
-            active[num_consts:][:num_carry],
-            active[num_consts + num_carry :],
-        )
+        consts, carry = active[:num_consts], active[num_consts:][:num_carry]
+        xs = active[num_consts + num_carry :]
         while True:
             cost, outputs = self.run(body, [*consts, *carry, *xs])
             grown = [old or new for old, new in zip(carry, outputs, strict=False)]
@@ -172,7 +188,7 @@ class _Counter:
             carry = grown
 
 
-def scan_parts(eqn: Any) -> tuple[int, int]:
+def _scan_parts(eqn: Any) -> tuple[int, int]:
     """How many constants and how many carries a `scan` has.
 
     Found from shapes, because the equation's parameters differ between versions of JAX: scanned inputs and
@@ -188,26 +204,19 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - num_xs - num_carry, num_carry
 
 
-def _constant_trips(eqn: Any, test: Any, body: Any) -> int | None:
-    """The trips of a loop that counts by ones up to a constant, as `fori_loop` does; None for others."""
-    if [each.primitive.name for each in test.eqns] != ["lt"] or isinstance(test.eqns[0].invars[0], Literal):
-        return None
-    of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    given = dict(zip(test.invars, [*eqn.invars[:of_test], *eqn.invars[of_test + of_body :]], strict=True))
-    carried = dict(
-        zip(test.invars[of_test:], zip(body.invars[of_body:], body.outvars, strict=True), strict=True)
-    )
-    counter, limit = test.eqns[0].invars
-    if not isinstance(limit, Literal):
-        own, result = carried.get(limit, (None, None))
-        limit = given[limit] if own is result else None
-    if counter not in carried or not isinstance(limit, Literal) or not isinstance(given[counter], Literal):
-        return None
-    own, result = carried[counter]
-    added = [each.invars for each in body.eqns if each.primitive.name == "add" and each.outvars[0] is result]
-    if not any(a is own and isinstance(b, Literal) and b.val == 1 for a, b in added):
-        return None
-    return max(0, int(limit.val) - int(given[counter].val))
+def _expansion(eqn: Any, is_used: list[bool]) -> Any:
+    """What a primitive expands into, with 0 in place of each result that is not used."""
+    primitive = eqn.params["_prim"]
+
+    def expand(*operands: PyTree) -> PyTree:
+        results = primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands))
+        flat = primitive.out_tree.flatten_up_to(results)
+        return [result if used else 0 for result, used in zip(flat, is_used, strict=True)]
+
+    with eqn.ctx.manager:  # its mesh, of which the axes of `jax.shard_map` are bound
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
+        return jax.make_jaxpr(expand, axis_env=axes)(*primitive.in_avals_flat)
 
 
 def _is_in(known: set[Any], atom: Any) -> bool:

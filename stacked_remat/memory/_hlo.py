@@ -11,7 +11,6 @@ _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[[\d,]*\](?:\{[^}]*\})?")
 _SIZES = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|\w+_computations?)=(?:%([\w.\-]+)|\{(.*?)\})")
 _NAME = re.compile(r"%?([\w.\-]+)")
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _ENTRY = re.compile(r"(\w+)=(\d+)")
 
 
@@ -55,31 +54,24 @@ def bytes_of(types: Sequence[str]) -> int:
     return -(-bits // 8)
 
 
-class Sources:
-    """Where the instructions of a program are from, as `file:line`.
+def sources_in(text: str, outside: tuple[str, ...]) -> dict[str, str]:
+    """The lines of source of a program's stack frames, as `file:line`, by the numbers of the frames.
 
     For those of a file in one of the folders `outside`, it is the nearest caller that is not.
     """
-
-    def __init__(self, text: str, outside: tuple[str, ...]):
-        tables: dict[str, dict[str, str]] = {}
-        rows: dict[str, str] = {}
-        for line in text.partition("\n%")[0].splitlines():
-            number, _, row = line.partition(" ")
-            if number.isdecimal():
-                rows[number] = row
-            elif line:
-                rows = tables.setdefault(line, {})
-        self._places: dict[str, str] = {}
-        for frame, row in tables.get("StackFrames", {}).items():
-            entry = dict(_ENTRY.findall(row))
-            at = dict(_ENTRY.findall(tables["FileLocations"][entry["file_location_id"]]))
-            file = tables["FileNames"][at["file_name_id"]].strip('"')
-            parent = int(entry.get("parent_frame_id", 1)) - 1  # counted from 1, for none
-            caller = self._places.get(str(parent))
-            self._places[frame] = caller if caller and file.startswith(outside) else f"{file}:{at['line']}"
-
-    def of(self, text: str) -> str | None:
-        """The source of an instruction by its text; None where the compiler does not know it."""
-        found = _FRAME.search(text)
-        return self._places.get(found[1]) if found else None
+    tables: dict[str, dict[str, str]] = {}
+    rows: dict[str, str] = {}
+    for line in text.partition("\n%")[0].splitlines():
+        number, _, row = line.partition(" ")
+        if number.isdecimal():
+            rows[number] = row
+        elif line:
+            rows = tables.setdefault(line, {})
+    found: dict[str, str] = {}
+    for frame, row in tables.get("StackFrames", {}).items():
+        entry = dict(_ENTRY.findall(row))
+        at = dict(_ENTRY.findall(tables["FileLocations"][entry["file_location_id"]]))
+        file = tables["FileNames"][at["file_name_id"]].strip('"')
+        caller = found.get(str(int(entry.get("parent_frame_id", 1)) - 1))  # counted from 1, for none
+        found[frame] = caller if caller and file.startswith(outside) else f"{file}:{at['line']}"
+    return found

@@ -1,21 +1,20 @@
 """Chooses a remat policy: the one with the least arithmetic among those that fit in memory."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._schedule import whole_number
-from ._host_arguments import host_memory_kind
+from .._static import PyTree
+from ._arguments import host_memory_kind
 from ._report import MemoryReport
 from ._search import Limits, Program, Search, Trial, policy_name
-from ._table import Table, Tabular, common_unit, readable_bytes, readable_count
+from ._table import Tabular, as_table, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
@@ -39,46 +38,36 @@ class Comparison(Tabular):
 
     Attributes:
         trials: one for each policy.
-        tokens_per_step: of one call on all devices, for the tokens per second that the link allows; None
-            where they were not given.
         title: of the table.
         baseline: name of the trial whose arithmetic is one; the least of all if empty, or if it was refused.
         notes: what stands below the table.
     """
 
     trials: tuple[Trial, ...]
-    tokens_per_step: int | None = None
     title: str = "memory by policy"
     baseline: str = ""
     notes: tuple[str, ...] = ()
 
-    def _table(self) -> Table:
+    def __str__(self) -> str:
         found = [trial.report for trial in self.trials if trial.report is not None]
-        base, arithmetic = self._unit_of_arithmetic()
-        size, unit = common_unit(size for report in found for size in _sizes(report))
-        rows = [_row(trial, size, arithmetic, self.tokens_per_step) for trial in self.trials]
-        memory = [f"{name}\n{unit}" for name in ("total", "temp.", "host", "moved", "sent")]
-        link = "s" if self.tokens_per_step is None else "tokens/s"
-        headings = ("policy", *memory, f"link\n{link}", f"FLOPs\n/ {base}", "compile\ns")
-        # Columns that would hold nothing are left out.
-        moves, sends = any(any(_sizes(report)[2:4]) for report in found), any(r.sent for r in found)
-        shown = [True, True, True, moves, moves, sends, moves, True, True]
-        explained = [f"{base}: {readable_count(arithmetic)} FLOP in matrix products"] if arithmetic else []
-        explained += sorted({f"?: {reason}" for report in found for reason in report.flops.reasons})
-        if moves:
-            limit = "seconds that it takes" if self.tokens_per_step is None else "tokens/s that it allows"
-            explained += ["moved: between device and host", f"link: {limit}, or hidden behind compute"]
-        if sends:
-            explained.append("sent: to other devices, by each")
-        failures = [f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure]
-        columns, *cells = (tuple(itertools.compress(row, shown)) for row in (headings, *rows))
-        return Table(self.title, columns, tuple(cells), (*explained, *failures, *self.notes))
-
-    def _unit_of_arithmetic(self) -> tuple[str, int]:
-        found = {trial.name: trial.report.flops.matmul for trial in self.trials if trial.report is not None}
-        if self.baseline in found:
-            return self.baseline, found[self.baseline]
-        return "least", min(found.values(), default=0)
+        flops = {trial.name: trial.report.flops.matmul for trial in self.trials if trial.report is not None}
+        base = self.baseline if self.baseline in flops else "least"
+        one = flops.get(base) or min(flops.values(), default=0)
+        size, unit = common_unit(max(each.total, each.host.total, each.flops.moved) for each in found)
+        hidden = [] if any(each.sent for each in found) else ["sent"]
+        if not any(each.flops.moved or each.host.total for each in found):
+            hidden += ["host", "moved", "link"]
+        headings = [name for name in _COLUMNS if name not in hidden]
+        rows = [(trial.name, _row(trial.report, size, one)) for trial in self.trials]
+        cells = [[name, *map(row.__getitem__, headings)] for name, row in rows]
+        notes = [
+            *([f"FLOPs / {base}: {readable_count(one)} FLOP in matrix products"] if one else []),
+            *sorted({f"?: {reason}" for each in found for reason in each.flops.reasons}),
+            *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
+            *(f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure),
+        ]
+        title = f"{self.title}; sizes in {unit}"
+        return as_table(title, [["policy", *headings], *cells], (*notes, *self.notes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +89,9 @@ class Plan(Tabular):
     budget: int
     streamed: bool = False
 
-    def _table(self) -> Table:
+    def __str__(self) -> str:
         note = f"{policy_name(self.policy, self.streamed)} fits {readable_bytes(self.budget)} a device"
-        return dataclasses.replace(self.tried, title="plan", notes=(*self.tried.notes, note))._table()
+        return str(dataclasses.replace(self.tried, title="plan", notes=(*self.tried.notes, note)))
 
 
 def compare(
@@ -112,7 +101,6 @@ def compare(
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
     streamed: Callable[..., Sequence[PyTree]] | None = None,
-    tokens_per_step: int | None = None,
     cache: str | Path | None = None,
     show: Callable[[Trial], None] | None = None,
     **kwargs: PyTree,
@@ -127,7 +115,6 @@ def compare(
         target: as for `report`.
         donate: as for `report`.
         streamed: as for `plan`: every candidate is compiled with weights on the host too.
-        tokens_per_step: as for `plan`.
         cache: as for `report`.
         show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
@@ -138,16 +125,15 @@ def compare(
     Raises:
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
-        ValueError, TypeError: as `plan`, for `tokens_per_step` and `streamed`.
+        TypeError: as `plan`, for `streamed`.
 
     Cost: one compilation a candidate, two with `streamed`.
     """
-    _check_count("tokens_per_step", tokens_per_step)
     search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
     places = (False,) if streamed is None else (False, True)
     trials = [search.trial(policy, on_host) for on_host in places for policy in candidates]
     search.check()
-    return Comparison(tuple(trials), tokens_per_step)
+    return Comparison(tuple(trials))
 
 
 def plan(
@@ -160,7 +146,6 @@ def plan(
     donate: str | Sequence[str] = (),
     layers: int | None = None,
     streamed: Callable[..., Sequence[PyTree]] | None = None,
-    tokens_per_step: int | None = None,
     cache: str | Path | None = None,
     show: Callable[[Trial], None] | None = None,
     **kwargs: PyTree,
@@ -193,9 +178,8 @@ def plan(
         layers: how many layers the stack has, to search for `first_layers` and cuts; None for no search.
         streamed: from the arguments to the same arguments, or their shapes, with weights on the host, such as
             `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
-            these; the table says whether the transfers hide behind compute at the target's peak, or how fast
-            the link lets the step be (see `TimeBound`). It is traced, not run.
-        tokens_per_step: of one call on all devices, to give that in tokens per second.
+            these; the table says whether the transfers hide behind compute at the target's peak, or how long
+            they take (see `TimeBound`). It is traced, not run.
         cache: as for `report`.
         show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
@@ -207,9 +191,8 @@ def plan(
         BudgetError: no candidate fits; shows all of them and the smallest.
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
-        ValueError: a budget that cannot be read, no candidates, or fewer layers or tokens than one.
-        TypeError: `layers` or `tokens_per_step` is not an integer, or `streamed` does not return one result
-            for each argument.
+        ValueError: a budget that cannot be read, no candidates, or fewer layers than one.
+        TypeError: `layers` is not an integer, or `streamed` does not return one result for each argument.
         TargetError: as `report`, for arguments on the host.
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
@@ -217,85 +200,76 @@ def plan(
     that. With `layers` three more, and up to `log2(layers)` for each way to keep first layers, most of which
     end sooner, once what is left to try has no fewer FLOPs than the best.
     """
-    limit, host_limit = parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget)
-    _check_count("layers", layers)
-    _check_count("tokens_per_step", tokens_per_step)
+    limits = Limits(parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget))
+    if layers is not None:
+        whole_number("layers", layers, "the number of layers of the stack", "Leave it out if not known.")
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
     search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
-    limits = Limits(limit, host_limit)
     chosen = search.least(candidates, limits, layers, streamed=False)
     if chosen is None and streamed is not None:
         chosen = search.least(candidates, limits, layers, streamed=True)
-    tried = Comparison(tuple(search.trials), tokens_per_step)
+    tried = Comparison(tuple(search.trials))
     if chosen is None:
         search.check()
         leaves = jax.tree.leaves((args, kwargs))
         on_host = streamed is not None or any(host_memory_kind(leaf) is not None for leaf in leaves)
-        raise BudgetError(_nothing_fits(tried, limit, host_limit, on_host))
+        raise BudgetError(_nothing_fits(tried, limits, on_host))
     assert chosen.report is not None
-    return Plan(chosen.policy, chosen.report, tried, limit, chosen.streamed)
+    return Plan(chosen.policy, chosen.report, tried, limits.device, chosen.streamed)
 
 
-_COUNTS = {
-    "layers": "the number of layers of the stack",
-    "tokens_per_step": "the number of tokens of one call on all devices",
+_COLUMNS = {
+    "total": "",
+    "temp.": "",
+    "host": "",
+    "moved": "moved: between device and host",
+    "sent": "sent: to other devices, by each",
+    "link": "link: seconds that it takes, or hidden behind compute",
+    "FLOPs": "",
+    "compiled": "compiled: in so many seconds",
 }
+"""The columns of a comparison, and what is said of them below it."""
 
 
-def _check_count(name: str, count: Any) -> None:
-    if count is not None:
-        whole_number(name, count, _COUNTS[name], "Leave it out if it is not known.")
-
-
-def _sizes(found: MemoryReport) -> tuple[int, ...]:
-    """Bytes on the device, of temporaries, on the host, and of transfers to the host and other devices."""
-    moved = found.flops.bytes_from_host + found.flops.bytes_to_host
-    return found.total, found.temporaries, found.host.total, moved, found.sent
-
-
-def _row(trial: Trial, unit: int, least: int, tokens: int | None) -> tuple[str, ...]:
-    found = trial.report
+def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
     if found is None:
-        return (trial.name, "refused", *[""] * 7)
-    return (
-        trial.name,
-        *(f"{size / unit:.2f}" for size in _sizes(found)),
-        _link(found, tokens),
-        (f"{found.flops.matmul / least:.2f}" if least else "-") + ("" if found.flops.exact else " ?"),
-        f"{found.compile_seconds:.1f}",
-    )
+        return dict.fromkeys(_COLUMNS, "") | {"total": "refused"}
+    sizes = found.total, found.temporaries, found.host.total, found.flops.moved, found.sent
+    compared = f"{found.flops.matmul / flops:.2f}" if flops else "-"
+    others = _link(found), compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f}"
+    return dict(zip(_COLUMNS, (*(f"{size / unit:.2f}" for size in sizes), *others), strict=True))
 
 
-def _link(found: MemoryReport, tokens: int | None) -> str:
-    """What the link to the host allows, if it is what limits a call: tokens per second, or seconds."""
+def _link(found: MemoryReport) -> str:
+    """The seconds that the link to the host takes, if it is what limits a call."""
     least = found.least_time
     if least is None or not least.transfer:
         return "-"
-    if least.hidden:
-        return "hidden"
-    return f"{least.transfer:.3g}" if tokens is None else readable_count(int(tokens / least.transfer))
+    return "hidden" if least.hidden else f"{least.transfer:.3g}"
 
 
-def _nothing_fits(tried: Comparison, limit: int, host_limit: int | None, on_host: bool) -> str:
-    compiled = [(trial.report, trial.name) for trial in tried.trials if trial.report is not None]
-    found = [pair for pair in compiled if host_limit is None or pair[0].host.total <= host_limit]
-    what = f"{readable_bytes(limit)} a device"
-    if host_limit is not None:
-        what += f" and {readable_bytes(host_limit)} on the host"
-    if not compiled:
+def _nothing_fits(tried: Comparison, limits: Limits, on_host: bool) -> str:
+    found = [(trial.name, trial.report) for trial in tried.trials if trial.report is not None]
+    what = f"{readable_bytes(limits.device)} a device"
+    if limits.host is not None:
+        what += f" and {readable_bytes(limits.host)} on the host"
+    if not found:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
-    needs, smallest = min(found or compiled, key=lambda pair: pair[0].total)
-    which = "" if host_limit is None or not found else " within the host's budget"
-    of_host = "" if host_limit is None else f" and {readable_bytes(needs.host.total)} on the host"
-    if needs.arguments > limit:
+    within = [pair for pair in found if limits.holds_on_host(pair[1])]
+    smallest, needs = min(within or found, key=lambda pair: pair[1].total)
+    if needs.arguments > limits.device:
         what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
-    takes = f"{readable_bytes(needs.total)} a device{of_host}"
-    closest = f"The smallest found{which} is {smallest} with {takes}."
-    if len(compiled) == 1:
-        closest = f"{smallest} takes {takes}."
+    takes = f"{readable_bytes(needs.total)} a device"
     remedies = ["shorten the context", "shard over more devices", "freeze weights"]
     remedies += [] if on_host else ["keep weights on the host"]
-    remedies += [] if host_limit is None else ["allow the host more memory"]
+    which = ""
+    if limits.host is not None:
+        takes += f" and {readable_bytes(needs.host.total)} on the host"
+        which = " within the host's budget" if within else ""
+        remedies.append("allow the host more memory")
+    closest = f"The smallest found{which} is {smallest} with {takes}."
+    if len(found) == 1:
+        closest = f"{smallest} takes {takes}."
     remedies[-1] = f"or {remedies[-1]}"
     return f"no candidate fits {what}. {closest} {', '.join(remedies).capitalize()}.\n{tried}"

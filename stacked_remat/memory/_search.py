@@ -4,19 +4,22 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._static import PyTree
+from ._arguments import arguments_on_host
+from ._call import TracedCall, trace_call
 from ._compiled_sizes import DoesNotFit
-from ._host_arguments import arguments_on_host
-from ._report import MemoryReport, TracedCall, trace_call
+from ._costs import Flops
+from ._report import MemoryReport
 from ._targets import Target
 
 _NEVER = (float("inf"), float("inf"))
+_OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy | None]  # of first layers, if it can have any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +63,9 @@ class Limits:
     def hold(self, trial: Trial) -> bool:
         """Whether a policy fits."""
         found = trial.report
-        if found is None or found.total > self.device:
-            return False
+        return found is not None and found.total <= self.device and self.holds_on_host(found)
+
+    def holds_on_host(self, found: MemoryReport) -> bool:
         return self.host is None or found.host.total <= self.host
 
 
@@ -143,12 +147,16 @@ class Search:
                 with_first = functools.partial(_with_first, base, kept)
                 best = self._with_first_layers(best, with_first, base.first_layers, layers, limits)
             if base.nested is True and base.save_carries is True and not base.first_layers:
-                if (sizes := self._sizes(base, layers, streamed)) is not None:
-                    best = self._with_first_layers(best, sizes.cut, -1, layers, limits)
+                cut = self._cut_with_internals(base, layers, streamed)
+                best = self._with_first_layers(best, cut, -1, layers, limits)
         return best
 
-    def _sizes(self, base: ScanCheckpointPolicy, layers: int, streamed: bool) -> "_Sizes | None":
-        """Those that three cuts tell; None where they don't."""
+    def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int, streamed: bool) -> _OfCount:
+        """From a number of first layers to the cut of the others that needs least memory.
+
+        The internals of a segment are kept while it is reversed. The bytes of a carry and of a layer's
+        internals are those that three compiled cuts tell; where they don't, there is no cut.
+        """
         kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
         longest = kept.schedule(layers).slots
         shorter = [-(-layers // max(1, longest // part)) for part in (2, 3)]
@@ -156,13 +164,24 @@ class Search:
         schedules = [policy.schedule(layers) for policy in cuts]
         held = [(each.slots, max(run.visits for run in each.runs), 1) for each in schedules]
         if np.linalg.matrix_rank(held) < len(held) or _NEVER in [self._cost(cut, streamed) for cut in cuts]:
-            return None
+            return lambda first_layers: None
         found = [self.trial(policy, streamed).report for policy in cuts]
         totals = [report.total for report in found if report is not None]
         if len(totals) < len(held):
-            return None
-        carry, internals, _ = np.linalg.solve(held, totals)
-        return _Sizes(kept, layers, max(carry, 0.0), max(internals, 0.0))
+            return lambda first_layers: None
+        carry, internals, _ = np.maximum(np.linalg.solve(held, totals), 0.0)
+
+        def cut(first_layers: int) -> ScanCheckpointPolicy | None:
+            rest = layers - first_layers
+
+            def needs(longest: int) -> float:
+                return (-(-rest // longest) - 1 + longest) * carry + longest * internals
+
+            # Segments of one layer would be visited together, with the internals of all of them.
+            longest = min(range(min(2, rest), rest + 1), key=needs)
+            return _with_first(dataclasses.replace(kept, nested=-(-rest // longest)), False, first_layers)
+
+        return cut
 
     def _first_to_fit(
         self, policies: Sequence[ScanCheckpointSpec], limits: Limits, streamed: bool
@@ -180,30 +199,24 @@ class Search:
         return any(report.arguments > limits.device for report in found)
 
     def _with_first_layers(
-        self,
-        best: Trial,
-        with_first: Callable[[int], ScanCheckpointPolicy | None],
-        low: int,
-        high: int,
-        limits: Limits,
+        self, best: Trial, with_first: _OfCount, low: int, high: int, limits: Limits
     ) -> Trial:
         """`best`, or the policy with as many first layers as fit, if that has fewer FLOPs.
 
         Their number is above `low` and below `high`.
         """
-        found = None
+        assert best.report is not None
+        found, cost = best, _order(best.report.flops)
         while high - low > 1:
             most, middle = map(with_first, (high - 1, (low + high) // 2))
-            if most is None or middle is None or self._cost(most, best.streamed) >= self._trial_cost(best):
+            if most is None or middle is None or self._cost(most, best.streamed) >= cost:
                 break
             trial = self.trial(middle, best.streamed)
             if limits.hold(trial):
                 low, found = (low + high) // 2, trial
             else:
                 high = (low + high) // 2
-        if found is None or self._trial_cost(found) >= self._trial_cost(best):
-            return best
-        return found
+        return found if self._cost(found.policy, best.streamed) < cost else best
 
     def _trace(self, policy: ScanCheckpointSpec, streamed: bool) -> TracedCall:
         key = repr(policy), streamed
@@ -211,16 +224,16 @@ class Search:
             self._traced[key] = self._program.traced(policy, streamed)
         return self._traced[key]
 
-    def _trial_cost(self, trial: Trial) -> tuple[float, float]:
-        return self._cost(trial.policy, trial.streamed)
-
     def _cost(self, policy: ScanCheckpointSpec, streamed: bool) -> tuple[float, float]:
-        """The arithmetic and the bytes moved; infinite where the program can't be traced under the policy."""
+        """FLOPs and bytes moved; infinite where the program can't be traced under the policy."""
         try:
-            flops = self._trace(policy, streamed).flops
+            return _order(self._trace(policy, streamed).flops)
         except Exception:  # raised again where it is this policy's turn to be compiled
             return _NEVER
-        return flops.matmul, flops.bytes_from_host + flops.bytes_to_host
+
+
+def _order(flops: Flops) -> tuple[float, float]:
+    return flops.matmul, flops.moved
 
 
 def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
@@ -235,27 +248,6 @@ def _kept_of_first_layers(base: ScanCheckpointPolicy) -> tuple[ScanCheckpointSpe
     if base.first_layers:
         return (base.first_policy,)
     return (False, True) if base.is_nested or base.save_carries == "offload" else (False,)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """The bytes of a carry, and of what `kept` keeps of a layer's internals while a segment is reversed."""
-
-    kept: ScanCheckpointPolicy
-    layers: int
-    carry: float
-    internals: float
-
-    def cut(self, first_layers: int) -> ScanCheckpointPolicy | None:
-        """With so many first layers that keep their internals, the cut of the others that needs least."""
-        rest = self.layers - first_layers
-
-        def needs(longest: int) -> float:
-            return (-(-rest // longest) - 1 + longest) * self.carry + longest * self.internals
-
-        # Segments of one layer would be visited together, with the internals of all of them.
-        longest = min(range(min(2, rest), rest + 1), key=needs)
-        return _with_first(dataclasses.replace(self.kept, nested=-(-rest // longest)), False, first_layers)
 
 
 def _with_first(

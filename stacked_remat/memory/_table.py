@@ -1,73 +1,38 @@
-"""Tables of figures as text."""
+"""Figures as text: tables in 80 columns, numbers of bytes, and large counts."""
 
-import dataclasses
-import re
 import textwrap
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-_WIDTH = 80
-"""Columns of a terminal."""
+if TYPE_CHECKING:
+    from rich.text import Text
 
-_LEAST = 16
-"""Columns that the names of rows have at least, however many the figures take."""
+_WIDTH, _LEAST = 80, 16  # columns of a terminal, and of them for the names of rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """A titled table; the first column is text, the others are right-aligned. Headings may have lines.
+class Tabular:
+    """Printed by rich as `str` is, without breaking lines anew."""
 
-    Text in the first column and below the table breaks into lines to fit 80 columns.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        headings = [heading.split("\n") for heading in self.columns]
-        height = max(map(len, headings))
-        head = [*zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True)]
-        first, *others = (max(map(len, column)) for column in zip(*head, *self.rows, strict=True))
-        widths = [min(first, max(_LEAST, _WIDTH - sum(others) - 2 * len(others))), *others]
-
-        def line(row: tuple[str, ...]) -> str:
-            name, *figures = row
-            right = map(str.rjust, figures, others)
-            return "  ".join([name.ljust(widths[0]), *right]).rstrip()
-
-        lines = [*_wrapped(self.title), *map(line, head), "-" * (sum(widths) + 2 * len(others))]
-        for name, *figures in self.rows:
-            first, *rest = _broken(name, widths[0])
-            lines += [line((first, *figures)), *rest]
-        return "\n".join([*lines, *(text for note in self.notes for text in _wrapped(note))])
-
-
-class Tabular(ABC):
-    """Shown as a table."""
-
-    @abstractmethod
-    def _table(self) -> Table: ...
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    def __rich__(self) -> Any:
+    def __rich__(self) -> "Text":
         from rich.text import Text
 
         return Text(str(self), overflow="fold")
 
 
-def _broken(name: str, width: int) -> list[str]:
-    """A name in lines, each of which ends after a space, a comma, an underscore or a bracket if it can."""
-    lines = [""]
-    for part in re.findall(r"[^\s,_(]*[,_(]?\s*", name):
-        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
-            lines.append("")
-        lines[-1] += part
-    return [line[k : k + width].rstrip() for line in lines for k in range(0, len(line) or 1, width)]
+def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) -> str:
+    """Headings and rows under a title; names in the first column break into lines, figures do not."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    first = min(first, max(_LEAST, _WIDTH - sum(others) - 2 * len(others)))
+
+    def lines(row: Sequence[str]) -> list[str]:
+        name, *rest = textwrap.wrap(row[0], first) or [""]
+        figures = map(str.rjust, row[1:], others)
+        return ["  ".join([name.ljust(first), *figures]).rstrip(), *rest]
+
+    head, *body = map(lines, rows)
+    rule = "-" * (first + sum(others) + 2 * len(others))
+    below = (line for part in (*body, *map(_wrapped, notes)) for line in part)
+    return "\n".join([*_wrapped(title), *head, rule, *below])
 
 
 def _wrapped(text: str) -> list[str]:
@@ -95,8 +60,8 @@ def common_unit(counts: Iterable[int]) -> tuple[int, str]:
 
 def readable_count(count: float) -> str:
     """Write a large number with three digits and a decimal prefix: `12.3 T`."""
-    prefixes = ("", "k", "M", "G", "T", "P", "E")
-    power = 0
-    while abs(count) >= 1000 and power < len(prefixes) - 1:
-        count, power = count / 1000, power + 1
-    return f"{count:{'.3g' if power else '.0f'}} {prefixes[power]}".rstrip()
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(count) < 1000:
+            return f"{count:{'.3g' if prefix else '.0f'}} {prefix}".rstrip()
+        count /= 1000
+    return f"{count:.3g} E"

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from flax import nnx
 
 from .. import ScanCheckpointSpec
+from .._static import PyTree
 from ..streaming import is_on_host, moves_to_host
 from .parts import is_node
 from .scanning import remat_scan
@@ -48,48 +48,41 @@ def stack(modules: Sequence[M], *, transform_metadata: Mapping[str, Any] = _UNNA
                     f"Layers {owners[id(variable)]} and {index} share {'.'.join(map(str, path))}. Give each "
                     "a variable of its own; for Rngs, rngs.fork()."
                 )
-    graphdef, first = nnx.split(modules[0])
-    states = [nnx.split(module) for module in modules]
-    leaves = {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(first)}
-    for index, (other_graphdef, state) in enumerate(states):
-        others = {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
-        for path in {**leaves, **others}:
-            here, there = (
-                None if path not in found else (jnp.shape(found[path]), jnp.result_type(found[path]))
-                for found in (leaves, others)
-            )
+    (graphdef, _), first, states = nnx.split(modules[0]), _described(modules[0]), []
+    for index, module in enumerate(modules):
+        other_graphdef, state = nnx.split(module)
+        states.append(state)
+        other = _described(module)
+        for name in {**first, **other}:
+            here, there = first.get(name), other.get(name)
             if here != there:
                 raise ValueError(
-                    f"{path} is {here} in layer 0 and {there} in layer {index}. Make them alike."
+                    f"{name} is {here!r} in layer 0 and {there!r} in layer {index}. Make them alike."
                 )
         if other_graphdef != graphdef:
-            raise ValueError(
-                f"Layer {index} has other static attributes than layer 0: "
-                f"{_difference(modules[0], modules[index])}. Make them alike."
-            )
-    state = jax.tree.map(lambda *parts: jnp.stack(parts), *(state for _, state in states))
+            raise ValueError(f"Layer {index} shares other parts among its own than layer 0. Make them alike.")
+    state = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
     stacked = nnx.merge(graphdef, state)
     nnx.spmd.add_axis(nnx.state(stacked), 0, transform_metadata)
     return stacked
 
 
-def _difference(first: nnx.Module, other: nnx.Module) -> str:
-    """The first static attribute, or metadata of a variable, that differs between two modules."""
-    here, there = _static(first), _static(other)
-    for name in {**here, **there}:
-        if name not in here or name not in there or here[name] != there[name]:
-            return f"{name} is {here.get(name, 'missing')!r} and {there.get(name, 'missing')!r}"
-    return "what they share among themselves"
+def _type_of(leaf: Any) -> tuple[Any, Any]:
+    return jnp.shape(leaf), jnp.result_type(leaf)
 
 
-def _static(module: nnx.Module) -> dict[str, Any]:
+def _described(module: nnx.Module) -> dict[str, Any]:
+    """Types of arrays, metadata of variables, and static attributes."""
     found: dict[str, Any] = {}
     for path, value in nnx.iter_graph(module):
         name = ".".join(map(str, path))
         if isinstance(value, nnx.Variable):
-            found[f"the metadata of {name}"] = (type(value), value.get_metadata())
+            found[f"the metadata of {name}"] = type(value), value.get_metadata()
+            found[name] = jax.tree.map(_type_of, value.get_raw_value())
+        elif hasattr(value, "shape") and not isinstance(value, type):  # such as the class of a variable
+            found[name] = _type_of(value)
         elif "_pytree_" not in name and not is_node(value) and not isinstance(value, tuple | list | dict):
-            found[name] = None if hasattr(value, "shape") else value
+            found[name] = value
     return found
 
 
@@ -123,7 +116,7 @@ class Stacked(nnx.Module):
 
     def __init__(
         self,
-        layers: Sequence[Any] | nnx.Module,
+        layers: Sequence[PyTree] | nnx.Module,
         *,
         policy: ScanCheckpointSpec = "nested",
         transform_metadata: Mapping[str, Any] | None = None,
@@ -142,7 +135,7 @@ class Stacked(nnx.Module):
         self.policy: ScanCheckpointSpec = policy
         self.transform_metadata = tuple(metadata.items())
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Apply the layers, from carry to carry.
 
         Args:
@@ -157,7 +150,7 @@ class Stacked(nnx.Module):
             ValueError: a layer writes to a `Param` of a module among `args` and `kwargs`.
         """
 
-        def apply(x: Any, layer: Any, args: Any, kwargs: Any) -> Any:
+        def apply(x: PyTree, layer: PyTree, args: PyTree, kwargs: PyTree) -> PyTree:
             before = _weights((args, kwargs))
             result = layer(x, *args, **kwargs)
             for name, value in _weights((args, kwargs)).items():
@@ -169,23 +162,16 @@ class Stacked(nnx.Module):
                     )
             return result
 
-        axes = (
-            nnx.Carry,
-            0,
-            tuple(map(_argument_axes, args)),
-            {name: _argument_axes(value) for name, value in kwargs.items()},
-        )
-        options = {"length": self.length, "transform_metadata": dict(self.transform_metadata)}
-        return remat_scan(apply, policy=self.policy, in_axes=axes, out_axes=nnx.Carry, **options)(
-            x, self.layers, args, kwargs
-        )
+        metadata = dict(self.transform_metadata)
+        axes = (nnx.Carry, 0, *jax.tree.map(_argument_axis, (args, kwargs), is_leaf=is_node))
+        options = {"length": self.length, "policy": self.policy, "transform_metadata": metadata}
+        run = remat_scan(apply, in_axes=axes, out_axes=nnx.Carry, **options)
+        return run(x, self.layers, args, kwargs)
 
 
-def _argument_axes(argument: Any) -> Any:
-    """What becomes of an argument that all layers get, in `in_axes`."""
-    if not any(map(is_node, jax.tree.leaves(argument, is_leaf=is_node))):
-        return None
-    return jax.tree.map(lambda leaf: _ARGUMENT if is_node(leaf) else None, argument, is_leaf=is_node)
+def _argument_axis(leaf: Any) -> Any:
+    """What becomes of a part of the arguments that all layers get."""
+    return _ARGUMENT if is_node(leaf) else None
 
 
 def _weights(arguments: tuple[Any, Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +13,8 @@ import numpy as np
 from flax import nnx
 from haliax import Axis
 
-from .. import ScanCheckpointPolicy, ScanCheckpointSpec, per_layer, scan, shared
+from .. import ScanCheckpointSpec, per_layer, scan, shared
+from .._static import PyTree
 from .axes import Axes, replaced
 from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
 
@@ -22,18 +22,16 @@ _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 def remat_scan(
-    f: Any = None,
+    f: Callable[..., Any] | None = None,
     *,
-    policy: ScanCheckpointSpec | None = None,
-    lengths: Sequence[int] | None = None,
-    segment_length: int | None = None,
+    policy: ScanCheckpointSpec = "nested",
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     in_axes: Any = (nnx.Carry, 0),
     out_axes: Any = (nnx.Carry, 0),
     transform_metadata: Mapping[str, Any] = _NO_METADATA,
-) -> Any:
+) -> PyTree:
     """`flax.nnx.scan`, with a choice of what the backward pass keeps.
 
     ```python
@@ -53,9 +51,7 @@ def remat_scan(
     Args:
         f: a function, or a method in the body of a class. Without it, `remat_scan` is a decorator.
         policy: as `remat` of `stacked_remat.scan`; by default `"nested"`, about √(2N) carries of N layers.
-        lengths: as in Linen's `remat_scan`; their product is the number of layers. `(a, b)` keeps the carries
-            of `a` segments of `b` layers, `(a, b, c)` cuts each segment once more.
-        segment_length: cut into segments of so many layers. At most one of these three.
+            `lengths=(a, b)` of Linen's `remat_scan` is `ScanCheckpointPolicy(nested=(a, b))`.
         length: the number of layers, where nothing is split that tells it.
         reverse: from the last layer to the first.
         unroll: how many layers one iteration of the loop runs.
@@ -77,64 +73,33 @@ def remat_scan(
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
     a carry. `f` is traced at each call.
     """
-    chosen, size = _policy(policy, lengths, segment_length), _length(length, lengths)
-    options = {"reverse": reverse, "unroll": unroll}
-    if f is None:
-        own = {"in_axes": in_axes, "out_axes": out_axes, "transform_metadata": transform_metadata}
-        return functools.partial(remat_scan, policy=chosen, length=size, **options, **own)
-    if inspect.ismethod(f):
-        raise TypeError(
-            f"remat_scan got the bound method {f.__qualname__}, whose module it can't split. Decorate the "
-            "method in its class, or scan a function that takes the module as an argument."
-        )
+    options: dict[str, Any] = {"remat": policy, "reverse": reverse, "unroll": unroll}
+    scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
     axes = Axes(in_axes, out_axes, transform_metadata)
-
-    @functools.wraps(f)
-    def scanned(*args: Any, **kwargs: Any) -> Any:
-        names, given = _positional(f, args, kwargs, in_axes)
-        with nnx.update_context(TAG):
-            return _run(f, names, given, axes, size, {"remat": chosen, **options})
-
-    return scanned
-
-
-def _policy(
-    policy: ScanCheckpointSpec | None, lengths: Sequence[int] | None, segment_length: int | None
-) -> ScanCheckpointSpec:
-    settings = {"policy": policy, "lengths": lengths, "segment_length": segment_length}
-    given = {name: value for name, value in settings.items() if value is not None}
-    if len(given) > 1:
-        written = " and ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ValueError(f"remat_scan was given {written}, which each say what is kept; keep one.")
-    if segment_length is not None:
-        return ScanCheckpointPolicy(segment_length=segment_length)
-    if lengths is not None:
-        are_numbers = isinstance(lengths, tuple | list) and all(
-            isinstance(n, int | np.integer) for n in lengths
-        )
-        if not are_numbers or not lengths or min(lengths) < 1:
-            raise ValueError(
-                f"lengths={lengths!r} is not a sequence of positive numbers of parts. For the number of "
-                "layers alone write length=."
-            )
-        return ScanCheckpointPolicy(nested=tuple(map(int, lengths)))
-    chosen = "nested" if policy is None else policy
-    scan(_split_results, Axis("layers", 1), remat=chosen)  # refuses an unknown policy
-    return chosen
-
-
-def _length(length: int | None, lengths: Sequence[int] | None) -> int | None:
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
-    product = None if lengths is None else math.prod(map(int, lengths))
-    if length is not None and product not in (None, length):
-        raise ValueError(f"lengths={tuple(lengths or ())} multiply to {product} layers, and length={length}.")
-    return length if product is None else product
+
+    def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.ismethod(f):
+            raise TypeError(
+                f"remat_scan got the bound method {f.__qualname__}, whose module it can't split. Decorate "
+                "the method in its class, or scan a function that takes the module as an argument."
+            )
+
+        @functools.wraps(f)
+        def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            names, given = _positional(f, args, kwargs, in_axes)
+            with nnx.update_context(TAG):
+                return _run(f, names, given, axes, length, options)
+
+        return scanned
+
+    return decorated if f is None else decorated(f)
 
 
 def _positional(
-    f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], in_axes: Any
-) -> tuple[list[str], tuple[Any, ...]]:
+    f: Callable[..., Any], args: tuple[PyTree, ...], kwargs: Mapping[str, Any], in_axes: Any
+) -> tuple[list[str], tuple[PyTree, ...]]:
     """Names and values of the arguments."""
     bound = inspect.signature(f).bind(*args, **kwargs)
     if isinstance(in_axes, tuple) and len(bound.args) < len(in_axes):
@@ -164,11 +129,11 @@ def _positional(
 def _run(
     f: Callable[..., Any],
     names: list[str],
-    args: tuple[Any, ...],
+    args: tuple[PyTree, ...],
     axes: Axes,
     length: int | None,
     options: Mapping[str, Any],
-) -> Any:
+) -> PyTree:
     tree = split(args, axes.in_axes, "args")
     structure, entries = jax.tree.structure(tree), list(named_leaves(names, tree))
     given = {name: leaf for name, leaf, _ in entries}
@@ -176,9 +141,9 @@ def _run(
     sliced = {name: _layers_first(name, leaf, axis) for name, leaf, axis in entries if isinstance(axis, int)}
     marked = {name: shared(leaf) for name, leaf, axis in entries if axis is None}
     marked |= {name: per_layer(leaf) for name, leaf in sliced.items()}
-    found: Any = None
+    found: PyTree = None
 
-    def step(carry: dict[str, Any], /, **arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def step(carry: dict[str, PyTree], /, **arrays: PyTree) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         nonlocal found
         inputs = carry | arrays
         layer = jax.tree.unflatten(structure, [inputs[name] for name in given])
@@ -192,7 +157,7 @@ def _run(
 
     carry, stacked = scan(step, Axis(axes.name, _size(sliced, length)), **options)(carry, **marked)
 
-    def leaf(name: str, axis: Any) -> Any:
+    def leaf(name: str, axis: Any) -> PyTree:
         if axis is nnx.Carry:
             return carry[name]
         if name in stacked:
@@ -211,7 +176,7 @@ def _run(
     return axes.put_carry(None if axes.carry_in is None else args_out[axes.carry_in], result)
 
 
-def _split_results(args: tuple[Any, ...], result: Any, axes: Axes) -> tuple[Any, Any]:
+def _split_results(args: tuple[PyTree, ...], result: PyTree, axes: Axes) -> tuple[PyTree, PyTree]:
     """The arguments after a layer, with the new carry and without arrays, and the rest of the result."""
     carry, rest = axes.take_carry(result)
     left = jax.tree.map(lambda leaf: leaf if is_node(leaf) else None, args, is_leaf=is_node)
@@ -222,7 +187,7 @@ def _split_results(args: tuple[Any, ...], result: Any, axes: Axes) -> tuple[Any,
     return change_metadata(found, nnx.spmd.add_axis, axes.metadata)
 
 
-def _check_references(before: Any, after: Any) -> None:
+def _check_references(before: PyTree, after: PyTree) -> None:
     """Refuse a carry with other modules or variables than went in."""
     old, new = (
         {path: leaf for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_node) if is_node(leaf)}
@@ -251,16 +216,11 @@ def _layers_first(name: str, leaf: Any, axis: int) -> Any:
 
 
 def _size(sliced: Mapping[str, Any], length: int | None) -> int:
-    sizes = {name: leaf.shape[0] for name, leaf in sliced.items()}
-    if length is None and not sizes:
+    if length is not None:
+        return length
+    if not sliced:
         raise ValueError(
             "remat_scan was given nothing to split, so the number of layers is unknown. Pass length=, or an "
             "int in in_axes."
         )
-    if length is not None and sizes and length not in sizes.values():
-        name, size = next(iter(sizes.items()))
-        raise ValueError(
-            f"length or lengths say {length} layers, and {name} has {size}. Leave length out, or let lengths "
-            f"multiply to {size}."
-        )
-    return next(iter(sizes.values())) if length is None else length
+    return next(iter(sliced.values())).shape[0]

@@ -24,7 +24,7 @@ from .._compat import mesh_axes_used_twice, no_axis_mapping
 from .._messages import axes_text, did_you_mean
 from .._placement import is_on_host
 from .._stacked import Stacked
-from ..memory._host_arguments import on_one_device
+from ..memory._arguments import on_one_device
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
 from .data.batch_stream import ProcessShare

@@ -1,4 +1,4 @@
-"""The largest buffers of compiled programs, against the compiler's own sum of them."""
+"""The largest buffers of compiled programs."""
 
 import inspect
 from typing import Any
@@ -34,13 +34,11 @@ ARGUMENTS = (
 @pytest.mark.parametrize(
     "remat, carries", [(False, 12), (True, 12), ("nested", 5), (ScanCheckpointPolicy(max_carries=3), 3)]
 )
-def test_the_buffers_at_the_peak(remat: Any, carries: int):
-    compiled = jax.jit(gradient(remat)).lower(*ARGUMENTS).compile()
-    stats = compiled.memory_analysis()
-    found = largest_buffers(compiled.as_text(), most=1000)
-    compilers = stats.temp_size_in_bytes + stats.output_size_in_bytes
-    assert 0.7 * compilers < sum(buffer.size for buffer in found) < 1.8 * compilers
+def test_carries_and_what_is_largest_in_the_loss(remat: Any, carries: int):
+    found = largest_buffers(jax.jit(gradient(remat)).lower(*ARGUMENTS).compile().as_text())
+    assert (found[0].size, found[0].shape) == (4 * ROWS * WIDE, f"f32[{ROWS},{WIDE}]")
     assert f"f32[{carries},{ROWS},{SIZE}]" in {buffer.shape for buffer in found}
+    assert all(buffer.size <= found[0].size for buffer in found)
 
 
 def test_a_report_names_them_with_their_lines():

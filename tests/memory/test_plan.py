@@ -24,9 +24,8 @@ from stacked_remat.memory import (
     parse_bytes,
     plan,
 )
-from stacked_remat.memory._report import TracedCall
+from stacked_remat.memory._call import TracedCall
 from stacked_remat.memory._search import Limits, Search
-from stacked_remat.memory._table import readable_count
 
 Layers, Width = hax.Axis("layers", 16), hax.Axis("width", 64)
 Tokens = hax.Axis("tokens", 512)
@@ -103,7 +102,8 @@ def test_every_candidate_is_compared(comparison):
     text = str(comparison)
     assert all(f"\n{trial.name} " in text for trial in comparison.trials if len(trial.name) < 20)
     assert "\nsave_carries='offload', " in text and "\nnested=True\n" in text
-    assert "moved: between device and host\nlink: seconds that it takes, or hidden behind compute" in text
+    assert "\nmoved: between device and host\n" in text
+    assert "\nlink: seconds that it takes, or hidden behind compute" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -408,13 +408,11 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
     assert on_host.report.total < resident.report.total
 
     budget = resident.report.total - 1
-    found = plan(
-        Counting(), *blocks_and_input(), budget=budget, streamed=streamed, tokens_per_step=512, **options
-    )
+    found = plan(Counting(), *blocks_and_input(), budget=budget, streamed=streamed, **options)
     assert found.streamed and found.report.total <= budget
     seconds = found.report.least_time.transfer
     (row,) = (line for line in str(found).splitlines() if line.startswith("'nested', streamed  "))
-    assert f"  {readable_count(int(512 / seconds))}  " in row and "tokens/s" in str(found)
+    assert f"  {seconds:.3g}  " in row
     assert "'nested', streamed fits" in str(found)
     fits = plan(Counting(), *blocks_and_input(), budget=budget + 1, streamed=streamed, **options)
     assert not fits.streamed and len(fits.tried.trials) == 1
@@ -423,17 +421,13 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
     assert "keep weights on the host" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["layers", "tokens_per_step"])
 @pytest.mark.parametrize(
     "count, error", [("x", TypeError), (2.0, TypeError), (True, TypeError), (0, ValueError)]
 )
-def test_counts_are_checked_before_anything_is_compiled(name, count, error):
+def test_the_number_of_layers_is_checked_before_anything_is_compiled(count, error):
     fn_of_policy = Counting()
-    with pytest.raises(error, match=f"{name} is the number of"):
-        plan(fn_of_policy, *blocks_and_input(), budget="1GiB", **{name: count})
-    if name == "tokens_per_step":
-        with pytest.raises(error, match=f"{name} is the number of"):
-            compare(fn_of_policy, *blocks_and_input(), **{name: count})
+    with pytest.raises(error, match="layers is the number of"):
+        plan(fn_of_policy, *blocks_and_input(), budget="1GiB", layers=count)
     assert not fn_of_policy.asked
 
 

@@ -87,7 +87,7 @@ def test_static_leaves_modules_and_named_arrays_are_taken_as_filter_jit_takes_th
         report(lambda module, x: module(x), scale(jnp.ones(256)), np.ones(256, np.float32)).arguments == 2048
     )
     assert report(scale(), KIB).arguments == 2048
-    assert report(lambda x, double: x + x if double else x, KIB, True).flops.elementwise == 256
+    assert report(lambda x, double: (x, x) if double else x, KIB, True).outputs > 2048
     Width = hax.Axis("width", 256)
     found = report(lambda named: named.rename({"width": "other"}) + 1, hax.ones(Width))
     assert (found.arguments, found.outputs) == (1024, 1024)
@@ -128,7 +128,6 @@ def test_functions_that_are_jitted_already_keep_their_donation():
 
     assert report(jax.jit(add), KIB, KIB).aliased == 0
     assert report(jax.jit(add, donate_argnums=0), KIB, KIB).aliased == 1024
-    assert report(jax.jit(add, donate_argnums=0), KIB, KIB).flops.elementwise == 256
     assert report(jax.jit(add, static_argnums=1), KIB, 2.0).arguments == 1024
     assert report(eqx.filter_jit(add), KIB, KIB).aliased == 0
     assert report(eqx.filter_jit(add, donate="all"), KIB, KIB).aliased == 1024
@@ -201,7 +200,7 @@ def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_misco
     both = report(products, pair, jax.ShapeDtypeStruct((16, 16), jnp.float32), target=cuda)
     assert both.temporaries + both.host.temporaries >= 2 * 4 * 1024  # as equal ones they would be one
 
-    of_the_path = r"'h200' cannot size.*\['weights'\] \(pinned_host\)"
+    of_the_path = r"'h200' cannot size.*\['weights'\]"
     with pytest.raises(TargetError, match=of_the_path):
         report(jax.jit(doubled), KIB, pinned, target=cuda)
     with pytest.raises(TargetError, match=of_the_path):
@@ -214,7 +213,7 @@ def test_the_memory_of_another_process_s_device_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(memory.LocalTarget, "devices", lambda target, count=1: (of_first,))
     own = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 3})
     monkeypatch.setattr(jax, "local_devices", lambda: [own])
-    assert memory._report._attached_memory(memory.find_target("local")) == 3
+    assert memory._call._attached_memory(memory.find_target("local")) == 3
 
 
 def test_the_table_in_text_and_in_rich():

@@ -4,33 +4,24 @@ import re
 
 import pytest
 
-from stacked_remat.memory._table import Table, readable_bytes
+from stacked_remat.memory._table import as_table, readable_bytes
 
-POLICY = "save_carries='offload',nested=True,first_layers=12,first_policy=True"
-HEADINGS = (
-    "total\nGiB",
-    "temp.\nGiB",
-    "host\nGiB",
-    "moved\nGiB",
-    "link\ntokens/s",
-    "FLOPs\n/ least",
-    "compile\ns",
-)
-HEADINGS_IN_LINES = list(zip(*(heading.split("\n") for heading in HEADINGS), strict=True))
-CELLS = ["1234.56", "123.45", "123.45", "123.45", "123 k", "1.67 ?", "123.4"]
+POLICY = "save_carries='offload', nested=True, first_layers=12, first_policy=True"
+HEADINGS = ["total", "temp.", "host", "moved", "link", "FLOPs", "compile"]
+CELLS = ["1234.56", "123.45", "123.45", "123.45", "123 k", "1.67 ?", "123.4 s"]
 NOTE = "link: a sentence that says what a column means, in more words than one line of a terminal holds"
-TABLE = Table("plan", ("policy", *HEADINGS), ((POLICY, *CELLS),), (NOTE,))
 
 
 def test_figures_are_whole_and_policies_and_notes_break_in_80_columns():
-    head, rows, notes = re.split("-{20,}", str(TABLE).replace("\nlink:", "-" * 20 + "link:"))
-    assert head.split()[1:] == " ".join([*HEADINGS_IN_LINES[0], "policy", *HEADINGS_IN_LINES[1]]).split()
-    first, *others = (line.strip() for line in rows.splitlines() if line.strip())
-    policy, *cells = first.split()
-    assert cells == " ".join(CELLS).split() and policy + "".join(others) == POLICY
-    assert all(line.endswith((",", "_")) for line in (policy, *others[:-1]))
+    text = as_table("plan", [["policy", *HEADINGS], [POLICY, *CELLS]], [NOTE])
+    head, rows, notes = re.split("-{20,}", text.replace("\nlink:", "-" * 20 + "link:"))
+    assert head.split() == ["plan", "policy", *HEADINGS]
+    lines = [line for line in rows.splitlines() if line]
+    assert lines[0].endswith("  ".join(["", *map(str.rjust, CELLS, map(len, CELLS))]))
+    names = [lines[0].removesuffix("  ".join(CELLS)).strip(), *lines[1:]]
+    assert " ".join(names) == POLICY
     assert " ".join(notes.split()) == NOTE
-    assert max(map(len, str(TABLE).splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

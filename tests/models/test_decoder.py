@@ -212,7 +212,7 @@ def test_packed_documents_do_not_see_each_other():
 
 @pytest.fixture(scope="module")
 def unchecked():
-    return loss_and_gradients(with_policy(make(), ScanCheckpointPolicy(disable=True)), batch_of_tokens())
+    return loss_and_gradients(with_policy(make(), False), batch_of_tokens())
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_the_names_inside_a_layer_can_be_saved(name, recomputed):
 
 @pytest.mark.parametrize("config", [CONFIG, DENSE], ids=["experts", "dense"])
 def test_with_products_saved_none_is_computed_again(config):
-    policies = ScanCheckpointPolicy(disable=True), config.remat_presets["products_saved"], True
+    policies = ScanCheckpointPolicy(save_block_internals=True), config.remat_presets["products_saved"], True
     kept, saved, recomputed = (backward(policy, config)["dot_general"] for policy in policies)
     assert kept == saved < recomputed
 
@@ -411,7 +411,7 @@ def test_the_loss_keeps_documents_apart():
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (ScanCheckpointPolicy(disable=True), {True}),
+        (ScanCheckpointPolicy(save_block_internals=True), {True}),
         (ScanCheckpointPolicy(save_block_internals=True), {True}),
         (ScanCheckpointPolicy(first_layers=3), {True}),
         (ScanCheckpointPolicy(), {False}),

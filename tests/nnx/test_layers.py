@@ -162,7 +162,7 @@ REFUSED = {
     ),
     "another attribute": (
         lambda: [*blocks(), Block(name="b", rngs=nnx.Rngs(0))],
-        "Layer 3 has other static.*: name is 'a' and 'b'",
+        "^name is 'a' in layer 0 and 'b' in layer 3",
     ),
     "another module": (
         lambda: [*blocks(), nnx.Linear(4, 4, rngs=nnx.Rngs(0))],

@@ -70,11 +70,10 @@ def reference(reverse):
 
 
 POLICIES = {
-    "lengths": {"lengths": (np.int64(2), 3)},
+    "levels": {"policy": ScanCheckpointPolicy(nested=(np.int64(2), 3))},
     "nested": {},
-    "lengths of three": {"lengths": (1, 2, 3)},
-    "lengths of one": {"lengths": (6,)},
-    "segments, reversed": {"segment_length": 4, "reverse": True},
+    "three levels": {"policy": ScanCheckpointPolicy(nested=(1, 2, 3))},
+    "segments, reversed": {"policy": ScanCheckpointPolicy(nested=4), "reverse": True},
     "True, reversed": {"policy": True, "reverse": True},
     "False": {"policy": False},
     "offload": {"policy": "offload", "unroll": 2},
@@ -86,7 +85,7 @@ POLICIES = {
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(options, id=name, marks=() if name == "lengths" else pytest.mark.deep)
+        pytest.param(options, id=name, marks=() if name == "levels" else pytest.mark.deep)
         for name, options in POLICIES.items()
     ],
 )
@@ -106,7 +105,7 @@ def test_a_layer_that_runs_again_draws_the_same_numbers():
         def __init__(self, rngs):
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
-    @remat_scan(lengths=(3, 2))
+    @remat_scan(policy=ScanCheckpointPolicy(nested=3))
     def forward(x, layer):
         mask = layer.dropout(jnp.ones(64))
         return x * (1 + mask), mask
@@ -326,17 +325,8 @@ def line(x, layer):
 
 X, L = jnp.ones(2), jnp.ones((3, 2))
 REFUSED = {
-    "two policies": (
-        dict(lengths=(1, 3), segment_length=3),
-        (X, L),
-        "lengths=.* and segment_length=3.*keep one",
-    ),
-    "no lengths": (dict(lengths=3), (X, L), "lengths=3 is not a sequence .* length="),
-    "no number": (dict(lengths=("a",)), (X, L), r"lengths=\('a',\) is not a sequence"),
     "a negative length": (dict(in_axes=(nnx.Carry, None), length=-1), (X, L), "length=-1 is negative"),
-    "another product": (dict(lengths=(2, 2)), (X, L), "say 4 layers, and layer has 3.*multiply to 3"),
-    "another length": (dict(length=5), (X, L), "say 5 layers, and layer has 3"),
-    "two lengths": (dict(lengths=(1, 3), length=4), (X, L), "multiply to 3 layers, and length=4"),
+    "another length": (dict(length=5), (X, L), r"size 5.*different lengths(.|\n)*layer, .* dimension 3"),
     "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
     "axes of one": (dict(in_axes=(nnx.Carry,)), (X, L), "in_axes has 1 entries.*2 arguments: x, layer"),
     "a list": (dict(in_axes=[nnx.Carry, 0]), (X, L), "in_axes is an axis.* or a tuple"),

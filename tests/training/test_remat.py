@@ -16,7 +16,7 @@ PRESETS = {
     ("value", "policy"),
     [
         (True, ScanCheckpointPolicy()),
-        (False, ScanCheckpointPolicy(disable=True)),
+        (False, ScanCheckpointPolicy(save_block_internals=True)),
         ("nested", ScanCheckpointPolicy(nested=True)),
         ({"nested": 3}, ScanCheckpointPolicy(nested=3)),
         ({"save_block_internals": ["a"]}, ScanCheckpointPolicy(save_block_internals=["a"])),

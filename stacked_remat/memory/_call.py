@@ -1,0 +1,167 @@
+"""Traces and compiles a program for a target, without running it."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .._compat import made_on_host
+from .._placement import compiled_for
+from .._static import PyTree
+from ._arguments import Placement, donated_of, is_array_or_shape
+from ._compiled_sizes import sizes_of
+from ._costs import Flops
+from ._flops import count_flops
+from ._report import HostBytes, MemoryReport, TimeBound
+from ._targets import Target, find_target, target_of_device
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """A call that is traced and not compiled yet."""
+
+    placement: Placement
+    traced: Any
+    flops: Flops
+
+    def report(self, cache: str | Path | None = None) -> MemoryReport:
+        """Compile it, or read what an earlier compilation found in `cache`.
+
+        Raises:
+            DoesNotFit: the compiler refused the program because device memory is too small.
+        """
+        target, devices = self.placement.target, self.placement.devices
+        with warnings.catch_warnings():
+            # Donation that was not used shows in the report.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            with compiled_for(target.devices()[0]):  # primitives that expand into others do so now
+                lowered = self.traced.lower()
+            found = sizes_of(lowered, target, devices, cache)
+        known = target if target.flops else target_of_device(target.devices()[0])
+        least_time = None if known is None else TimeBound.of(self.flops, known, devices)
+        return MemoryReport(
+            target=target.name,
+            **found.device,
+            host=HostBytes(**found.host),
+            flops=self.flops,
+            sent=found.sent,
+            largest=tuple(found.largest),
+            compile_seconds=found.seconds,
+            devices=devices,
+            capacity=target.memory or _attached_memory(target),
+            least_time=least_time,
+        )
+
+
+def report(
+    fn: Callable[..., Any],
+    *args: PyTree,
+    target: str | Target = "local",
+    donate: str | Sequence[str] = (),
+    cache: str | Path | None = None,
+    **kwargs: PyTree,
+) -> MemoryReport:
+    """Compile `fn(*args, **kwargs)` for `target` and report what a call needs. Nothing is executed.
+
+    Args:
+        fn: a function, an Equinox module, or either already wrapped in `jax.jit` or `eqx.filter_jit`
+            (their donation counts).
+        *args: arguments as `eqx.filter_jit` takes them: arrays and `jax.ShapeDtypeStruct`s are traced,
+            anything else is static. Shardings on a mesh are kept if the mesh is of the target's devices
+            (see `target_mesh`), and otherwise moved to as many of the target's devices.
+        target: a name in `TARGETS` or a `Target`.
+        donate: names of the arguments whose buffers may be reused for results, or `"all"` (with the
+            arrays in `fn`).
+        cache: folder for what compilations find, which the same program, target and versions then need not
+            repeat; `compile_seconds` is of the first. None to compile.
+        **kwargs: keyword arguments of `fn`, but not `target`, `donate` and `cache`: if `fn` takes arguments
+            of these names, pass them by position.
+
+    If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`).
+
+    Arguments in host memory, by their sharding's memory kind, are in host memory for `fn` too. Without a GPU,
+    XLA takes none for one: there the program makes them first, so they count as temporaries of the host, or
+    as outputs where they are updated in place. Making them is not among the transfers.
+
+    Returns:
+        The report. Library workspaces and autotuning may differ on the device itself.
+
+    Raises:
+        ValueError: an unknown target; a name in `donate` that `fn` does not take.
+        TargetError: the target's compiler plugin is not installed, has too few devices, or cannot
+            size arguments on the host for several devices or for a function in `jax.jit`.
+        DoesNotFit: the compiler refused the program because device memory is too small.
+
+    Cost: tracing and one full compilation; no memory for arguments or results.
+    """
+    return trace_call(fn, args, kwargs, target, donate).report(cache)
+
+
+def trace_call(
+    fn: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    target: str | Target,
+    donate: str | Sequence[str],
+) -> TracedCall:
+    """Trace `fn(*args, **kwargs)` as `report` compiles it."""
+    chosen = find_target(target)
+    fn, donate = _unwrap(fn, donate)
+    given = fn, args, kwargs
+    placement = Placement.of(chosen, given, makes_arguments=not _is_jax_jit(fn))
+    call = placement.place(given)
+    if _is_jax_jit(fn):
+        return _trace(placement, lambda: fn.trace(*call[1], **call[2]))
+    arrays, static = eqx.partition(call, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    made, arrays = eqx.partition(arrays, jax.tree.map(placement.is_made, given, is_leaf=is_array_or_shape))
+    donated, kept = eqx.partition(arrays, donated_of(fn, args, kwargs, donate))
+    shapes, structure = jax.tree.flatten(made)
+
+    def run(donated: PyTree, kept: PyTree) -> PyTree:
+        # XLA would make one array of those that are equal, and one product of those with both.
+        filled = jax.tree.unflatten(structure, map(_full_on_host, shapes, range(len(shapes))))
+        fn, args, kwargs = eqx.combine(donated, kept, filled, static)
+        return eqx.filter(fn(*args, **kwargs), eqx.is_array)
+
+    size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
+    return _trace(placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
+
+
+def _full_on_host(like: PyTree, value: int) -> jax.Array:
+    return made_on_host(jax.typeof(like), lambda type_: jnp.full(type_.shape, value, type_.dtype))
+
+
+def _trace(placement: Placement, trace: Callable[[], Any], made: int = 0) -> TracedCall:
+    """The traced call; `made` are the bytes that it first moves to the host in place of arguments."""
+    with compiled_for(placement.target.devices()[0]):
+        with placement.in_use():
+            traced = trace()
+        flops = count_flops(traced.jaxpr)
+    return TracedCall(placement, traced, flops + Flops(bytes_to_host=-made))
+
+
+def _attached_memory(target: Target) -> int | None:
+    device = target.devices()[0]
+    if device.process_index != jax.process_index():  # JAX asks only a process's own
+        device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
+def _is_jax_jit(fn: Callable[..., Any]) -> bool:
+    return hasattr(fn, "trace") and hasattr(fn, "lower")
+
+
+def _unwrap(fn: Callable[..., Any], donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
+    """Unwrap `eqx.filter_jit`, which would treat shapes as static values."""
+    is_filter_jit = hasattr(fn, "donate_first") and hasattr(fn, "__wrapped__")
+    if donate and (is_filter_jit or _is_jax_jit(fn)):
+        raise ValueError("fn is jitted already: give its donation to the jit, not to report")
+    if not is_filter_jit:
+        return fn, donate
+    return fn.__wrapped__, "all" if fn.donate_first else "all-except-first" if fn.donate_rest else ()

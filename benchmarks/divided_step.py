@@ -7,7 +7,7 @@ The step is compiled for devices that need not be attached, and nothing is run:
     python -m benchmarks.divided_step --target h200 --policies offload --config my-model.yaml
 
 Each device has one sequence. Updates come after the backward pass or within it (`fused`). Further options
-are those of the config; the results for GPUs were made with `--model.experts.backend triton`. Writes
+are those of the config, such as `--model.experts.backend block`. Writes
 `results/<config>_<target>_<devices>.json`: bytes of each device.
 """
 

@@ -1,14 +1,9 @@
-"""The experts of one layer of Qwen3-30B-A3B, by each backend: memory and bytes compiled, or time on a device.
+"""The experts of one layer of Qwen3-30B-A3B, by each backend: memory compiled, or time on a device.
 
     python -m benchmarks.expert_layer --target h200
     python -m benchmarks.expert_layer --time --rounds 15
 
-The first compiles the forward pass, and the gradients with frozen and with trained weights. Bytes that a
-program moves are the operands and results of its kernels and fusions, in a loop times its trips, as the
-compiled program has them. They are counted for `triton` and `mosaic`: a fusion of the walk over blocks has
-all experts as an operand and reads one, and programs for TPUs do not say how often their loops run. Beside
-them are the bytes that experts need if they read their weights, and add to their gradients, once for each
-half a GiB of rows of pairs, and if each token, cotangent and result is read or written once.
+The first compiles the forward pass, and the gradients with frozen and with trained weights, and runs nothing.
 
 The second compares gradients with those of the walk over blocks, times every backend beside a dense MLP of as
 many rows, interleaved, and writes medians and ratios. It is for a GPU or a TPU; `--tokens 256 --embed 64`
@@ -19,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,16 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
-from jax.sharding import SingleDeviceSharding
 
 from stacked_remat import memory
-from stacked_remat._placement import compiled_for, platform_of
+from stacked_remat._placement import platform_of
 from stacked_remat.memory._targets import find_target
-from stacked_remat.ops import grouped_experts
+from stacked_remat.ops import ExpertLinear, apply_linear, grouped_experts
 
 from .record import RESULTS, allocate_as_needed, write_results
 
-_ROWS_OF_CHUNK = 2**29  # bytes
 _TOLERANCE = 0.05  # of the largest gradient, in bfloat16
 
 
@@ -53,27 +45,12 @@ class Sizes:
     experts: int = 128
     chosen: int = 8
 
-    @property
-    def rows(self) -> int:
-        """Pairs of a token and one of its experts."""
-        return self.tokens * self.chosen
 
-    def needed(self, program: str) -> int:
-        """Bytes of the weights and their gradients for each chunk of rows, and of the tokens in and out."""
-        tokens, chunks = 2 * self.tokens * self.embed, math.ceil(2 * self.rows * self.embed / _ROWS_OF_CHUNK)
-        weights = 2 * 3 * self.experts * self.embed * self.inner * chunks
-        return {
-            "forward": weights + 2 * tokens,
-            "frozen": weights + 3 * tokens,
-            "trained": 2 * weights + 3 * tokens,
-        }[program]
-
-
-def expert(weights: Any, rows: Any, gates: Any) -> Any:
+def expert(weights: Any, rows: Any, gates: Any, linear: ExpertLinear = apply_linear) -> Any:
     """A gated MLP."""
     gate, up, down = weights
-    hidden = jax.nn.silu(rows @ gate) * (rows @ up)
-    return (hidden * gates[:, None].astype(hidden.dtype)) @ down
+    hidden = jax.nn.silu(linear(gate, rows)) * linear(up, rows)
+    return linear(down, hidden * gates[:, None].astype(hidden.dtype))
 
 
 def programs(sizes: Sizes, backend: str) -> dict[str, Callable[..., Any]]:
@@ -110,92 +87,11 @@ def shapes(sizes: Sizes) -> tuple[Any, ...]:
 
 
 def compiled_rows(sizes: Sizes, target: str, backends: list[str]) -> Iterator[dict[str, Any]]:
-    """Memory of every program, and the bytes that those of grouped products move."""
-    device = find_target(target).devices()[0]
-    place = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
-    placed = jax.tree.map(lambda leaf: place(leaf.shape, leaf.dtype), shapes(sizes))
+    """Memory of every program."""
     for backend in backends:
         for name, fn in programs(sizes, backend).items():
             report = memory.report(fn, *shapes(sizes), target=target)
-            row = {"backend": backend, "program": name, "temporaries": report.temporaries}
-            if backend in ("triton", "mosaic"):
-                with compiled_for(device):
-                    moved = moved_bytes(jax.jit(fn).lower(*placed).compile().as_text() or "")
-                row |= {"moved": moved, "needed": sizes.needed(name)}
-            yield row
-
-
-_COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) .*\{$")
-_OPERATION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)")
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+))\[([\d,]*)\]")
-_FREE = {"bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
-
-
-def moved_bytes(program: str) -> int:
-    """The bytes of the operands and results of all operations, in loops times their trips.
-
-    Args:
-        program: the text of a compiled program, with trips of its loops.
-    """
-    bodies: dict[str, list[str]] = {}
-    entry, lines = "", []
-    for line in program.splitlines():
-        if found := _COMPUTATION.match(line):
-            entry = found[2] if found[1] else entry
-            lines = bodies.setdefault(found[2], [])
-        lines.append(line)
-
-    def moved(name: str) -> int:
-        size: dict[str, int] = {}
-        total = 0
-        for own, result, kind, operands, line in _operations(bodies[name]):
-            size[own] = _bytes(result)
-            read = [size.get(one, 0) for one in operands]
-            if kind == "while":
-                (body,), (trips,) = re.findall(r"body=%([\w.\-]+)", line), re.findall(r'"n":"(\d+)"', line)
-                total += int(trips) * moved(body)
-            elif kind == "call":
-                total += moved(re.findall(r"to_apply=%([\w.\-]+)", line)[0])
-            elif kind == "fusion":
-                (called,) = re.findall(r"calls=%([\w.\-]+)", line)
-                total += _of_fusion(bodies[called], read, size[own])
-            elif kind not in _FREE:
-                total += size[own] + sum(read)
-        return total
-
-    return moved(entry)
-
-
-def _operations(lines: list[str]) -> Iterator[tuple[str, str, str, list[str], str]]:
-    """The name, result, kind, operands and line of each operation."""
-    for line in lines:
-        if found := _OPERATION.match(line):
-            name, result, kind, operands = found.groups()
-            yield name, result, kind, re.findall(r"%([\w.\-]+)", operands), line
-
-
-def _of_fusion(lines: list[str], read: list[int], written: int) -> int:
-    """The bytes of a fusion: of an array that is sliced the slice, of one that is updated the update."""
-    number: dict[str, int] = {}
-    size: dict[str, int] = {}
-    for name, result, kind, operands, line in _operations(lines):
-        size[name] = _bytes(result)
-        if kind == "parameter":
-            number[name] = int(re.findall(r"parameter\((\d+)\)", line)[0])
-        if kind == "bitcast" and operands[0] in number:
-            number[name] = number[operands[0]]
-        if kind in ("dynamic-slice", "dynamic-update-slice") and operands[0] in number:
-            part = size[name] if kind == "dynamic-slice" else size[operands[1]]
-            read[number[operands[0]]] = part if kind == "dynamic-slice" else 0
-            written = written if kind == "dynamic-slice" else part
-    return sum(read) + written
-
-
-def _bytes(shape: str) -> int:
-    found = _ARRAY.findall(shape)
-    return sum(
-        int(bits or 8) // 8 * math.prod(map(int, filter(None, axes.split(",")))) for _, bits, axes in found
-    )
+            yield {"backend": backend, "program": name, "temporaries": report.temporaries}
 
 
 def timed_rows(sizes: Sizes, backends: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -279,7 +175,7 @@ def main(arguments: list[str] | None = None) -> Path:
         platform = find_target(options.target).devices()[0].platform
     backends = options.backends or [
         "block",
-        *{"cuda": ["triton", "mosaic"], "tpu": ["megablox"]}.get(platform_of(platform), []),
+        *{"cuda": ["tokamax"], "tpu": ["megablox"]}.get(platform_of(platform), []),
     ]
     if options.time:
         rows = timed_rows(sizes, backends, options.rounds)

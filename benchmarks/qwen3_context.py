@@ -10,11 +10,11 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide ring
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 65536 --divide experts
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
-    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block triton
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block tokamax
     python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
-Further options are those of the config: the results for GPUs were made with `--model.experts.backend triton`.
+Further options are those of the config, such as `--model.experts.backend block`.
 With another `--config`, its name takes the place of `qwen3` in the names of the results.
 With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`; with `--divide
 positions` one sequence is divided over all, with `ring` as well, and keys are passed on rather than gathered,

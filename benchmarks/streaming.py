@@ -10,7 +10,7 @@ Whole training steps of configs, sized the same way, with other lengths of conte
     python -m benchmarks.streaming --target v5p --configs models/configs/qwen3_30b_a3b_65k_streamed_lora.yaml
     python -m benchmarks.streaming --target h200 --configs A.yaml B.yaml --context 65536 1048576
 
-Further options are those of the configs: results for GPUs were made with `--model.experts.backend triton`.
+Further options are those of the configs, such as `--model.experts.backend block`.
 
 With `--run`, on the attached device: checks that streamed layers give the gradients and the updates of
 resident ones, then times both in turns:

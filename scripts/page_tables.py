@@ -65,11 +65,6 @@ TABLES = {
         ("qwen3_experts_h200.json", "qwen3_experts_v5p.json"),
         rows=("target", "backend", "temporaries", "total"),
     ),
-    "long-context-expert-layer": Table(
-        ("expert_layer_h200.json",),
-        rows=("backend", "program", "moved", "needed", "moved / needed"),
-        only={"backend": "triton|mosaic"},
-    ),
     "long-context-gpt-oss": Table(("gpt_oss_20b_65k_lora_context_h200.json",), rows=_CONTEXT),
     "long-context-longest": Table(
         ("qwen3_longest_h200.json",), rows=("budget", "policy", "tokens", "total", "host")

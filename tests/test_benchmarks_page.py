@@ -41,7 +41,7 @@ COMMAND = re.compile(
 
 
 def _commands():
-    """What pages have beside figures of decoders, but for a page that has a sentence about the backend."""
+    """What pages have beside figures of decoders."""
     for page in sorted(PAGES.keys() - {"docs/benchmarks.md"}):
         for name, given in COMMAND.findall(PAGES[page].replace("\\\n", " ")):
             if name != "streaming" or "--configs" in given:
@@ -56,20 +56,14 @@ def _stop_when_parsed(kind, arguments):
     raise _Parsed(parse_config(kind, arguments))
 
 
-def test_commands_of_figures_for_gpus_are_accepted_and_name_the_backend_of_experts(monkeypatch):
+def test_commands_of_figures_are_accepted(monkeypatch):
     monkeypatch.chdir(ROOT)
-    named = []
-    for benchmark, arguments in _commands():
+    commands = [*_commands()]
+    for benchmark, arguments in commands:
         monkeypatch.setattr(benchmark, "parse_config", _stop_when_parsed)
-        with pytest.raises(_Parsed) as caught:
+        with pytest.raises(_Parsed):
             benchmark.main(arguments)
-        (config,) = caught.value.args
-        is_named = (
-            arguments[arguments.index("--target") + 1] in ("h100", "h200") and "--experts" not in arguments
-        )
-        assert config.model.experts.backend == ("triton" if is_named else "auto"), arguments
-        named.append(is_named)
-    assert sum(named) >= 10
+    assert len(commands) >= 15
 
 
 @pytest.mark.parametrize("page", PAGES)

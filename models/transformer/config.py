@@ -128,7 +128,7 @@ class ExpertsConfig:
     z_loss_weight: float = field(default=0.0, metadata=OF_RUN)
     dense_layers: tuple[int, ...] = ()
     load_balance_loss: Literal["per_layer", "pooled"] = field(default="per_layer", metadata=OF_RUN)
-    backend: Literal["auto", "megablox", "mosaic", "triton", "block"] = field(default="auto", metadata=OF_RUN)
+    backend: Literal["auto", "megablox", "tokamax", "block"] = field(default="auto", metadata=OF_RUN)
     router_dtype: Literal["compute", "float32"] = field(default="compute", metadata=OF_RUN)
 
     def __post_init__(self) -> None:

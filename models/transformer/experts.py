@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from models.transformer.config import SparseDecoderConfig
 from models.transformer.layers import SwiGlu, cast_floating, linear
 from stacked_remat import LayerStack, Stacked, checkpoint_name, internals_are_saved, streaming, unsliced
-from stacked_remat.ops import grouped_experts, mesh_axes, per_device, unmapped
+from stacked_remat.ops import ExpertLinear, apply_linear, grouped_experts, mesh_axes, per_device, unmapped
 
 
 class RouterStatistics(eqx.Module):
@@ -171,28 +171,22 @@ class SparseExperts(eqx.Module):
     def decode(self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray) -> NamedArray:
         """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.
 
-        Where the layer was not given the stack of all layers to read them from, the experts of all layers
-        form one axis, on which this layer's are contiguous. From a stack on the host only those come to the
-        device that tokens may choose; where that can be all of them, the layer's come as it begins, once.
-
-        They are applied block by block: no backend has an advantage for a few tokens.
+        From a stack on the host only those come to the device that tokens may choose; where that can be all
+        of them, the layer's come as it begins, once. They are applied block by block: no backend has an
+        advantage for a few tokens.
 
         Args:
             x: `[..., Embed]`.
             layers: these weights of all layers of the stack, whose axis is the first of every array.
             layer_index: the index of this layer in the stack.
         """
-        Experts, stacked = self.config.Experts, layers.experts.stacked
+        Experts, stack = self.config.Experts, layers.experts.stacked
         choices, gates, _ = self.route(x)
-        reads_all = choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stacked)))
-        if reads_all or isinstance(self.experts, LayerStack):
-            return self._mixed(x, choices, gates, _stacked(self.experts), Experts, "block")
-        Layers = jax.tree.leaves(stacked, is_leaf=is_named_array)[0].axes[0]
-        All = Axis(Experts.name, Layers.size * Experts.size)
-        weights = jax.tree.map(
-            lambda named: named.flatten_axes((Layers, Experts), All), stacked, is_leaf=is_named_array
-        )
-        return self._mixed(x, choices + layer_index * Experts.size, gates, weights, All, "block")
+        Layers = jax.tree.leaves(stack, is_leaf=is_named_array)[0].axes[0]
+        weights = LayerStack(stack, layer_index.array, Layers.name)
+        if choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stack))):
+            weights = _stacked(self.experts)
+        return self._mixed(x, choices, gates, weights, Experts, "block")
 
     def _mixed(
         self,
@@ -264,20 +258,21 @@ def _apply_expert(
     rows: Float[Array, "row embed"],
     gates: Float[Array, " row"],
     products: tuple[Float[Array, "row inner"], Float[Array, "row inner"]] | None = None,
+    linear: ExpertLinear = apply_linear,
 ) -> Array:
     Row = Axis("row", rows.shape[0])
     expert = cast_floating(expert, rows.dtype)
     named = None
     if products is not None:
         named = hax.named(products[0], (Row, Inner)), hax.named(products[1], (Row, Inner))
-    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), named)
+    mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), named, linear)
     return mixed.rearrange((Row, "embed")).array
 
 
 def _products(
-    expert: SwiGlu, rows: Float[Array, "row embed"]
+    expert: SwiGlu, rows: Float[Array, "row embed"], linear: ExpertLinear = apply_linear
 ) -> tuple[Float[Array, "row inner"], Float[Array, "row inner"]]:
     """The outputs of the expert's `gate_proj` and `up_proj`, `[row, inner]`."""
     Row = Axis("row", rows.shape[0])
-    gated, up = cast_floating(expert, rows.dtype).products(hax.named(rows, (Row, "embed")))
+    gated, up = cast_floating(expert, rows.dtype).products(hax.named(rows, (Row, "embed")), linear)
     return gated.rearrange((Row, ...)).array, up.rearrange((Row, ...)).array

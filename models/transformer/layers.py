@@ -16,6 +16,7 @@ from jaxtyping import DTypeLike, PRNGKeyArray
 from models.transformer.config import DecoderConfig
 from stacked_remat import LayerStack
 from stacked_remat.lora import LoraLinear
+from stacked_remat.ops import ExpertLinear, apply_linear
 
 T = TypeVar("T")
 
@@ -65,22 +66,24 @@ class SwiGlu(eqx.Module):
         x: NamedArray,
         gate: NamedArray | None = None,
         products: tuple[NamedArray, NamedArray] | None = None,
+        linear: ExpertLinear = apply_linear,
     ) -> NamedArray:
         """Maps `[..., Embed]` to `[..., Embed]`, times `gate` if given.
 
         `gate` is applied before the last map, so that its gradient does not need that map's output.
-        `products` are those of `x`, if they are known.
+        `products` are those of `x`, if they are known. `linear` applies a linear map: of this expert, or of
+        each row's (`stacked_remat.ops.grouped_experts`).
         """
-        hidden = self._hidden(*(self.products(x) if products is None else products))
+        hidden = self._hidden(*(self.products(x, linear) if products is None else products))
         if gate is None:
-            return self.down_proj(hidden)
+            return linear(self.down_proj, hidden)
         down, bias = without_bias(self.down_proj)
-        mixed = down(hidden * gate)
-        return mixed if bias is None else mixed + bias.broadcast_axis(gate.axes) * gate
+        mixed = linear(down, hidden * gate)
+        return mixed if bias is None else mixed + linear(bias, gate)
 
-    def products(self, x: NamedArray) -> tuple[NamedArray, NamedArray]:
+    def products(self, x: NamedArray, linear: ExpertLinear = apply_linear) -> tuple[NamedArray, NamedArray]:
         """What `gate_proj` and `up_proj` make of `x`."""
-        return self.gate_proj(x), self.up_proj(x)
+        return linear(self.gate_proj, x), linear(self.up_proj, x)
 
     def _hidden(self, gated: Any, up: Any) -> Any:
         if self.limit is None:

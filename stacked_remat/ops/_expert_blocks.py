@@ -197,7 +197,7 @@ def _in_any_example(size: int, batched: Any, real: Array) -> tuple[Array, bool]:
 def _experts(array: Array | InStack, numbers: Array) -> Array:
     """The entries of an array at these numbers, on the device; from the host no others are moved."""
     if isinstance(array, InStack):
-        return _rows(array.stack, array.first + numbers)
+        return _experts(array.stack, array.first + numbers)
     if not is_on_host(array):
         return _rows(array, numbers)
     entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]

@@ -1,9 +1,9 @@
 """Experts by grouped products: chunks of tokens, whose pairs are sorted by expert and computed all at once.
 
-A chunk gathers the rows of its (token, expert) pairs, the first expert's first, evaluates the expert's
-program on them with a grouped product for each of its products with weights, and gathers the results of each
-token's pairs for its sum. Choices out of range come last and are of no expert: what is computed for their
-rows is not defined, and taken by nothing.
+A chunk gathers the rows of its (token, expert) pairs, the first expert's first, applies the expert to all of
+them with linear maps that are grouped products, and gathers the results of each token's pairs for its sum.
+Choices out of range come last and are of no expert: what is computed for their rows is not defined, and taken
+by nothing.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,17 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from .._sweep.store import zeros_after
-from ._expert_loop import ExpertLoop, Inputs, perturbed_part, trained_sliced
-from ._grouped_product import Groups, Kernels, rows_of_pairs
-from ._program_of_row import RowProgram
+from ._expert_loop import ExpertLoop, Inputs, perturbed_part
+from ._grouped_linear import GroupedLinear, Groups, Kernels, rows_of_pairs, rows_of_tokens, sum_of_rows
+from .per_device import free_axis_mapping
+
+_CHUNK_BYTES = 2**27  # of its widest rows, which it has several times
 
 
-def chunks_of(pairs: int, x: Array, weights: Sequence[Array], kernels: Kernels) -> int:
+def chunks_of(pairs: int, x: Array, weights: Sequence[Array]) -> int:
     """How many chunks there are, by the widest rows: tokens, or what a matrix makes of them."""
-    matrices = [array.shape[1:] for array in weights if array.ndim > 2]
-    widest = max(x.shape[1], *(size for shape in matrices for size in shape), 0)
-    return max(1, -(-pairs * widest * x.dtype.itemsize // kernels.chunk_bytes))
+    widest = max(x.shape[1], *(size for array in weights if array.ndim > 2 for size in array.shape[1:]), 0)
+    return max(1, -(-pairs * widest * x.dtype.itemsize // _CHUNK_BYTES))
 
 
 def chunk_plan(choices: Int[Array, "token choice"], experts: int, chunks: int, rows_of: int) -> Groups:
@@ -51,29 +52,28 @@ class ChunkLoop(ExpertLoop):
     """The loop over chunks of tokens. Its inputs in an iteration are those of the chunk's tokens.
 
     Attributes:
+        rebuild: makes the tree of all experts' weights from their arrays.
         kernels: what computes grouped products.
+        experts: the name of the experts' axis.
     """
 
     kernels: Kernels
+    experts: str
 
     def apply(self, inputs: Inputs, kept: Any, at: Groups) -> Array:
         """The sums of the chunk's tokens; see `ExpertLoop.apply`."""
         gates = jax.tree.map(lambda leaf: rows_of_pairs(leaf, at), inputs.gates)
         more = () if self.saved is None else (kept,)
-
-        def expert(own: Any, *rows: Any) -> Array:
-            return self.expert(self.rebuild(own), *rows)
-
-        program = RowProgram(self.kernels, at)
-        return program(expert, inputs.weights, inputs.x, (gates, *more), summed=True)
+        return sum_of_rows(self._of_rows(self.expert, inputs, at, gates, *more), at)
 
     def keep(self, inputs: Inputs, at: Groups) -> Any:
         """See `ExpertLoop.keep`."""
-        if self.saved is None:
-            return None
-        saved = self.saved
-        program = RowProgram(self.kernels, at)
-        return program(lambda own, rows: saved(self.rebuild(own), rows), inputs.weights, inputs.x)
+        return None if self.saved is None else self._of_rows(self.saved, inputs, at)
+
+    def _of_rows(self, fn: Any, inputs: Inputs, at: Groups, *args: Any) -> Any:
+        weights, linear = self.rebuild(inputs.weights), GroupedLinear(self.kernels, at, self.experts)
+        with free_axis_mapping():
+            return fn(weights, rows_of_tokens(inputs.x, at), *args, linear=linear)
 
     def forward(self, inputs: Inputs, plan: Groups) -> tuple[Array, Any]:
         """The sums of all tokens; also what is saved, `[chunk, row, ...]`."""
@@ -90,7 +90,6 @@ class ChunkLoop(ExpertLoop):
 
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Groups, kept: Any, ct: Array) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
-        inputs = trained_sliced(inputs, perturbed)
         trained = perturbed_part(inputs, perturbed).weights
 
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:

@@ -6,23 +6,20 @@ token is dropped, and memory is that of one round for any routing. The backward 
 none of what was received is kept for it.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Int
 
-from .._compat import as_residual, of_residual
 from .._sweep.store import zeros_after
 from .._trips import expected_trips
-from ._expert_loop import masked
+from ._expert_loop import Inputs, masked, perturbed_part
+from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
 """(rows, choices, gates, weights) to the sums of this device's experts; a choice of -1 is none."""
@@ -77,20 +74,11 @@ class Exchange:
         if x.shape[0] == 0:
             return apply(x, choices, gates, weights)
         routes = _routes(choices, experts, self)
-        found: Any = _exchanged(_Rounds(self, apply), _Inputs(x, gates, tuple(weights)), routes)
-        return found
+        return _exchanged(_Rounds(self, apply), Inputs(x, gates, tuple(weights)), routes)
 
     def swap(self, rows: Array) -> Array:
         """`[device, slot, ...]`, what is for each device, to what is from each device. Its own inverse."""
         return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
-
-
-class _Inputs(NamedTuple):
-    """What is differentiated."""
-
-    x: Array
-    gates: Array
-    weights: tuple[Array, ...]
 
 
 class _Routes(NamedTuple):
@@ -149,7 +137,7 @@ class _Rounds:
         pair = routes.order[jnp.minimum(routes.first[:, None] + slot, last)]
         return _Sent(pair, pair // choices, slot < routes.counts[:, None])
 
-    def arrived(self, inputs: _Inputs, routes: _Routes, sent: _Sent) -> tuple[_Inputs, Array]:
+    def arrived(self, inputs: Inputs, routes: _Routes, sent: _Sent) -> tuple[Inputs, Array]:
         """The rows and gates that this device gets in a round, with its weights, and their choices."""
         rows = self.exchange.swap(masked(jnp.take(inputs.x, sent.token, axis=0), sent.real))
         gates = self.exchange.swap(masked(inputs.gates.reshape(-1)[sent.pair], sent.real))
@@ -162,7 +150,7 @@ class _Rounds:
         split = rows.reshape(self.exchange.devices, self.exchange.slots, *rows.shape[1:])
         return masked(self.exchange.swap(split).astype(jnp.float32), sent.real)
 
-    def forward(self, inputs: _Inputs, routes: _Routes) -> Array:
+    def forward(self, inputs: Inputs, routes: _Routes) -> Array:
         """The sums of all tokens."""
 
         def one(i: Array, out: Array) -> Array:
@@ -176,20 +164,14 @@ class _Rounds:
             out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
 
-    def backward(self, perturbed: _Inputs, inputs: _Inputs, routes: _Routes, cotangent: Array) -> _Inputs:
+    def backward(self, perturbed: Inputs, inputs: Inputs, routes: _Routes, cotangent: Array) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
 
-        def one(i: Array, gradients: _Inputs) -> _Inputs:
+        def one(i: Array, gradients: Inputs) -> Inputs:
             sent = self.sent(routes, inputs.gates.shape[1], i)
             own, choices = self.arrived(inputs, routes, sent)
             of_rows = self.exchange.swap(masked(jnp.take(cotangent, sent.token, axis=0), sent.real))
-            part, constant = eqx.partition(own, perturbed)
-
-            def applied(part: _Inputs) -> Array:
-                x, gates, weights = eqx.combine(part, constant)
-                return self.apply(x, choices, gates, weights)
-
-            _, pullback = jax.vjp(applied, part)
+            _, pullback = vjp_of_part(lambda own: self.apply(own.x, choices, *own[1:]), own, perturbed)
             (new,) = pullback(of_rows.reshape(-1, of_rows.shape[-1]))
             of_x, of_gates, of_weights = gradients
             if of_x is not None:
@@ -197,39 +179,27 @@ class _Rounds:
             if of_gates is not None:
                 of_gates = of_gates.at[sent.pair].add(self.back(new.gates[:, 0], sent))
             of_weights = jax.tree.map(lambda old, some: old + some.astype(old.dtype), of_weights, new.weights)
-            return _Inputs(of_x, of_gates, of_weights)
+            return Inputs(of_x, of_gates, of_weights)
 
         flat = inputs._replace(gates=inputs.gates.reshape(-1))
         wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), eqx.filter(flat, perturbed)
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), perturbed_part(flat, perturbed)
         )
         start = zeros_after((inputs.x, routes, cotangent), wanted)
         with expected_trips(self.exchange.even_rounds):
             gradients = lax.fori_loop(0, routes.rounds, one, start)
-        wanted = eqx.filter(inputs, perturbed)
+        wanted = perturbed_part(inputs, perturbed)
         return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchanged(rounds: _Rounds, inputs: _Inputs, routes: _Routes) -> Array:
+def _run(rounds: _Rounds, inputs: Inputs, routes: _Routes) -> Array:
     return rounds.forward(inputs, routes)
 
 
-def _forward_rule(rounds: _Rounds, inputs: Any, routes: Any) -> tuple[Array, Any]:
-    perturbed = jax.tree.map(
-        lambda leaf: leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact), inputs
-    )
-    inputs, routes = jax.tree.map(lambda leaf: leaf.value, (inputs, routes))
-    out = rounds.forward(inputs, routes)
-    return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, routes)
+def _backward(rounds: _Rounds, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
+    inputs, routes = residuals
+    perturbed = jax.tree.unflatten(jax.tree.structure(inputs), wanted)
+    return rounds.backward(perturbed, inputs, routes, cotangent)
 
 
-def _backward_rule(rounds: _Rounds, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-    differentiated, inputs, routes = residuals
-    if isinstance(cotangent, SymbolicZero):
-        return None, None
-    perturbed = jax.tree.unflatten(jax.tree.structure(inputs), of_residual(differentiated))
-    return rounds.backward(perturbed, inputs, routes, cotangent), None
-
-
-_exchanged.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_exchanged = perturbed_vjp(_run, _backward)

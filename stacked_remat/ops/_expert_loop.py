@@ -1,6 +1,5 @@
 """What the loops over the rows of grouped experts have in common: the rules of their derivatives."""
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from .._checkpoint import checkpoint_name
-from .._compat import as_residual, of_residual
 from .._placement import has_host_arrays
+from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
 Expert: TypeAlias = Callable[..., Float[Array, "row embed"]]
 """(weights of one expert, rows, gates of the rows) to rows multiplied by their gates.
@@ -43,12 +41,6 @@ class InStack(eqx.Module):
     def own(self) -> Array:
         """This layer's part: a copy, where it is used."""
         return lax.dynamic_slice_in_dim(self.stack, self.first, self.experts)
-
-    def cotangent(self, of_own: Array) -> "InStack":
-        """The cotangent of this from that of its own part: zeros for other layers. For second derivatives."""
-        of_stack = lax.dynamic_update_slice_in_dim(jnp.zeros_like(self.stack), of_own, self.first, 0)
-        nothing: Any = None
-        return InStack(of_stack, nothing, self.experts)
 
 
 class Inputs(NamedTuple):
@@ -106,16 +98,14 @@ class ExpertLoop(ABC):
         self, perturbed: Inputs, inputs: Inputs, kept: Any, at: Any, of_result: Array
     ) -> Inputs:
         """The cotangents of the perturbed inputs of one iteration, from that of its rows."""
-        part = perturbed_part(inputs, perturbed)
-
-        def whole(part: Inputs) -> Inputs:
-            return jax.tree.map(lambda is_, new, old: new if is_ else old, perturbed, part, inputs)
-
-        result, pullback = jax.vjp(lambda part, kept: self.apply(whole(part), kept, at), part, kept)
-        of_part, of_kept = pullback(of_result.astype(result.dtype))
+        all_kept = jax.tree.map(lambda _: True, kept)
+        result, pullback = vjp_of_part(
+            lambda both: self.apply(*both, at), (inputs, kept), (perturbed, all_kept)
+        )
+        ((of_part, of_kept),) = pullback(of_result.astype(result.dtype))
         if self.saved is not None:
             # The pullback of a linear map does not read its result, so this recomputes nothing.
-            _, pullback = jax.vjp(lambda part: self.keep(whole(part), at), part)
+            _, pullback = vjp_of_part(lambda own: self.keep(own, at), inputs, perturbed)
             of_part = jax.tree.map(jnp.add, of_part, *pullback(of_kept))
         return of_part
 
@@ -127,39 +117,44 @@ def masked(rows: Array, real: Array) -> Array:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def apply_experts(loop: ExpertLoop, inputs: Inputs, plan: Any, in_stacks: Sequence[InStack | None]) -> Array:
+class _Constants(NamedTuple):
+    """The plan of a loop, and weights that are read in the stack of all layers."""
+
+    plan: Any
+    in_stacks: tuple[InStack | None, ...]
+
+
+def apply_experts(
+    loop: ExpertLoop, inputs: Inputs, plan: Any, in_stacks: Sequence[InStack | None]
+) -> Float[Array, "token out"]:
     """The sums of all tokens. The backward pass computes the rows again, from `inputs` and what is saved.
 
     Weights that are in `in_stacks` too are read there. Those of `inputs` then only get the gradients, and XLA
     does not compute them.
     """
-    # Without a backward pass nothing is saved.
-    return replace(loop, saved=None).forward(_read_in_stacks(inputs, in_stacks), plan)[0]
+    return _applied(loop, inputs, _Constants(plan, tuple(in_stacks)))
 
 
-def _read_in_stacks(inputs: Inputs, in_stacks: Sequence[InStack | None]) -> Inputs:
-    pairs = zip(inputs.weights, in_stacks, strict=True)
+def _read_in_stacks(inputs: Inputs, constants: _Constants) -> Inputs:
+    pairs = zip(inputs.weights, constants.in_stacks, strict=True)
     return inputs._replace(weights=tuple(array if stack is None else stack for array, stack in pairs))
 
 
-def _forward_rule(loop: ExpertLoop, inputs: Any, plan: Any, in_stacks: Any) -> tuple[Array, Any]:
-    perturbed = jax.tree.map(
-        lambda leaf: leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact), inputs
-    )
-    inputs, plan, in_stacks = jax.tree.map(lambda leaf: leaf.value, (inputs, plan, in_stacks))
-    inputs = _read_in_stacks(inputs, in_stacks)
-    out, kept = loop.forward(inputs, plan)
-    plan, kept = checkpoint_name((plan, kept), "expert_internals")
-    return out, (as_residual(tuple(jax.tree.leaves(perturbed))), inputs, plan, kept)
+def _run(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> Array:
+    # Without a backward pass nothing is saved.
+    return replace(loop, saved=None).forward(_read_in_stacks(inputs, constants), constants.plan)[0]
 
 
-def _backward_rule(loop: ExpertLoop, residuals: Any, cotangent: Any) -> tuple[Any, None, None]:
-    differentiated, inputs, plan, kept = residuals
+def _forward(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> tuple[Array, Any]:
+    inputs = _read_in_stacks(inputs, constants)
+    out, kept = loop.forward(inputs, constants.plan)
+    return out, (inputs, *checkpoint_name((constants.plan, kept), "expert_internals"))
+
+
+def _backward(loop: ExpertLoop, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
+    inputs, plan, kept = residuals
     tree = jax.tree.structure(inputs._replace(weights=(0,) * len(inputs.weights)))
-    perturbed = jax.tree.unflatten(tree, of_residual(differentiated))
-    if isinstance(cotangent, SymbolicZero):
-        return None, None, None
+    perturbed: Inputs = jax.tree.unflatten(tree, wanted)
     of_weights = zip(inputs.weights, perturbed.weights, strict=True)
     if any(trained and has_host_arrays(array) for array, trained in of_weights):
         raise ValueError(
@@ -167,7 +162,7 @@ def _backward_rule(loop: ExpertLoop, residuals: Any, cotangent: Any) -> tuple[An
             "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "
             "jax.lax.stop_gradient(weights)."
         )
-    return loop.backward(perturbed, inputs, plan, kept, cotangent), None, None
+    return loop.backward(perturbed, inputs, plan, kept, cotangent)
 
 
-apply_experts.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_applied = perturbed_vjp(_run, _backward, _forward)

@@ -10,19 +10,18 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from .._compat import as_residual, of_residual
 from .._messages import axes_text
 from .._noted import is_noting, noted
 from .._sweep.store import zeros_after
+from ._perturbed_vjp import perturbed_vjp
 from ._row_calls import call_on_rows
 from .per_device import divided_alike, per_device
 
@@ -179,22 +178,25 @@ def _of_rows(
     count = len(targets)
     size = min(chunk_size, count) or 1
     padding = (0, -count % size)
-    hidden, targets = jnp.pad(hidden, (padding, (0, 0))), jnp.pad(targets, padding)
-    found = _losses(hidden, heads[0], targets, heads[1], z_loss, size, names)
+    inputs = jnp.pad(hidden, (padding, (0, 0))), heads[0]
+    constants = jnp.pad(targets, padding), heads[1]
+    found = _losses(_Options(z_loss, size, names), inputs, constants)
     return jax.tree.map(lambda each: each[:count], found)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _losses(
-    hidden: Hidden, head: Head, targets: Targets, along: Head | None, z_loss: float, size: int, names: str
-) -> tuple[PerToken, PerToken | None]:
-    return _forward(hidden, head, targets, along, z_loss, size, names)[0]
+class _Options(NamedTuple):
+    z_loss: float
+    size: int
+    names: str
 
 
-def _forward(
-    hidden: Hidden, head: Head, targets: Targets, along: Head | None, z_loss: float, size: int, names: str
-) -> tuple[tuple[PerToken, PerToken | None], PerToken]:
+_Inputs: TypeAlias = tuple[Hidden, Head]
+_Constants: TypeAlias = tuple[Targets, Head | None]
+
+
+def _found(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[Any, PerToken]:
     """The losses and their derivatives along a direction of the head, and the log-sum-exps."""
+    (hidden, head), (targets, along), (z_loss, size, names) = inputs, constants, options
 
     def chunk(_: None, at: tuple[Hidden, Targets]) -> tuple[None, Any]:
         own, target = at
@@ -213,21 +215,18 @@ def _forward(
     return jax.tree.map(lambda each: each.reshape(-1), found)
 
 
-def _forward_rule(
-    hidden: Any, head: Any, targets: Any, along: Any, z_loss: float, size: int, names: str
-) -> tuple[Any, Any]:
-    direction = None if along is None else along.value
-    found, lse = _forward(hidden.value, head.value, targets.value, direction, z_loss, size, names)
-    return found, (hidden.value, head.value, targets.value, lse, as_residual([head.perturbed]))
+def _run(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[PerToken, PerToken | None]:
+    return _found(options, inputs, constants)[0]
 
 
-def _backward_rule(
-    z_loss: float, size: int, names: str, residuals: Any, cotangents: Any
-) -> tuple[Any, Any, None, None]:
-    hidden, head, targets, lse, trained = residuals
+def _forward(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[Any, Any]:
+    found, lse = _found(options, inputs, constants)
+    return found, (*inputs, constants[0], lse)
+
+
+def _backward(options: _Options, wanted: tuple[bool, ...], residuals: Any, cotangents: Any) -> Any:
+    (hidden, head, targets, lse), (z_loss, size, names) = residuals, options
     cotangent, _ = cotangents
-    if isinstance(cotangent, SymbolicZero):
-        return None, None, None, None
 
     def chunk(gradients: tuple[Array, Array | None], i: Array) -> tuple[tuple[Array, Array | None], None]:
         of_hidden, of_head = gradients
@@ -244,14 +243,14 @@ def _backward_rule(
         new = jnp.einsum(f"tv,{names}->te", of_logits, head)
         return (lax.dynamic_update_slice_in_dim(of_hidden, new, i * size, 0), of_head), None
 
-    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if of_residual(trained)[0] else None
+    of_head = jax.ShapeDtypeStruct(head.shape, jnp.float32) if wanted[1] else None
     start = zeros_after((hidden, cotangent), (hidden, of_head))
     chunks = jnp.arange(len(targets) // size, dtype=jnp.int32)
     (of_hidden, of_head), _ = lax.scan(chunk, start, chunks)
-    return of_hidden, None if of_head is None else of_head.astype(head.dtype), None, None
+    return of_hidden, None if of_head is None else of_head.astype(head.dtype)
 
 
-_losses.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_losses = perturbed_vjp(_run, _backward, _forward)
 
 
 def _logits(hidden: Hidden, head: Head, names: str) -> Float[Array, "token vocab"]:

@@ -7,8 +7,9 @@ grows with tokens, not with tokens x experts.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,12 @@ from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import LayerStack, is_array, is_named, is_split, raw_array
 from ._backends import choose_backend, devices_left_to_the_compiler
-from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts, against_program
+from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts
 from ._expert_blocks import BlockLoop, block_plans, default_block_size
 from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
 from ._expert_exchange import Exchange
 from ._expert_loop import Expert, Inputs, InStack, Saved, apply_experts
-from ._grouped_product import Kernels
+from ._grouped_linear import Kernels
 from ._row_calls import call_on_rows
 from .per_device import divided_alike
 
@@ -60,11 +61,11 @@ def grouped_experts(
         expert: applies one expert to some rows and multiplies them by their gates. It may not close over
             traced values. Multiply before the last linear map, `(hidden * gate) @ down`: then the gradient
             of the gates does not need that map's output, and the backward pass does not recompute it.
-            Adapters can be part of the weights.
+            Adapters can be part of the weights. With an argument `linear=apply_linear` that it applies all
+            its maps by, backends of grouped products can compute it too.
         weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first. Of
             those in host memory only the blocks' experts come to the device; they have no gradient. May be
-            in a `LayerStack`: `"block"` and `"triton"` then read the stack and make no copy of the layer's,
-            but on TPUs, and of weights that are trained or cast by `expert` with `"triton"`.
+            in a `LayerStack`: `"block"` then reads the stack and makes no copy of the layer's, but on TPUs.
         Experts: the axis of the experts.
         x: tokens.
         choices: the experts of each token; none twice for one token. An out-of-range number chooses no
@@ -76,13 +77,10 @@ def grouped_experts(
             the pairs, is `expert_internals`: it helps only where these are saved (`internals_are_saved`).
             Like `expert`, it may not close over traced values.
         backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
-            at once, products of each row with the matrix of its expert (grouped products): `"megablox"` on
-            TPUs and `"mosaic"` on Hopper GPUs, which are JAX's kernels, or `"triton"` on any NVIDIA GPU from
-            Ampere on, as long as JAX has Triton in Pallas (from 0.11 on for attached GPUs alone). These have
-            been compiled and interpreted, but not yet timed on a device; before the first use on one they are
-            tried on a small layer, and refused if their gradients are wrong. An expert whose operations they
-            cannot group is refused by name. `"auto"` is `"megablox"` where that supports the call, or
-            `"block"`.
+            at once, products of each row with the matrix of its expert (grouped products): `"megablox"`, by
+            JAX's kernels for TPUs, which have been compiled and interpreted, but not yet run on a device.
+            They give an expert with an argument `linear` the weights of all experts, and a `linear` that
+            maps each row by its own. `"auto"` is `"megablox"` where that supports the call, or `"block"`.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows, and on a CPU half. From 64 on, a CPU takes
             half as many in an expert's last block where its rows fit.
@@ -121,15 +119,11 @@ def grouped_experts(
     is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
     routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
 
-    The backends of grouped products compute pairs in chunks of tokens, whose widest rows, of tokens or of
-    what a matrix makes of them, are at most 0.5 GiB (JAX's kernels: 0.125 GiB), and keep nothing of a pair
-    but what is `saved`. Every chunk reads the weights of its experts once, and adds its gradients, which
-    are as large as these, to those of all trained weights; without large ones, and without `saved`,
-    chunks of the backward pass are half as large. `"triton"` reads rows from their tokens, and arithmetic
-    on the elements of products is part of their kernels; the backward pass writes the products too. A
-    transposition of weights within `expert` copies those of all experts: contract the axis where it is
-    (`einsum`). On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or without
-    `over`.
+    Backends of grouped products compute pairs in chunks of tokens, whose widest rows, of tokens or of what a
+    matrix makes of them, are at most 0.125 GiB, and keep nothing of a pair but what is `saved`. Every chunk
+    reads the weights of its experts once, and adds its gradients, which are as large as these, to those of
+    all trained weights. On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or
+    without `over`.
     """
     if Experts.size == 0:
         raise ValueError(f"{axes_text([Experts])} has no experts; there must be at least one.")
@@ -162,10 +156,11 @@ def grouped_experts(
         any(map(is_on_host, arrays)),
         devices_left_to_the_compiler(x),
         bool(jax.typeof(x).manual_axis_type.varying),
-        functools.partial(against_program, expert, saved, rebuild, arrays, x, gates),
+        all("linear" in inspect.signature(fn).parameters for fn in (expert, saved) if fn is not None),
     )
     kernels = choose_backend("backend of experts", EXPERT_BACKENDS, backend, facts).kernels
-    call = ExpertsCall(expert, saved, rebuild, Experts.size, block_size, blocks_at_once, kernels)
+    whole = functools.partial(layout.stacked, shared=shared)
+    call = ExpertsCall(expert, saved, rebuild, Experts, block_size, blocks_at_once, kernels, whole)
     if exchange is not None:
         return exchange.run(call.run, x, choices, gates, arrays, Experts.size)
     return noted(call, functools.partial(call.run, in_stacks=in_stacks))(x, choices, gates, arrays)
@@ -179,19 +174,21 @@ class ExpertsCall:
         expert: see `grouped_experts`.
         saved: see there.
         rebuild: makes one expert's tree of weights from a slice of each array.
-        experts: how many there are.
+        Experts: see there.
         block_size: see there; None for the default of as many rows as there are.
         blocks_at_once: see there.
         kernels: what computes grouped products; None for the walk over blocks.
+        whole: makes the tree of all experts' weights, for grouped products.
     """
 
     expert: Expert
     saved: Saved | None
     rebuild: Callable[[Any], Any]
-    experts: int
+    Experts: Axis
     block_size: int | None
     blocks_at_once: int
     kernels: Kernels | None = None
+    whole: Callable[[Any], Any] | None = None
 
     def run(
         self,
@@ -213,17 +210,18 @@ class ExpertsCall:
             x, choices, gates = jax.tree.map(
                 lambda some: jnp.zeros((1, *some.shape[1:]), some.dtype), (x, choices, gates)
             )
-        parts = self.expert, self.saved, self.rebuild
-        if self.kernels is None:
-            loop: Any = BlockLoop(*parts)
-            size = self.block_size or default_block_size(choices.size, self.experts)
-            plan: Any = block_plans(choices, self.experts, size, self.blocks_at_once)
+        inputs = Inputs(x, gates, tuple(arrays))
+        in_stacks = tuple(in_stacks) or (None,) * len(arrays)
+        if self.kernels is None or self.whole is None:
+            loop = BlockLoop(self.expert, self.saved, self.rebuild)
+            size = self.block_size or default_block_size(choices.size, self.Experts.size)
+            plan: Any = block_plans(choices, self.Experts.size, size, self.blocks_at_once)
         else:
-            loop = ChunkLoop(*parts, self.kernels)
-            chunks = chunks_of(choices.size, x, arrays, self.kernels)
-            plan = chunk_plan(choices, self.experts, chunks, self.kernels.rows_of)
-        found = tuple(in_stacks) or (None,) * len(arrays)
-        out: Any = apply_experts(loop, cast(Any, Inputs(x, gates, tuple(arrays))), plan, found)
+            loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
+            chunks = chunks_of(choices.size, x, arrays)
+            plan = chunk_plan(choices, self.Experts.size, chunks, self.kernels.rows_of)
+            in_stacks = (None,) * len(arrays)  # kernels take arrays
+        out = apply_experts(loop, inputs, plan, in_stacks)
         return out[:count]
 
 
@@ -245,23 +243,23 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
 def _in_stacks(stack: LayerStack, weights: Any, Experts: Axis) -> list[InStack | None]:
     """Each array of the stack, with the experts of all layers on one axis.
 
-    None where they are not the next axis, or where the weights of the layer have another dtype; on the host;
-    within gradient dot products, which read the layer's own; and for TPUs, where XLA would pad whole stacks
-    of narrow matrices.
+    None where they are not the next axis, or where the weights of the layer have another dtype; on the device
+    also within gradient dot products, which read the layer's own, and for TPUs, where XLA would pad whole
+    stacks of narrow matrices.
     """
+    reads_device = not is_noting() and platform() != "tpu"
 
     def of(leaf: Any, own: Any) -> InStack | None:
         array = raw_array(leaf)
         moved = is_named(leaf) and leaf.axes[1].name != Experts.name
-        if moved or array.dtype != raw_array(own).dtype or is_on_host(array):
+        if moved or array.dtype != raw_array(own).dtype or not (reads_device or is_on_host(array)):
             return None
         flat = array.reshape(-1, *array.shape[2:])
         return InStack(flat, stack.layer_index * Experts.size, Experts.size)
 
     leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, weights))
     pairs = [pair for pair in zip(leaves, owns, strict=True) if is_named(pair[0]) or is_array(pair[0])]
-    none = is_noting() or platform() == "tpu"
-    return [None if none else of(*pair) for pair in pairs]
+    return [of(*pair) for pair in pairs]
 
 
 def _split(weights: Any, Experts: Axis) -> tuple[TreeLayout, list[Array], list[Any]]:

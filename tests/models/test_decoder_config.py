@@ -194,6 +194,9 @@ def test_the_kernels_are_those_of_the_library():
     strange: Any = "flash"
     with pytest.raises(ValueError, match="model.attention.backend must be one of auto, cudnn"):
         AttentionConfig(backend=strange)
+    gone: Any = "triton"
+    with pytest.raises(ValueError, match="experts.backend must be one of auto, megablox, tokamax, block"):
+        ExpertsConfig(backend=gone)
 
 
 @pytest.mark.parametrize("field", ["save_block_internals", "offload_block_internals"])

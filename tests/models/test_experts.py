@@ -16,8 +16,7 @@ from models.transformer.config import ExpertsConfig
 from models.transformer.decoder import DecoderLayer
 from models.transformer.experts import SparseExperts, load_balance_loss, means
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend
-from stacked_remat.ops._grouped_triton import triton_kernels
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, megablox_kernels
 
 from .random_weights import random_weights
 
@@ -250,7 +249,9 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(monkeypatch):
         np.testing.assert_allclose(kept, computed, rtol=1e-5, atol=1e-7)
 
 
-def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(monkeypatch):
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(keep, monkeypatch):
+    monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda name: keep)
     layer, x = with_biases()
     layer = apply_lora(layer, LoraConfig(2, 2.0, ("experts.*",)), key=jax.random.key(3))
     layer = jax.tree.map(lambda leaf: leaf + 0.1, layer)  # the adapters start as zero
@@ -264,9 +265,9 @@ def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(monk
 
         return jax.jit(jax.value_and_grad(total))(layer)
 
-    with pytest.raises(ValueError, match="'triton' does not support this call: it runs on NVIDIA GPUs"):
-        value_and_gradient("triton")
-    interpreted = ExpertsBackend(triton_kernels(interpret=True))
-    monkeypatch.setitem(EXPERT_BACKENDS, "triton", interpreted)
-    found, wanted = value_and_gradient("triton"), value_and_gradient("block")
+    with pytest.raises(ValueError, match="'megablox' does not support this call: it runs on TPUs"):
+        value_and_gradient("megablox")
+    interpreted = ExpertsBackend(megablox_kernels(interpret=True))
+    monkeypatch.setitem(EXPERT_BACKENDS, "megablox", interpreted)
+    found, wanted = value_and_gradient("megablox"), value_and_gradient("block")
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, wanted)

@@ -13,8 +13,6 @@ from haliax import Axis
 
 from stacked_remat import LayerStack, Stacked, memory, per_layer, unsliced
 from stacked_remat.ops import grouped_experts
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend
-from stacked_remat.ops._grouped_triton import triton_kernels
 
 from ..blocks import quick_jit
 from ..random_arrays import normal
@@ -34,7 +32,6 @@ def transposing(weights, rows, gates):
 class Mixture(eqx.Module):
     """Each token's experts; in a fold they are in the stack of all layers."""
 
-    backend: str = eqx.field(static=True)
     Experts: Axis = eqx.field(static=True)
     expert: Callable = eqx.field(static=True)
     weights: dict = unsliced()
@@ -44,20 +41,17 @@ class Mixture(eqx.Module):
         if isinstance(weights, LayerStack):
             weights = weights.cast(lambda own: {**own, "gate": own["gate"].astype(x.dtype)})
         gates = jnp.linspace(0.5, 1, choices.size, dtype=x.dtype).reshape(choices.shape)
-        return x + grouped_experts(
-            self.expert, weights, self.Experts, x, choices, gates, backend=self.backend
-        )
+        return x + grouped_experts(self.expert, weights, self.Experts, x, choices, gates, backend="block")
 
 
-def mixtures(backend, *, expert=swiglu, make=normal, experts=4, width=4, inner=3):
+def mixtures(*, expert=swiglu, make=normal, experts=4, width=4, inner=3):
     shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
     weights = {name: make(i, 3, experts, *shape) for i, (name, shape) in enumerate(shapes.items())}
-    return Stacked(Mixture(backend, Axis("experts", experts), expert, weights), Layers)
+    return Stacked(Mixture(Axis("experts", experts), expert, weights), Layers)
 
 
-@pytest.mark.parametrize(("backend", "trained"), [("block", "up"), ("triton", "gate up down")])
-def test_values_and_gradients_are_those_of_one_layer_after_the_other(backend, trained, monkeypatch):
-    monkeypatch.setitem(EXPERT_BACKENDS, "triton", ExpertsBackend(triton_kernels(interpret=True)))
+@pytest.mark.parametrize("trained", ["up", "gate up down"])
+def test_values_and_gradients_are_those_of_one_layer_after_the_other(trained):
     choices = np.argsort(np.random.default_rng(0).random((3, 6, 4)))[..., :2]
     choices[1, 2:, 0] = [9, -1, 4, 11]  # of no expert of this layer, but some of others
     choices, x, cotangent = jnp.asarray(choices), normal(7, 6, 4), normal(8, 6, 4)
@@ -82,12 +76,12 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(backend, tr
         return [
             gradients(
                 lambda stack, x, r=remat: stack.fold(x, per_layer(choices), remat=r),
-                mixtures(backend, expert=expert),
+                mixtures(expert=expert),
             )
             for remat, expert in cases
         ]
 
-    wanted = jax.tree.leaves(quick_jit(lambda: gradients(one_by_one, mixtures("block")))())
+    wanted = jax.tree.leaves(quick_jit(lambda: gradients(one_by_one, mixtures()))())
     for case, results in zip(cases, quick_jit(found)(), strict=True):
         for one, other in zip(jax.tree.leaves(results), wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4, err_msg=str(case))
@@ -100,7 +94,7 @@ def test_gradients_of_gradients():
         def of_stack(stack):
             return jnp.sum(jax.grad(lambda x: jnp.sum(run(stack, x) ** 2))(x) ** 2)
 
-        return jax.grad(of_stack)(mixtures("block"))
+        return jax.grad(of_stack)(mixtures())
 
     def one_by_one(stack, x):
         for block, own in zip(stack, choices, strict=True):
@@ -126,12 +120,11 @@ def test_the_layer_of_a_stack_has_what_all_layers_share():
 
 
 @pytest.mark.target("cuda")
-@pytest.mark.parametrize("backend", ["block", "triton"])
-def test_no_copy_of_a_layer_is_made_for_a_gpu(backend):
+def test_no_copy_of_a_layer_is_made_for_a_gpu():
     def shape(_, *sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
-    stack = mixtures(backend, make=shape, experts=64, width=512, inner=512)
+    stack = mixtures(make=shape, experts=64, width=512, inner=512)
     x, choices = shape(0, 256, 512), jax.ShapeDtypeStruct((3, 256, 1), jnp.int32)
 
     def loss(x, stack, choices):

@@ -11,7 +11,7 @@ from haliax import Axis
 
 from stacked_remat import memory
 from stacked_remat._placement import compiled_for
-from stacked_remat.ops import grouped_experts
+from stacked_remat.ops import apply_linear, grouped_experts
 
 from ..jaxprs import equations_of
 from ..random_arrays import normal
@@ -20,13 +20,14 @@ quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 EMBED, INNER = 4, 3
 
 
-def gated(weights, rows):
-    return rows @ weights["gate"]
+def gated(weights, rows, linear=apply_linear):
+    return linear(weights["gate"], rows)
 
 
-def swiglu(weights, rows, gates, saved=None):
-    hidden = jax.nn.silu(gated(weights, rows) if saved is None else saved) * (rows @ weights["up"])
-    return (hidden * gates[:, None]) @ weights["down"]
+def swiglu(weights, rows, gates, saved=None, linear=apply_linear):
+    gate = gated(weights, rows, linear) if saved is None else saved
+    hidden = jax.nn.silu(gate) * linear(weights["up"], rows)
+    return linear(weights["down"], hidden * gates[:, None])
 
 
 def dense(expert, weights, x, choices, gates):

@@ -1,0 +1,222 @@
+"""Linear maps of rows that are sorted by expert, of each row by the map of its expert."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from jaxtyping import Array, Bool, Float, Int
+
+from .._scan.marks import is_array
+from ..lora import LoraLinear
+from ._perturbed_vjp import perturbed_vjp
+
+Sizes: TypeAlias = Int[Array, " expert"]
+
+
+class ExpertLinear(Protocol):
+    """How an expert applies its linear maps: `(map, rows)` to rows."""
+
+    def __call__(self, linear: Any, x: Any) -> Any: ...
+
+
+def apply_linear(linear: Any, x: Any) -> Any:
+    """A linear map of rows: how an expert that `grouped_experts` computes alone applies its maps.
+
+    An expert with an argument `linear`, and this as its default, may be given another that maps the rows of
+    all experts by all their maps.
+
+    Args:
+        linear: a module, such as `hnn.Linear` or `LoraLinear`; a named array, which is contracted over the
+            axes that it shares with `x`; or a matrix `[in, out]`.
+        x: rows, as the map takes them: named for the first two.
+    """
+    if isinstance(linear, NamedArray):
+        shared = [axis for axis in x.axes if axis in linear.axes]
+        return hax.dot(x, linear, axis=shared) if shared else linear.broadcast_axis(x.axes) * x
+    return x @ linear if is_array(linear) else linear(x)
+
+
+class Groups(NamedTuple):
+    """The rows of some tokens, sorted by expert.
+
+    Attributes:
+        pair: the (token, choice) pair of each row.
+        row: the row of each pair.
+        expert: the expert of each row, the first one's first; of those that are not real a number beyond the
+            last.
+        sizes: how many rows each expert has, without those.
+        real: False for rows of choices that are out of range, and for padding.
+    """
+
+    pair: Int[Array, " row"]
+    row: Int[Array, "token choice"]
+    expert: Int[Array, " row"]
+    sizes: Sizes
+    real: Bool[Array, " row"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Products of rows: the first `sizes[0]` are of expert 0, and so on, and the last may be of none.
+
+    Attributes:
+        product: `(x [row, in], w [expert, in, out], sizes, transposed)` to `[row, out]`, each row times the
+            matrix of its expert, not defined for rows of none; with `transposed` the matrices are
+            `[expert, out, in]`.
+        outer: `(x [row, in], y [row, out], sizes)` to `[expert, in, out]`, for each expert the sum of the
+            outer products of its rows.
+        rows_of: rows come in multiples of it.
+
+    Arrays and results of a call have one dtype; sums are in float32.
+    """
+
+    product: Callable[[Array, Array, Sizes, bool], Array]
+    outer: Callable[[Array, Array, Sizes], Array]
+    rows_of: int = 1
+
+
+class _Dot(NamedTuple):
+    kernels: Kernels
+    transposed: bool
+
+
+def _dot(dot: _Dot, operands: tuple[Array, Array], sizes: Sizes) -> Array:
+    def product(x: Array, w: Array, sizes: Sizes) -> Array:
+        return dot.kernels.product(x, w, sizes, dot.transposed)
+
+    return _in_sequence(product, *operands, sizes)
+
+
+def _dot_backward(dot: _Dot, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
+    (x, w), sizes = residuals
+    pair = (ct, x) if dot.transposed else (x, ct)
+    return (
+        grouped_dot(_Dot(dot.kernels, not dot.transposed), (ct, w), sizes) if wanted[0] else None,
+        grouped_outer(dot.kernels, pair, sizes) if wanted[1] else None,
+    )
+
+
+def _outer(kernels: Kernels, operands: tuple[Array, Array], sizes: Sizes) -> Array:
+    return _in_sequence(kernels.outer, *operands, sizes)
+
+
+def _outer_backward(kernels: Kernels, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
+    (x, y), sizes = residuals
+    return (
+        grouped_dot(_Dot(kernels, True), (y, ct), sizes) if wanted[0] else None,
+        grouped_dot(_Dot(kernels, False), (x, ct), sizes) if wanted[1] else None,
+    )
+
+
+grouped_dot = perturbed_vjp(_dot, _dot_backward)
+grouped_outer = perturbed_vjp(_outer, _outer_backward)
+
+
+def _in_sequence(kernel: Callable[..., Array], *arrays: Array) -> Array:
+    """The kernel of the arrays; under `jax.vmap` of one example after the other.
+
+    A batch is another axis of a kernel's grid: on GPUs there may be three, and JAX's kernel of outer products
+    for TPUs then does not store those of its last expert (0.10.2, 0.12).
+    """
+    return jax.custom_batching.sequential_vmap(kernel)(*arrays)
+
+
+@jax.custom_vjp
+def rows_of_tokens(x: Float[Array, "token ..."], groups: Groups) -> Float[Array, "row ..."]:
+    """The token of each row, zero for those that are not real."""
+    token = jnp.where(groups.real, groups.pair // groups.row.shape[1], len(x))
+    return jnp.take(x, token, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def sum_of_rows(rows: Float[Array, "row ..."], groups: Groups) -> Float[Array, "token ..."]:
+    """The sum of the rows of each token, computed in float32, without those that are not real."""
+    row = jnp.where(jnp.take(groups.real, groups.row, mode="clip"), groups.row, len(rows))
+    pairs = jnp.take(rows, row, axis=0, mode="fill", fill_value=0)
+    return jnp.sum(pairs, axis=1, dtype=jnp.float32).astype(rows.dtype)
+
+
+# Each is the derivative of the other.
+rows_of_tokens.defvjp(
+    lambda x, groups: (rows_of_tokens(x, groups), groups), lambda groups, ct: (sum_of_rows(ct, groups), None)
+)
+sum_of_rows.defvjp(
+    lambda x, groups: (sum_of_rows(x, groups), groups), lambda groups, ct: (rows_of_tokens(ct, groups), None)
+)
+
+
+def rows_of_pairs(x: Float[Array, "token choice"], groups: Groups) -> Float[Array, " row"]:
+    """The pair of each row, zero for those that are not real."""
+    return x.reshape(-1).at[jnp.where(groups.real, groups.pair, x.size)].get(mode="fill", fill_value=0)
+
+
+def _rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Array, "row ..."]:
+    """The expert of each row, zero for those that are not real; its derivative is summed in float32."""
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    wide = x.astype(jnp.float32) if is_narrow else x
+    return jnp.take(wide, groups.expert, axis=0, mode="fill", fill_value=0).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class GroupedLinear:
+    """`apply_linear` with the maps of all experts, whose arrays have the axis of the experts too.
+
+    Attributes:
+        kernels: what computes the products.
+        groups: the rows.
+        experts: the name of the experts' axis in named arrays; in plain ones it is the first.
+    """
+
+    kernels: Kernels
+    groups: Groups
+    experts: str
+
+    def __call__(self, linear: Any, x: Any) -> Any:
+        """Rows `[row, ...]` to `[row, ...]`; see `apply_linear`."""
+        if isinstance(linear, LoraLinear):
+            low = self(linear.a.astype(x.dtype), x) * linear.scale
+            whole, adapted = self(linear.wrapped, x), self(linear.b.astype(x.dtype), low)
+            return whole + adapted.rearrange(whole.axes)
+        if isinstance(linear, hnn.Linear):
+            mapped = self(linear.weight, x) * linear.reparam.active_scale
+            return mapped if linear.bias is None else mapped + self._own(linear.bias, *x.axes[:1])
+        if isinstance(linear, NamedArray):
+            return self._named(linear, x)
+        if not is_array(linear) or linear.ndim != 3:
+            raise ValueError(
+                f"An expert maps rows by {linear!r}. Grouped products take hnn.Linear, LoraLinear, named "
+                "arrays and matrices; take the backend 'block' for others."
+            )
+        return self._dot(x, linear, transposed=False)
+
+    def _dot(self, x: Array, w: Array, *, transposed: bool) -> Array:
+        if x.dtype != w.dtype:
+            raise ValueError(
+                f"An expert maps rows of {x.dtype} by weights of {w.dtype}: cast one to the dtype of the "
+                "other."
+            )
+        return grouped_dot(_Dot(self.kernels, transposed), (x, w), self.groups.sizes)
+
+    def _named(self, w: NamedArray, x: NamedArray) -> NamedArray:
+        Row, *In = x.axes
+        if not In:
+            return self._own(w, Row) * x
+        Experts = w.resolve_axis(self.experts)
+        Out = [axis for axis in w.axes if axis not in In and axis != Experts]
+        # As it is stored, so that no kernel's operand is a transposed stack.
+        transposed = list(w.axes[-len(In) :]) == In
+        w = w.rearrange((Experts, *Out, *In) if transposed else (Experts, *In, *Out))
+        inner = math.prod(axis.size for axis in In)
+        matrices = w.array.reshape(Experts.size, *((-1, inner) if transposed else (inner, -1)))
+        rows = self._dot(x.array.reshape(Row.size, inner), matrices, transposed=transposed)
+        return hax.named(rows.reshape(Row.size, *(axis.size for axis in Out)), (Row, *Out))
+
+    def _own(self, x: NamedArray, Row: hax.Axis) -> NamedArray:
+        x = x.rearrange((self.experts, ...))
+        return hax.named(_rows_of_experts(x.array, self.groups), (Row, *x.axes[1:]))

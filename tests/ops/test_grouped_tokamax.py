@@ -1,0 +1,74 @@
+"""tokamax's kernels for Hopper GPUs: where they are taken, and what is asked of them."""
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stacked_remat._placement import compiled_for
+from stacked_remat.ops import _grouped_tokamax
+from stacked_remat.ops._backends import choose_backend
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts
+
+from .test_grouped_linear import _outer, _product
+
+
+class Hopper:
+    platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+
+@pytest.fixture
+def hopper():
+    with compiled_for(device := Hopper()):
+        yield device
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "change", "message"),
+    [
+        ("0.0.17", "9.0", {}, None),
+        ("0.0.18", "9.0", {}, "tried with tokamax 0.0.17, not 0.0.18"),
+        (None, "9.0", {}, r"needs Python 3.12 or later and tokamax: pip install 'stacked_remat\[tokamax\]'"),
+        ("0.0.17", "10.0", {}, r"compute capability 9.0 \(Hopper\), not 10.0"),
+        ("0.0.17", "9.0", dict(dtype=jnp.dtype("float32")), "takes bfloat16 and float16, not float32"),
+        ("0.0.17", "9.0", dict(platform="cpu"), "runs on NVIDIA GPUs, and the program is for 'cpu'"),
+    ],
+)
+def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
+    version, capability, change, message, monkeypatch, hopper
+):
+    def installed(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    hopper.compute_capability = capability
+    call = ExpertsFacts(**(dict(platform="cuda", dtype=jnp.dtype("bfloat16")) | change))
+    expected = "block" if message else "tokamax"
+    assert choose_backend("backend", EXPERT_BACKENDS, "auto", call) is EXPERT_BACKENDS[expected]
+    if message:
+        with pytest.raises(ValueError, match=message):
+            choose_backend("backend", EXPERT_BACKENDS, "tokamax", call)
+
+
+def test_products_mean_what_tokamax_says_whatever_rows_of_no_expert_hold(monkeypatch):
+    """By tokamax's own definition: JAX has no interpreter for these kernels (0.12)."""
+    pytest.importorskip("tokamax")
+    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuRaggedDot", base.RaggedDot)
+    sizes = jnp.asarray([70, 0, 150, 20], jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys[:2], (32, 16), strict=True))
+    x, y = (one.at[240:].set(jnp.nan).astype(jnp.bfloat16) for one in (x, y))
+    for transposed in (False, True):
+        w = jax.random.normal(keys[2], (4, 16, 32) if transposed else (4, 32, 16), jnp.bfloat16)
+        found = jax.jit(_grouped_tokamax._product, static_argnums=3)(x, w, sizes, transposed)
+        wanted = _product(x, w, sizes, transposed).astype(jnp.float32)
+        np.testing.assert_allclose(found.astype(jnp.float32)[:240], wanted[:240], rtol=0.01, atol=0.05)
+    found = jax.jit(_grouped_tokamax._outer)(x, y, sizes)
+    wanted = _outer(x, y, sizes).astype(jnp.float32)
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=0.01, atol=0.05)

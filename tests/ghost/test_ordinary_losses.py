@@ -96,7 +96,11 @@ def summed_layers(layers, x):
     return x @ layers.stacked.up.sum(0)
 
 
-def chosen_layer(layers, x):
+def chosen_layers(layers, x):
+    return x @ layers.stacked.up[jnp.argmax(x[:, 0], -1) % 2]
+
+
+def layer_of_first(layers, x):
     return x @ layers.stacked.up[jnp.argmax(x[0, 0]) % 2]
 
 
@@ -176,7 +180,7 @@ SCORED = {
     "layers of an array": lambda m, b: cross_entropy(m, b, fold=unrolled),
     "scan over layers": lambda m, b: cross_entropy(m, b, fold=scanned),
     "layers summed": lambda m, b: cross_entropy(m, b, fold=summed_layers),
-    "a layer by data": lambda m, b: cross_entropy(m, b, fold=chosen_layer),
+    "a layer by data": lambda m, b: cross_entropy(m, b, fold=chosen_layers),
     "a part of layers": lambda m, b: cross_entropy(m, b, fold=part_of_first),
     "label by index": label,
     "tokens by index": tokens,
@@ -281,6 +285,7 @@ MIXED = {
     "router by order": lambda m, b: routed(m, b, lambda size: jnp.argsort(b["y"])),
     "mixup": mixed_up,
     "pairs with others": lambda m, b: preferred(m, b, reversed_halves),
+    "a layer by the first example": lambda m, b: cross_entropy(m, b, fold=layer_of_first),
 }
 
 

@@ -6,10 +6,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis
 from jax import lax
 
-from .._scan.marks import is_named, raw_array
+from .._scan.marks import raw_array
 from ._examples import Examples
 from ._losses import (
     Loss,
@@ -21,7 +20,7 @@ from ._losses import (
     with_jax_arrays,
     without_marks,
 )
-from ._probed import Scoring, layers_of
+from ._probed import Scoring
 from ._traced import rounding, trace
 
 _SHARED = (
@@ -130,9 +129,9 @@ def one_at_a_time(
         by_path = dict(leaves_with_paths(found))
         dots, squares = {}, {}
         for path, along in scoring.direction.items():
-            own, Layers = by_path[path], layers_of(scoring.model, path)
-            dots[path] = dot(own, along, Layers)
-            squares[path] = dot(own, own, Layers)
+            own, at = by_path[path], scoring.places[path].dimension
+            dots[path] = dot(own, along, at)
+            squares[path] = dot(own, own, at)
         total = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype) * scale, total, (value, found))
         return total, (dots, squares, value)
 
@@ -149,10 +148,7 @@ def one_at_a_time(
     return (value, None), gradients, dots, squares
 
 
-def dot(array: Any, other: Any, Layers: Axis | None) -> Any:
-    """The sum of the products, of each layer where there are layers."""
-    at = None
-    if Layers is not None:
-        at = [axis.name for axis in array.axes].index(Layers.name) if is_named(array) else 0
+def dot(array: Any, other: Any, layers: int | None) -> Any:
+    """The sum of the products, of each layer where a dimension has layers."""
     first, second = (raw_array(one).astype(jnp.float32) for one in (array, other))
-    return jnp.sum(first * second, tuple(n for n in range(first.ndim) if n != at))
+    return jnp.sum(first * second, tuple(n for n in range(first.ndim) if n != layers))

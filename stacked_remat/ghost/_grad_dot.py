@@ -25,7 +25,7 @@ from ._losses import (
     with_jax_arrays,
     without_marks,
 )
-from ._probed import Scoring, in_one_pass, layer_path, layers_of, shown_paths, sizes
+from ._probed import Scoring, in_one_pass, places
 from ._totals import of_documents, of_losses
 
 
@@ -152,7 +152,7 @@ def grad_dot(
     batch = with_jax_arrays(batch)
     per_example_loss = without_marks(per_example_loss)
     losses = eqx.filter_eval_shape(per_example_loss, model, batch)
-    scoring = Scoring(model, directions(params, direction), objective.examples(losses))
+    scoring = Scoring(places(model), directions(params, direction), objective.examples(losses))
     given = params, static, per_example_loss, batch, objective
     if is_total:
         (value, aux), gradients, along = of_losses(*given, scoring.direction)
@@ -183,7 +183,7 @@ def grad_dot(
 def _found(scoring: Scoring, params: Any, **found: Any) -> GradDots:
     arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
     squares = sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))
-    found |= {"direction_norm": jnp.sqrt(squares)} | sizes(params, scoring.direction, scoring.model)
+    found |= {"direction_norm": jnp.sqrt(squares)} | scoring.sizes(params)
     return GradDots(**({"scores": {}, "norms": None, "total_norm": None} | found))
 
 
@@ -236,10 +236,11 @@ def _total(scores: dict[str, NamedArray], Batch: Axis) -> NamedArray:
 def _grouped(scoring: Scoring, granularity: str, scores: dict[str, NamedArray]) -> dict[str, NamedArray]:
     if granularity == "leaf":
         return scores
-    shown, found = shown_paths(scoring.model), {}
+    found: dict[str, NamedArray] = {}
     for path in scoring.direction if granularity == "block" and scores else ():
-        group, score = layer_path(scoring.model, path) or shown[path], scores[shown[path]]
-        found[group] = found[group] + score if group in found else score
+        place = scoring.places[path]
+        score = scores[place.shown]
+        found[place.group] = found[place.group] + score if place.group in found else score
     return found
 
 
@@ -258,17 +259,17 @@ def _checked(
     if check is False:
         return scores
     tolerance = 1e-3 if check is True else check
-    by_path, shown, checked = dict(leaves_with_paths(gradients)), shown_paths(scoring.model), {}
+    by_path, checked = dict(leaves_with_paths(gradients)), {}
     for path, along in scoring.direction.items():
-        gradient, Layers = by_path[path], layers_of(scoring.model, path)
-        whole = dot(gradient, along, Layers)
+        gradient, place = by_path[path], scoring.places[path]
+        whole = dot(gradient, along, at := place.dimension)
         found, most = (jnp.sum(some, -1) / scale for some in (scores[path], jnp.abs(scores[path])))
-        most += 0.01 * jnp.sqrt(dot(gradient, gradient, Layers) * dot(along, along, Layers))
+        most += 0.01 * jnp.sqrt(dot(gradient, gradient, at) * dot(along, along, at))
         wrong = jnp.any(jnp.abs(found - whole) > tolerance * most)
         checked[path] = eqx.error_if(
             scores[path],
             wrong,
-            f"The scores of {shown[path]} do not add up to the dot product of its "
+            f"The scores of {place.shown} do not add up to the dot product of its "
             "gradient with the direction. With bfloat16 give check a larger part, such as 0.05; otherwise "
             "a derivative rule is not that of its operation, or not linear: use norms=True.",
         )

@@ -21,7 +21,6 @@ from ._weights import (
     Along,
     Call,
     Result,
-    Tangent,
     UnsupportedLeafError,
     Value,
     Weight,
@@ -29,6 +28,7 @@ from ._weights import (
     deposit,
     deposited,
     directions_of,
+    equation_without_rules,
     settled,
     tangents_of,
 )
@@ -84,15 +84,16 @@ class Interpreter:
             return self._divided(equation, operands)
         if isinstance(equation.params.get("_prim"), Sweep):
             return self._swept(equation.params["_prim"], operands)
-        alongs = [along for _, along in directions_of([value.node for value in operands if value.node])]
+        alongs = _alongs_of(operands)
         of_one_layer = all(along.layers is None for along in alongs)
         if isinstance(rule, ExpertsCall) and of_one_layer:
             return [self._experts(rule, operands)]
         is_head = [value.node is not None for value in operands[:3]] == [False, True, False]
         if isinstance(rule, CrossEntropyCall) and is_head and of_one_layer and len(alongs) == 1:
             return _cross_entropy(rule, operands)
-        self._check_derivative(equation, alongs)
-        call = Call(equation, tuple(value.operand for value in operands), inline_custom=rule is not None)
+        self._check_derivative(equation, operands)
+        differentiable = equation if rule is None else equation_without_rules(equation)
+        call = Call(differentiable, tuple(value.operand for value in operands))
         arrays = bind(equation, _arrays(operands))
         real = [at for at, array in enumerate(arrays) if _is_real(array)]
         met = deposited([arrays[at] for at in real], [Result(call, at) for at in real])
@@ -102,9 +103,7 @@ class Interpreter:
 
     def _of_weights(self, equation: Any, operands: list[Value]) -> list[Value]:
         """The results of an equation on weights and on values that are the same for all examples."""
-        self._check_derivative(
-            equation, [along for _, along in directions_of([value.node for value in operands if value.node])]
-        )
+        self._check_derivative(equation, operands)
         arrays = bind(equation, _arrays(operands))
         if layers := _taken_layers(equation, operands[0], arrays):
             return [Value(array, leaf) for array, leaf in zip(arrays, layers, strict=True)]
@@ -113,13 +112,13 @@ class Interpreter:
             Value(array, Result(call, at) if _is_real(array) else None) for at, array in enumerate(arrays)
         ]
 
-    def _check_derivative(self, equation: Any, alongs: Sequence[Along]) -> None:
+    def _check_derivative(self, equation: Any, operands: list[Value]) -> None:
         if self.notes.rule_of(equation) is not None:
             return
         found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
         if found is not None:
             raise UnsupportedLeafError(
-                f"{', '.join(along.path for along in alongs)} goes into `{found}`, which has no derivative "
+                f"{', '.join(along.path for along in _alongs_of(operands))} goes into `{found}`, which has no derivative "
                 "along a direction. Use norms=True, or give it no direction."
             )
 
@@ -246,11 +245,15 @@ def _cross_entropy(call: CrossEntropyCall, operands: list[Value]) -> list[Any]:
     """The losses. Their derivative along the direction of the head is found from the same logits."""
     (along,) = _shared(operands[1])
     losses, derivative = call.along(_arrays(operands), along.direction)
-    return deposit([losses], along, Tangent(lambda _, derivative: [derivative], [derivative]))
+    return deposit([losses], along, lambda _: [derivative])
 
 
 def _arrays(values: Sequence[Value]) -> list[Any]:
     return [value.array for value in values]
+
+
+def _alongs_of(values: Sequence[Value]) -> list[Along]:
+    return [along for _, along in directions_of([value.node for value in values if value.node])]
 
 
 def _data(arrays: Sequence[Any]) -> list[Value]:

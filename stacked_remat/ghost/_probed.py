@@ -23,23 +23,63 @@ from ._traced import Traced, arrays_of, has_small_range, trace
 from ._weights import Along, Value, Weight, settled
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an array of a model is.
+
+    Attributes:
+        shown: its path as users see it: dotted, with `*` for the layers of a stack.
+        group: the path of its layer; outside of stacks that of the array itself.
+        Layers: the axis of the layers of the `Stacked` that holds it.
+        dimension: which dimension of the array holds these.
+    """
+
+    shown: str
+    group: str
+    Layers: Axis | None
+    dimension: int | None
+
+
+def places(model: Any) -> dict[str, Place]:
+    """The places of a model's arrays, by their paths as `jax.tree_util.keystr` writes them."""
+    found = {}
+    for at, node in jtu.tree_leaves_with_path(model, is_leaf=_is_named_or_stack):
+        Layers = node.Layers if isinstance(node, Stacked) else None
+        depth = next((n for kind, n in ((Stacked, 1), (BlockSeq, 2)) if isinstance(node, kind)), None)
+        for keys, leaf in jtu.tree_leaves_with_path(node, is_leaf=is_named):
+            path = (*at, *keys)
+            shown, group = dotted(model, path), dotted(model, (*at, *keys[:depth]))
+            found[jtu.keystr(path)] = Place(shown, group, Layers, _dimension(leaf, Layers))
+    return found
+
+
+def _is_named_or_stack(node: Any) -> bool:
+    return is_named(node) or isinstance(node, Stacked | BlockSeq)
+
+
+def _dimension(leaf: Any, Layers: Axis | None) -> int | None:
+    if Layers is None:
+        return None
+    return [axis.name for axis in leaf.axes].index(Layers.name) if is_named(leaf) else 0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scoring:
     """What is scored.
 
     Attributes:
-        model: of these arrays or their types.
+        places: of the arrays of the model.
         direction: the arrays of the direction by their paths.
         Batch: the axis of the examples.
     """
 
-    model: Any
+    places: dict[str, Place]
     direction: dict[str, Any]
     Batch: Axis
 
     def probes(self) -> dict[str, Any]:
         """Zeros for every scored array, a number for each example: `[batch]` or `[batch, layers]`."""
-        layers = {path: layers_of(self.model, path) for path in self.direction}
+        layers = {path: self.places[path].Layers for path in self.direction}
         return {
             path: jnp.zeros((self.Batch.size, *([] if Layers is None else [Layers.size])), jnp.float32)
             for path, Layers in layers.items()
@@ -47,24 +87,32 @@ class Scoring:
 
     def named(self, scores: dict[str, Any]) -> dict[str, NamedArray]:
         """Scores, `[layers, batch]` or `[batch]`, under the paths that users see."""
-        found, shown = {}, shown_paths(self.model)
-        for path, score in scores.items():
-            Layers = layers_of(self.model, path)
-            found[shown[path]] = hax.named(score, (self.Batch,) if Layers is None else (Layers, self.Batch))
-        return found
+        pairs = [(self.places[path], score) for path, score in scores.items()]
+        return {
+            place.shown: hax.named(score, [axis for axis in (place.Layers, self.Batch) if axis is not None])
+            for place, score in pairs
+        }
 
     def values(self, model: Any, probes: dict[str, Any], example: Any, one: Traced) -> list[Value]:
         """The inputs of the traced loss function, those that are scored with their directions and probes."""
-        is_scaled, shown = has_small_range(one.closed.jaxpr), shown_paths(self.model)
+        is_scaled = has_small_range(one.closed.jaxpr)
         found = []
         for path, leaf in leaves_with_paths(model):
             array, along = raw_array(leaf), ()
             if path in self.direction:
-                pair = raw_array(self.direction[path]), probes[path]
+                pair, place = (raw_array(self.direction[path]), probes[path]), self.places[path]
                 pair = _scaled(*pair) if is_scaled else pair
-                along = (Along(shown[path] or "the model", *pair, layer_dimension(self.model, path, leaf)),)
+                along = (Along(place.shown or "the model", *pair, place.dimension),)
             found.append(Value(array, Weight(array, along) if along else None))
         return found + [Value(array, depends=True) for array in arrays_of(example)]
+
+    def sizes(self, params: Any) -> dict[str, dict[str, int]]:
+        """How many numbers the arrays hold that are scored, and those that are trained and not scored."""
+        found: dict[str, dict[str, int]] = {"covered": {}, "uncovered": {}}
+        for path, leaf in leaves_with_paths(eqx.filter(params, eqx.is_inexact_array)):
+            covered = "covered" if path in self.direction else "uncovered"
+            found[covered][self.places[path].shown] = raw_array(leaf).size
+        return found
 
 
 def in_one_pass(
@@ -113,56 +161,3 @@ def _scaled(direction: Any, probe: Any) -> tuple[Any, Any]:
     _, exponent = jnp.frexp(jnp.max(jnp.abs(direction), initial=0.0))
     scale = jnp.ldexp(jnp.ones(()), jnp.clip(exponent, -100, 100))
     return direction / scale, probe * scale
-
-
-def is_stack(node: Any) -> bool:
-    return isinstance(node, Stacked | BlockSeq)
-
-
-def is_within(path: str, node: Any) -> bool:
-    """Whether a path goes through the node at another."""
-    prefix = jtu.keystr(node)
-    return path.startswith((f"{prefix}.", f"{prefix}["))
-
-
-def layers_of(model: Any, path: str) -> Axis | None:
-    """The axis of the layers of the `Stacked` that holds a path, None for other paths."""
-    for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_stack):
-        if isinstance(node, Stacked) and is_within(path, at):
-            return node.Layers
-    return None
-
-
-def layer_dimension(model: Any, path: str, leaf: Any) -> int | None:
-    """Which dimension of an array of the model holds layers."""
-    Layers = layers_of(model, path)
-    if Layers is None:
-        return None
-    return [axis.name for axis in leaf.axes].index(Layers.name) if is_named(leaf) else 0
-
-
-def shown_paths(model: Any) -> dict[str, str]:
-    """For each path the one that users see: dotted, with `*` for the layers of a stack."""
-    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_named)
-    return {jtu.keystr(keys): dotted(model, keys) for keys, _ in leaves}
-
-
-def layer_path(model: Any, path: str) -> str | None:
-    """The path of the layer that holds an array, as users see it; None outside of stacks."""
-    for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_stack):
-        prefix = jtu.keystr(at)
-        if is_stack(node) and is_within(path, at):
-            if isinstance(node, Stacked):
-                return f"{dotted(model, at)}.*".lstrip(".")
-            number = path.removeprefix(f"{prefix}.blocks[").partition("]")[0]
-            return f"{dotted(model, at)}.{number}".lstrip(".")
-    return None
-
-
-def sizes(params: Any, direction: dict[str, Any], model: Any) -> dict[str, dict[str, int]]:
-    """How many numbers the arrays hold that are scored, and those that are trained and not scored."""
-    found: dict[str, dict[str, int]] = {"covered": {}, "uncovered": {}}
-    shown = shown_paths(model)
-    for path, leaf in leaves_with_paths(eqx.filter(params, eqx.is_inexact_array)):
-        found["covered" if path in direction else "uncovered"][shown[path]] = raw_array(leaf).size
-    return found

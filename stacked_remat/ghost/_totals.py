@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
+from jax.core import eval_jaxpr
 
 from .._messages import axes_text
 from .._noted import Notes, noting
 from .._scan.marks import is_named, raw_array
 from ._losses import Loss, Objective
 from ._traced import trace
-from ._weights import evaluate_without_rules
+from ._weights import without_rules
 
 
 def of_losses(
@@ -56,7 +57,8 @@ def _without_rules(fn: Any) -> Any:
 
     def run(*args: Any) -> Any:
         traced = trace(fn, *args)
-        arrays = evaluate_without_rules(traced.closed, traced.inputs)
+        closed = without_rules(traced.closed)
+        arrays = eval_jaxpr(closed.jaxpr, closed.consts, *traced.inputs)
         pairs = zip(traced.leaves, arrays, strict=True)
         return traced.rebuild([NamedArray(x, like.axes) if is_named(like) else x for like, x in pairs])
 

@@ -41,17 +41,8 @@ class Traced:
 
 def trace(fn: Callable[..., Any], *args: Any) -> Traced:
     """Trace a function of trees, whose arrays may be types."""
-    inputs = arrays_of(args)
-    kept: list[Any] = []
-
-    def of_arrays(*inputs: Any) -> Any:
-        found = fn(*with_arrays(args, inputs))
-        arrays, rest = eqx.partition(found, eqx.is_array)
-        kept[:] = [rest]
-        return arrays
-
-    closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*inputs)
-    return Traced(closed, inputs, shapes, kept[0])
+    closed, shapes, rest = eqx.filter_make_jaxpr(fn)(*args)
+    return Traced(closed, arrays_of(args), shapes, rest)
 
 
 def is_traced(leaf: Any) -> bool:
@@ -61,12 +52,6 @@ def is_traced(leaf: Any) -> bool:
 def arrays_of(tree: Any) -> list[Any]:
     """The arrays of a tree, or their types."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_traced(leaf)]
-
-
-def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
-    """A tree with other arrays in the place of its own, in their order."""
-    left = iter(arrays)
-    return jax.tree.map(lambda leaf: next(left) if is_traced(leaf) else leaf, tree)
 
 
 def type_of(array: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -10,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.custom_batching import custom_vmap
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.interpreters import partial_eval
 
-from .._activity import program_of
 from .._sweep.store import varying_over
 
 
@@ -61,7 +61,6 @@ class Call:
 
     equation: Any
     operands: tuple[Any, ...]
-    inline_custom: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +72,7 @@ class Result:
 
 
 Node: TypeAlias = Weight | Result
+Tangents: TypeAlias = Callable[[Any], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,22 +99,8 @@ class Value:
         return dataclasses.replace(self, array=array)
 
 
-def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) -> list[Any]:
-    """Evaluate one equation.
-
-    Args:
-        equation: any.
-        operands: the values of its inputs.
-        inline_custom: evaluate what a `jax.custom_vjp` computes without its rules, which no derivative
-            along a direction can pass, and without the `stop_gradient`s that leave derivatives to them.
-    """
-    if inline_custom and equation.primitive.name == "stop_gradient":
-        return list(operands)
-    if inline_custom and (inner := program_of(equation)):
-        if equation.primitive.name in ("custom_vjp_call", "jit", "pjit", "rows"):
-            return evaluate_without_rules(inner, operands)
-        if equation.primitive.name == "shard_map":
-            return _per_device(equation)(*operands)
+def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation."""
     pairs = zip(equation.invars, operands, strict=True)
     given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
@@ -122,104 +108,62 @@ def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) ->
     return eval_jaxpr(alone, (), *given.values())
 
 
-def _per_device(equation: Any) -> Any:
-    params = equation.params
+def without_rules(program: Any) -> Any:
+    """A jaxpr, open or closed, with what `jax.custom_vjp`s compute in their place; anything else as it is.
 
-    def own(*operands: Any) -> list[Any]:
-        return evaluate_without_rules(params["jaxpr"], operands)
-
-    return jax.shard_map(
-        own,
-        in_specs=tuple(params["in_specs"]),
-        out_specs=list(params["out_specs"]),
-        mesh=params["mesh"],
-        axis_names=set(params["newly_manual_axes"]),
-        check_vma=params["check_vma"],
-    )
+    It has no `stop_gradient`s either, which leave derivatives to the rules.
+    """
+    if isinstance(program, Jaxpr):
+        return program.replace(eqns=[*map(equation_without_rules, program.eqns)])
+    if isinstance(program, ClosedJaxpr):
+        return program.replace(jaxpr=without_rules(program.jaxpr))
+    return program
 
 
-def evaluate_without_rules(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, open or closed, without the rules of `jax.custom_vjp`s."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    values |= dict(zip(jaxpr.invars, operands, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        found = bind(equation, [read(atom) for atom in equation.invars], inline_custom=True)
-        values |= dict(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def equation_without_rules(equation: Any) -> Any:
+    """The same of an equation."""
+    params = {name: without_rules(value) for name, value in equation.params.items()}
+    if equation.primitive is primitives.stop_gradient_p:
+        return equation.replace(primitive=primitives.copy_p)
+    if equation.primitive is primitives.custom_vjp_call_p:
+        params = {"call_jaxpr": params["call_jaxpr"]}
+        return equation.replace(primitive=primitives.closed_call_p, params=params)
+    return equation.replace(params=params)
 
 
-def _needed(nodes: Sequence[Any]) -> list[Any]:
-    """The weights and arrays that nodes are computed from, each once."""
-    found: dict[int, Any] = {}
+def directions_of(nodes: Sequence[Any]) -> list[tuple[Weight, Along]]:
+    """The weights that nodes depend on, with each direction along which they have derivatives."""
+    seen: dict[int, Any] = {}
 
     def visit(node: Any) -> None:
-        if id(node) not in found:
-            found[id(node)] = node
+        if id(node) not in seen:
+            seen[id(node)] = node
             for operand in node.call.operands if isinstance(node, Result) else ():
                 visit(operand)
 
     for node in nodes:
         visit(node)
-    return [node for node in found.values() if not isinstance(node, Result)]
+    return [(node, along) for node in seen.values() if isinstance(node, Weight) for along in node.alongs]
 
 
-def directions_of(nodes: Sequence[Any]) -> list[tuple[Weight, Along]]:
-    """The weights that nodes depend on, with each direction along which they have derivatives."""
-    return [(node, along) for node in _needed(nodes) if isinstance(node, Weight) for along in node.alongs]
+def tangents_of(nodes: Sequence[Any], weight: Weight, direction: Any) -> list[Any]:
+    """The derivatives of nodes along a direction of one weight."""
 
+    def of_weight(array: Any) -> list[Any]:
+        calls: dict[int, list[Any]] = {}
 
-def _values(nodes: Sequence[Any], known: dict[int, Any]) -> list[Any]:
-    """Nodes as arrays, with those of weights and others by their `id`s."""
-
-    def value(node: Any) -> Any:
-        if isinstance(node, Result):
+        def value(node: Any) -> Any:
+            if not isinstance(node, Result):
+                return array if node is weight else node.array if isinstance(node, Weight) else node
             call = node.call
-            if id(call) not in known:
+            if id(call) not in calls:
                 operands = [value(operand) for operand in call.operands]
-                known[id(call)] = bind(call.equation, operands, call.inline_custom)
-            return known[id(call)][node.index]
-        return known.get(id(node), node.array if isinstance(node, Weight) else node)
+                calls[id(call)] = bind(call.equation, operands)
+            return calls[id(call)][node.index]
 
-    return [value(node) for node in nodes]
+        return [value(node) for node in nodes]
 
-
-def tangents_of(
-    nodes: Sequence[Any], weight: Weight, direction: Any, known: dict[int, Any] | None = None
-) -> list[Any]:
-    """The derivatives of nodes along a direction of one weight, with other arrays where some are given."""
-    given = known or {id(weight): weight.array}
-    own = given[id(weight)]
-    run = lambda array: _values(nodes, {**given, id(weight): array})  # noqa: E731
-    return jax.jvp(run, (own,), (direction.astype(own.dtype),))[1]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tangent:
-    """The derivatives of some nodes along a direction: `program` of this and the arrays that it needs."""
-
-    program: Callable[..., list[Any]]
-    arrays: list[Any]
-
-    @staticmethod
-    def of(nodes: Sequence[Any], weight: Weight, along: Along) -> "Tangent":
-        """Trace it."""
-        needed = _needed(nodes)
-
-        def tangents(direction: Any, arrays: list[Any]) -> list[Any]:
-            known = {id(node): array for node, array in zip(needed, arrays, strict=True)}
-            return tangents_of(nodes, weight, direction, known)
-
-        arrays = [node.array if isinstance(node, Weight) else node for node in needed]
-        closed = jax.make_jaxpr(tangents)(along.direction, arrays)
-        keep = [True] + [False] * len(arrays)
-        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(nodes), instantiate=keep)
-        program = functools.partial(eval_jaxpr, jaxpr, closed.consts)
-        return Tangent(program, [one for one, is_used in zip(arrays, used[1:], strict=True) if is_used])
+    return jax.jvp(of_weight, (weight.array,), (direction.astype(weight.array.dtype),))[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
@@ -227,28 +171,33 @@ class _Meeting:
     """How the backward pass finds a score.
 
     Attributes:
-        tangents: the program of a `Tangent`.
+        tangents: jaxpr from the direction, and the arrays that they need, to the tangents of the results.
         layers: see `Along`.
         varying: the axes of the mesh along which the score differs within a `jax.shard_map`.
     """
 
-    tangents: Callable[..., list[Any]]
+    tangents: Jaxpr
     layers: int | None
     varying: frozenset[str]
 
 
-def deposit(results: list[Any], along: Along, tangent: Tangent) -> list[Any]:
+def deposit(results: list[Any], along: Along, tangents: Tangents) -> list[Any]:
     """The results as they are; the backward pass adds the score to the cotangent of the probe.
 
     Args:
         results: arrays that depend on a weight.
         along: a direction of this weight.
-        tangent: of the results along it. It is evaluated in the backward pass.
+        tangents: of the results along a direction. Traced here, and evaluated in the backward pass.
     """
-    direction, *arrays = map(lax.stop_gradient, (along.direction, *tangent.arrays))
+    closed = jax.make_jaxpr(tangents)(along.direction)
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.invars, *closed.jaxpr.constvars])
+    keep = [True] + [False] * len(closed.consts)
+    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(results), instantiate=keep)
+    arrays = [lax.stop_gradient(array) for array in itertools.compress(closed.consts, used[1:])]
+    direction = lax.stop_gradient(along.direction)
     given = (*results, direction, *arrays, along.probe)
     varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in given))
-    meeting = _Meeting(tangent.program, along.layers, varying)
+    meeting = _Meeting(jaxpr, along.layers, varying)
     return _deposit(meeting, results, varying_over(along.probe, varying), direction, arrays)
 
 
@@ -260,7 +209,7 @@ def settled(value: Value) -> Any:
 def deposited(arrays: list[Any], nodes: Sequence[Any]) -> list[Any]:
     """The arrays that nodes have, with deposits for each direction."""
     for weight, along in directions_of(nodes):
-        arrays = deposit(arrays, along, Tangent.of(nodes, weight, along))
+        arrays = deposit(arrays, along, functools.partial(tangents_of, nodes, weight))
     return arrays
 
 
@@ -279,9 +228,11 @@ def _forward(
 
 def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
     direction, arrays = kept
+    # Else XLA merges products of the forward pass with those of tangents, whose results then wait for these.
+    cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
 
     def score(direction: Any) -> Any:
-        pairs = zip(cotangents, meeting.tangents(direction, *arrays), strict=True)
+        pairs = zip(cotangents, eval_jaxpr(meeting.tangents, (), direction, *arrays), strict=True)
         return sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
 
     if meeting.layers is None:

@@ -117,9 +117,10 @@ class Interpreter:
             return
         found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
         if found is not None:
+            paths = ", ".join(along.path for along in _alongs_of(operands))
             raise UnsupportedLeafError(
-                f"{', '.join(along.path for along in _alongs_of(operands))} goes into `{found}`, which has no derivative "
-                "along a direction. Use norms=True, or give it no direction."
+                f"{paths} goes into `{found}`, which has no derivative along a direction. Use norms=True, or "
+                "give it no direction."
             )
 
     def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:

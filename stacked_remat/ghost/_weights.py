@@ -228,7 +228,8 @@ def _forward(
 
 def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
     direction, arrays = kept
-    # Else XLA merges products of the forward pass with those of tangents, whose results then wait for these.
+    # Between two barriers: else XLA merges its products with those of the forward pass, or leaves them for
+    # later, and their results stay in memory.
     cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
 
     def score(direction: Any) -> Any:
@@ -241,6 +242,7 @@ def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any,
         along = Along("", direction, None, meeting.layers)
         numbers = jnp.arange(direction.shape[meeting.layers])
         found = lax.map(lambda number: score(along.of_layer(number)), numbers)
+    cotangents, found = lax.optimization_barrier((cotangents, found))
     return cotangents, varying_over(found, meeting.varying), None, None
 
 

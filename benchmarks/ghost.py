@@ -5,16 +5,18 @@
     python -m benchmarks.ghost time
 
 `memory` compiles loss and gradients of Qwen3-30B-A3B with adapters (that of `benchmarks.qwen3_context`) for a
-device that need not be attached, with `nested`, without and with the scores of every adapter's array.
-`flops` counts the products of small decoders with `remat=True`, all weights trained or adapters alone.
+device that need not be attached, with `nested`, without and with the scores of every adapter's array, and
+those of small decoders with `remat=True`, all weights trained or adapters alone.
+`flops` counts the products of the small decoders.
 `time` runs a step of a small decoder on this machine: plain, with scores, and `jax.vmap` of per-example
 gradients, in turns. Each writes `results/ghost_<what>.json`.
 """
 
 import argparse
 import functools
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,37 +106,47 @@ def _vmapped(model: Any, batch: TokenBatch, direction: Any, *, trainable: Any) -
 
 
 def _memory(options: argparse.Namespace) -> list[dict[str, Any]]:
-    config = parse_config(LmRunConfig, ["--config_path", str(CONFIG)]).resolved(check_folder=False)
-
-    def make() -> Any:
-        key = jax.random.key(0)
-        model = build_model(config.model, config.Vocab, remat="nested", key=key)
-        model = cast_parameters(model, config.trainer.precision.parameters)
-        return with_adapters(model, config.lora, key=key)
-
-    model, trainable = eqx.filter_eval_shape(make)
-    direction = eqx.filter(model, trainable)
     found = []
-    for rows in options.rows:
-        batch = eqx.filter_eval_shape(batch_of, rows, options.tokens // rows)
+    for case, (model, trainable), batch in _cases(options):
+        direction = eqx.filter(model, trainable)
         plain = memory.report(
             functools.partial(_plain, trainable=trainable), model, batch, target=options.target
         )
         scored = memory.report(
             functools.partial(_scored, trainable=trainable), model, batch, direction, target=options.target
         )
-        row = {"examples": rows, "tokens": options.tokens, "policy": "nested"}
-        row |= {"plain": memory_row(plain), "scored": memory_row(scored)}
+        row: dict[str, Any] = case | {"plain": memory_row(plain), "scored": memory_row(scored)}
         row |= {"temporaries_ratio": scored.temporaries / plain.temporaries}
         row |= {"flops_ratio": scored.flops.matmul / plain.flops.matmul}
         found.append(row)
         print(
-            f"{rows} examples: temporaries {plain.temporaries / 2**30:.2f} GiB, with scores "
-            f"{scored.temporaries / 2**30:.2f} GiB ({row['temporaries_ratio']:.3f}); products "
+            f"{', '.join(map(str, case.values()))}: temporaries {plain.temporaries / 2**30:.2f} GiB, with "
+            f"scores {scored.temporaries / 2**30:.2f} GiB ({row['temporaries_ratio']:.3f}); products "
             f"{row['flops_ratio']:.3f}",
             flush=True,
         )
     return found
+
+
+def _cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, Any]]:
+    """What is compiled for memory: facts of the row, a model with what is trained of it, and a batch."""
+    config = parse_config(LmRunConfig, ["--config_path", str(CONFIG)]).resolved(check_folder=False)
+
+    def large() -> Any:
+        key = jax.random.key(0)
+        model = build_model(config.model, config.Vocab, remat="nested", key=key)
+        model = cast_parameters(model, config.trainer.precision.parameters)
+        return with_adapters(model, config.lora, key=key)
+
+    def case(layers: str, trained: str, make: Any, rows: int, tokens: int) -> Any:
+        facts = {"layers": layers, "trained": trained, "examples": rows, "tokens": rows * tokens}
+        return facts, eqx.filter_eval_shape(make), eqx.filter_eval_shape(batch_of, rows, tokens)
+
+    for rows in options.rows:
+        yield case("Qwen3-30B-A3B", "adapters", large, rows, options.tokens // rows)
+    for kind, adapters in itertools.product(("dense", "experts"), (False, True)):
+        trained = "adapters" if adapters else "all"
+        yield case(kind, trained, functools.partial(small, kind, True, adapters), 8, 1024)
 
 
 def small(kind: str, remat: ScanCheckpointSpec, adapters: bool, hidden: int = 256) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import draccus
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -28,10 +29,12 @@ class AuxiliaryLoss(eqx.Module):
     Attributes:
         loss: a scalar, already weighted, to be added to the cross entropy.
         metrics: named scalars or arrays for the log; they carry no gradient.
+        statistics: the means over tokens of which both are functions, for `LanguageModel.auxiliary`.
     """
 
     loss: Float[Array, ""]
     metrics: Metrics
+    statistics: Any = None
 
 
 class LanguageModel(eqx.Module):
@@ -56,6 +59,10 @@ class LanguageModel(eqx.Module):
             positions: integers like `tokens`, the position of each in its document; None to count from the
                 start of the sequence.
         """
+
+    def auxiliary(self, statistics: Any) -> AuxiliaryLoss:
+        """The auxiliary losses of tokens of which these are the means, as `hidden_states` returns them."""
+        return AuxiliaryLoss(jnp.zeros(()), {})
 
     @abc.abstractmethod
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, Any]:
@@ -219,19 +226,35 @@ def next_token_loss(model: LanguageModel, batch: TokenBatch) -> tuple[Float[Arra
     return cross_entropy + auxiliary.loss, {"loss": cross_entropy, **auxiliary.metrics}
 
 
-def example_losses(
-    model: LanguageModel, batch: TokenBatch
-) -> tuple[tuple[NamedArray, Float[Array, ""]], Metrics]:
+def example_losses(model: LanguageModel, batch: TokenBatch) -> tuple[tuple[NamedArray, Any], Metrics]:
     """`next_token_loss`, sequence by sequence.
 
     Returns:
-        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, and the auxiliary losses,
-        which all sequences have together; and the metrics. The parts add up to the metric `loss`, the mean
-        over the targets of the batch.
+        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, and the sums for
+        `auxiliary_of_sums`; and the metrics. The parts add up to the metric `loss`, the mean over the targets
+        of the batch.
     """
     losses, auxiliary = _token_losses(model, batch)
     parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
-    return (parts, auxiliary.loss), {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
+    real = hax.ones(batch.tokens.axes)
+    if batch.documents is not None:
+        real = hax.where(batch.documents != 0, real, 0.0)
+    count = hax.sum(real).scalar()
+    sums = jax.tree.map(lambda mean: mean * count, auxiliary.statistics), count
+    return (parts, sums), {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
+
+
+def auxiliary_of_sums(model: LanguageModel, sums: Any) -> tuple[Float[Array, ""], Metrics]:
+    """The auxiliary losses of sequences, which they have together, and their metrics.
+
+    Args:
+        model: any causal language model.
+        sums: of `example_losses`, added up over the sequences.
+    """
+    of_statistics, count = sums
+    means = jax.tree.map(lambda one: one / jnp.maximum(count, 1.0), of_statistics)
+    found = model.auxiliary(means)
+    return found.loss, found.metrics
 
 
 def _token_losses(model: LanguageModel, batch: TokenBatch) -> tuple[NamedArray, AuxiliaryLoss]:

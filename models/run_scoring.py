@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from models.lm import example_losses
+from models.lm import auxiliary_of_sums, example_losses
 from models.run_config import LmRunConfig
 from models.transformer.config import DecoderConfig, SparseDecoderConfig
 from stacked_remat.ghost import ScoreLog, ScoreLogError
@@ -25,13 +25,18 @@ def check_scoring(config: LmRunConfig) -> None:
     """Refuses a `ghost` section that this machine can't obey.
 
     Raises:
-        ConfigError: pyarrow is not installed, layers are cut into tiles, there are several processes, or for
-            norms several devices.
+        ConfigError: pyarrow is not installed, layers are cut into tiles, experts are divided over devices,
+            there are several processes, or for norms several devices.
     """
     if config.ghost is None:
         return
     if getattr(config.model, "tiles", 1) > 1:
         raise ConfigError("ghost scores layers that are not cut: leave out model.tiles, or leave out ghost.")
+    if "experts" in config.trainer.mesh.compute_mapping:
+        raise ConfigError(
+            "ghost scores experts that are whole on each device: leave out experts in both mappings of "
+            "trainer.mesh, or leave out ghost."
+        )
     try:
         import_pyarrow()
     except ImportError as error:
@@ -81,6 +86,7 @@ def run_scoring(
         validation=validation,
         decode=tokenizer.decode,
         log=log,
+        auxiliary_of=auxiliary_of_sums,
     )
 
 

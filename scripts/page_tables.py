@@ -44,7 +44,8 @@ TABLES = {
     ),
     "ghost-flops": Table(("ghost_flops.json",), rows=("layers", "trained", "scored / plain")),
     "ghost-memory": Table(
-        ("ghost_memory_h200.json",), rows=("examples", "plain: temporaries", "scored: temporaries")
+        ("ghost_memory_h200.json",),
+        rows=("layers", "trained", "examples", "tokens", "plain: temporaries", "scored: temporaries"),
     ),
     "ghost-influence": Table(
         ("influence.json",), rows=("task", "rate", "method", "score_0.5", "score_0.9", "auc")

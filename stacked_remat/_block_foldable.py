@@ -11,7 +11,6 @@ from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
-from ._noted import noted_stack_call
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
@@ -252,10 +251,7 @@ def loop_over(
 def _via(
     layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    loop = loop_over(layers, verb, verb, fn, **options)
-    if call := noted_stack_call():
-        return call(layers, f"{verb}_via", loop.call.named, options)
-    return _applied(layers, loop)
+    return _applied(layers, loop_over(layers, verb, verb, fn, **options))
 
 
 def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable[..., Any]:

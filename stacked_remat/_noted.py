@@ -20,13 +20,12 @@ class Notes:
     """The calls that one trace noted, by the name of the call's equation.
 
     Attributes:
-        stack_call: makes the calls of stacks in this trace, instead of the stacks: from the stack, the name
-            `fold_via` or `scan_via`, the function and the options to what the method returns.
+        instead: makes what is called in the place of the noted functions, which then have no rules.
         rules: of the calls.
         types: of their arguments and results.
     """
 
-    stack_call: Callable | None = None
+    instead: Callable[[Callable], Callable] | None = None
     rules: dict[str, Any] = field(default_factory=dict)
     types: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -62,11 +61,6 @@ def is_noting() -> bool:
     return _notes.value is not None
 
 
-def noted_stack_call() -> Callable | None:
-    """What makes the calls of stacks, None where they do themselves."""
-    return None if _notes.value is None else _notes.value.stack_call
-
-
 def noted(rule: Any, fn: Callable) -> Callable:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 
@@ -75,6 +69,8 @@ def noted(rule: Any, fn: Callable) -> Callable:
     notes = _notes.value
     if notes is None:
         return fn
+    if notes.instead is not None:
+        return notes.instead(fn)
 
     def call(*args: PyTree) -> PyTree:
         return fn(*args)

@@ -227,9 +227,13 @@ class Decoder(LanguageModel):
     ) -> tuple[NamedArray, AuxiliaryLoss]:
         """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers."""
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
+        return hidden, self.auxiliary(statistics)
+
+    def auxiliary(self, statistics: RouterStatistics | None) -> AuxiliaryLoss:
+        """The losses of the routers from their statistics, none where no layer has experts."""
         if statistics is None or not isinstance(self.config, SparseDecoderConfig):
-            return hidden, AuxiliaryLoss(jnp.zeros(()), {})
-        return hidden, router_losses(statistics, self.config)
+            return super().auxiliary(statistics)
+        return router_losses(statistics, self.config)
 
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, KeyValueCache]:
         """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.
@@ -340,7 +344,7 @@ def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> 
     # 1 for even routing, num_experts / experts_per_token where all tokens choose the same experts.
     busiest = hax.max(statistics.load, config.Experts).array / config.experts.experts_per_token
     metrics["busiest_expert_per_layer"] = busiest * config.experts.num_experts
-    return AuxiliaryLoss(loss, jax.lax.stop_gradient(metrics))
+    return AuxiliaryLoss(loss, jax.lax.stop_gradient(metrics), statistics)
 
 
 @build_model.register

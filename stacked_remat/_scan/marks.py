@@ -18,6 +18,7 @@ from haliax.axis import AxisSelector
 from jax import lax
 from jax.tree_util import KeyPath
 
+from .._noted import is_noting
 from .._placement import has_host_arrays, on_several_devices
 from .._static import PyTree
 
@@ -79,11 +80,12 @@ class Marked(eqx.Module):
 def applied(blocks: PyTree) -> Marked:
     """The arrays of a stack for `fold` and `scan`, with fields marked that are not to be sliced.
 
-    Not those in host memory, nor on several devices, where the compiler would gather the whole stack.
+    Not those in host memory, nor on several devices, where the compiler would gather the whole stack, nor for
+    gradient dot products.
     """
 
     def mark(field: PyTree) -> PyTree:
-        is_sliced = has_host_arrays(field) or on_several_devices(field)
+        is_sliced = has_host_arrays(field) or on_several_devices(field) or is_noting()
         return field if is_sliced else Marked(field, "unsliced")
 
     return stored(map_unsliced(mark, blocks))

@@ -1,10 +1,11 @@
 """Which training examples move the validation loss: gradient dot products in the same backward pass."""
 
+from ._by_example import check_examples
 from ._found import GradDots
 from ._grad_dot import grad_dot, val_direction
-from ._interpret import UnsupportedLeafError
 from ._replay import Replay, replay, weighted_step
 from ._second_order import hessian_vector_product, shapley_direction
+from ._weights import UnsupportedLeafError
 from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
 from .manager import GhostManager
 
@@ -17,6 +18,7 @@ __all__ = [
     "ScoreLogError",
     "StepScores",
     "UnsupportedLeafError",
+    "check_examples",
     "grad_dot",
     "hessian_vector_product",
     "replay",

@@ -1,396 +1,349 @@
 """Evaluates a traced function, with a deposit at every place where a weight meets data."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
 
 from .._activity import CALLS, CHECKPOINTS, program_of, programs_in
-from .._noted import Notes
+from .._noted import Notes, noting
+from .._sweep.primitive import Sweep, sweep_of
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
-from ._causes import fix_of
-from ._deposit import deposit
-from ._parts import (
-    as_layers,
-    check_apart,
-    is_of_head,
-    is_scored,
-    scored_cross_entropy,
-    scored_experts,
-    scored_per_device,
-    scored_stack,
-    taken_layers,
+from ._traced import trace, type_of
+from ._weights import (
+    Along,
+    Call,
+    Result,
+    UnsupportedLeafError,
+    Value,
+    Weight,
+    bind,
+    deposit,
+    deposited,
+    directions_of,
+    equation_without_rules,
+    settled,
+    tangents_of,
 )
-from ._rows import of_constants, of_outputs, paired, unstacked_of_scan, where
-from ._stacks import evaluates_stack, stack_p
-from ._units import EXAMPLE, POSITION, Rows, Units, agreed, counted, has_examples, has_units, of_input
-from ._values import UnsupportedLeafError, Value, constant, lost_in, paths_of, plain_rows
-from ._weights import Applied, Leaf, Tangent, bind, leaves_of
 
-_WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "while", "custom_partitioning")
+_WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "custom_partitioning")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """A traced function and its second trace.
+class Interpreter:
+    """Evaluates programs in which these calls are noted."""
 
-    Attributes:
-        jaxpr: closed.
-        other: its jaxpr with more examples, None where nothing is known of it.
-        units: of the scores.
-        notes: the rules of noted calls.
-    """
-
-    jaxpr: Any
-    other: Any
-    units: Units
     notes: Notes
 
-    def evaluate(
-        self,
-        inputs: Sequence[Any],
-        leaves: dict[int, Leaf],
-        data: Sequence[int] = (),
-        checked: int | None = None,
-        adds_up: bool = False,
-        consts: Sequence[Any] | None = None,
-        rows: Mapping[int, Rows] | None = None,
-        carried: Sequence[Rows] = (),
-    ) -> list[Any]:
-        """The results.
-
-        Args:
-            inputs: arrays, as the jaxpr takes them.
-            leaves: those of the inputs that are scored, by their numbers; constants have negative ones.
-            data: inputs that depend on the examples, where there is only one.
-            checked: how many of the results are part of the loss, all by default.
-            adds_up: whether the scores of the next result are to add up to its gradient.
-            consts: in the place of the jaxpr's constants; they may depend on the examples.
-            rows: of inputs of which they are known; the sizes tell those of others.
-            carried: of the carry, which the first results have too; empty where the sizes tell them.
-
-        Raises:
-            UnsupportedLeafError: a weight reaches such a result and never meets data of examples, so that
-                its score would be lost.
-        """
-        jaxpr, other = self.jaxpr.jaxpr, self.other and self.other.jaxpr
-        of_consts = self._constants(self.jaxpr, other) if consts is None else []
-        inputs = [*(self.jaxpr.consts if consts is None else consts), *inputs]
-        others = [None] * len(inputs) if other is None else [*other.constvars, *other.invars]
-        given = []
-        for at, (array, larger) in enumerate(zip(inputs, others, strict=True), -len(jaxpr.constvars)):
-            own = plain_rows(array)
-            if larger is not None:
-                own = of_input(jnp.shape(array), larger.aval.shape, self.units)
-            own = (rows or {}).get(at) or own
-            if at < 0 and of_consts:
-                given.append(of_consts[at])
-            elif at in leaves:
-                given.append(Value(array, own, leaves[at]))
-            else:
-                given.append(Value(array, own, depends=self._depends(own, at in data)))
-        found = self._run(jaxpr, other, given)
-        if any(value.node is not None for value in found[:checked]):
-            raise UnsupportedLeafError(
-                f"{paths_of(found[:checked])} goes into a result of the loss function or of a layer without "
-                "meeting data in which the axis of examples is known. Call stacks on the whole batch, not in "
-                "jax.vmap, jax.lax.map or a loop over the examples, keep that axis apart within layers, add "
-                'weight penalties outside of layers, or use granularity="block" or "total".'
-            )
-        if adds_up and checked is not None and found[checked].node is not None:
-            raise UnsupportedLeafError(
-                f"{paths_of(found[checked : checked + 1])} goes into the scalar of coupled=True without data "
-                "of examples, as in a penalty on weights. The gradient of that is in `gradients` and in no "
-                "example's score, so they do not add up as check expects: leave check out, or add the "
-                "gradient of the penalty after grad_dot."
-            )
-        if checked is None and self.other is not None:
-            self._check_results([*leaves.values()], found, carried)
-        return [value.array for value in found]
-
-    def _constants(self, closed: Any, other: Any) -> list[Value]:
-        """The constants of a program, of which the other is the same in the second trace, or None."""
-        if other is None or len(other.constvars) != len(closed.consts):
-            return [*map(constant, closed.consts)]
-        flows = of_constants(closed.consts, closed.jaxpr, other, self.units)
-        return [
-            Value(array, flow.rows, None, self._depends(flow.rows, False), flow.numbers)
-            for array, flow in zip(closed.consts, flows, strict=True)
-        ]
-
-    def _depends(self, rows: Rows, is_data: bool) -> bool:
-        """Whether an input counts as data: tables of the model may have positions too."""
-        return (not self.units.sizes or has_units(rows)) if is_data else has_examples(rows)
-
-    def _check_results(self, leaves: Sequence[Leaf], found: Sequence[Value], carry: Sequence[Rows]) -> None:
-        """Whether a layer's results have the rows that its caller takes them to have."""
-        for at, (value, var) in enumerate(zip(found, self.other.jaxpr.outvars, strict=True)):
-            sized = of_input(jnp.shape(value.array), var.aval.shape, self.units)
-            wanted = carry[at] if at < len(carry) and carry[at] else sized
-            pairs = zip(wanted, value.rows, strict=True)
-            if any(dim and (own is None or own != agreed(dim, own)) for dim, own in pairs):
-                raise UnsupportedLeafError(
-                    f"The layer of {', '.join(leaf.path for leaf in leaves)} has a result, and it can't be "
-                    f"told which rows of it are of which example{lost_in([value])}. Keep the axis of "
-                    'examples apart, or use granularity="block" or "total".'
-                )
-
-    def of(self, jaxpr: Any, other: Any, units: Units, notes: Notes) -> "Program":
-        """Another program: a part of this one."""
-        return Program(jaxpr, other, units, notes)
-
-    def _called(self, inner: Any, other: Any, operands: Sequence[Value]) -> list[Value]:
-        """The results of a closed jaxpr in the program."""
-        return self._run(inner.jaxpr, other, [*self._constants(inner, other), *operands])
-
-    def _run(self, jaxpr: Any, other: Any, inputs: Sequence[Value]) -> list[Value]:
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    def evaluate(self, jaxpr: Any, inputs: Sequence[Value], consts: Sequence[Any] = ()) -> list[Value]:
+        """The results of an open jaxpr, from those that are its inputs."""
+        values = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
+        values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, Literal):
-                return constant(jnp.asarray(atom.val, jnp.result_type(atom.aval)))
+                return Value(jnp.asarray(atom.val, jnp.result_type(atom.aval)))
             return values[atom]
 
-        for equation, twin in paired(jaxpr.eqns, () if other is None else other.eqns):
-            operands = [read(atom) for atom in equation.invars]
-            values |= dict(zip(equation.outvars, self._step(equation, twin, operands), strict=True))
+        for equation in jaxpr.eqns:
+            found = self._step(equation, [read(atom) for atom in equation.invars])
+            values |= dict(zip(equation.outvars, found, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _step(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+    def arrays(self, program: Any, inputs: Sequence[Value]) -> list[Any]:
+        """The results of a jaxpr, open or closed, as arrays; weights that are results have deposits too."""
+        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+        return [settled(value) for value in self.evaluate(jaxpr, inputs, consts)]
+
+    def _step(self, equation: Any, operands: list[Value]) -> list[Value]:
         name, rule = equation.primitive.name, self.notes.rule_of(equation)
-        if equation.primitive is stack_p and is_scored(equation, operands):
-            arrays = scored_stack(self, equation, twin, operands)
-            found = self._results(equation, twin, operands, arrays)
-            return [dataclasses.replace(value, depends=True) for value in found]
-        weighted = any(value.node is not None for value in operands)
-        if name in CALLS and rule is None and (weighted or _is_alike(equation, twin)):
-            inner, other = _called(equation), _called(twin) if twin else None
-            return self._called(inner, other and other.jaxpr, operands)
-        if name in CHECKPOINTS and weighted:
-            return self._checkpointed(equation, twin, operands)
-        if not weighted:
-            return self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
-        if evaluates_stack(equation) or (name == "scan" and any(map(as_layers, operands))):
-            return self._looped(equation, twin, operands)
-        met = [value for value in operands if value.node is None and self._is_data(value)]
-        if not met:
-            return self._of_weights(equation, twin, operands)
-        if isinstance(rule, ExpertsCall):
-            return self._results(equation, twin, operands, [scored_experts(self, rule, equation, operands)])
-        if isinstance(rule, CrossEntropyCall) and is_of_head(operands):
-            (flow,) = of_outputs(equation, twin, [value.flow for value in operands], self.units)
-            losses = scored_cross_entropy(self, rule, equation, operands, flow.rows)
-            return self._results(equation, twin, operands, [losses])
-        if name == "shard_map":
-            return self._results(equation, twin, operands, scored_per_device(self, equation, twin, operands))
-        return self._meeting(equation, twin, operands)
-
-    def _is_data(self, value: Value) -> bool:
-        return has_examples(value.rows) if EXAMPLE in self.units.growing else value.depends
-
-    def _results(self, equation: Any, twin: Any, operands: list[Value], arrays: Sequence[Any]) -> list[Value]:
         depends = any(value.depends for value in operands)
-        flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
-        lost = next((value.lost for value in operands if value.lost), "") or where(equation)
-        return [
-            Value(
-                array,
-                flow.rows,
-                None,
-                depends or has_examples(flow.rows),
-                flow.numbers,
-                lost if None in flow.rows else "",
-            )
-            for array, flow in zip(arrays, flows, strict=True)
-        ]
+        if all(value.node is None for value in operands):
+            return [Value(array, None, depends) for array in bind(equation, _arrays(operands))]
+        if name in CALLS and rule is None:
+            inner = program_of(equation)
+            return self.evaluate(getattr(inner, "jaxpr", inner), operands, getattr(inner, "consts", ()))
+        if not depends:
+            return self._of_weights(equation, operands)
+        return [Value(array, None, True) for array in self._met(equation, rule, operands)]
 
-    def _of_weights(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
+    def _met(self, equation: Any, rule: Any, operands: list[Value]) -> Sequence[Any]:
+        """The results of an equation on weights and data, with deposits."""
+        if equation.primitive.name in CHECKPOINTS:
+            return self._checkpointed(equation, operands)
+        if equation.primitive.name == "scan":
+            return self._scanned(equation, operands)
+        if equation.primitive.name == "shard_map":
+            return self._divided(equation, operands)
+        if isinstance(equation.params.get("_prim"), Sweep):
+            return self._swept(equation.params["_prim"], operands)
+        alongs = _alongs_of(operands)
+        of_one_layer = all(along.layers is None for along in alongs)
+        if isinstance(rule, ExpertsCall) and of_one_layer:
+            return [self._experts(rule, operands)]
+        is_head = [value.node is not None for value in operands[:3]] == [False, True, False]
+        if isinstance(rule, CrossEntropyCall) and is_head and of_one_layer and len(alongs) == 1:
+            return _cross_entropy(rule, operands)
+        self._check_derivative(equation, operands)
+        differentiable = equation if rule is None else equation_without_rules(equation)
+        call = Call(differentiable, tuple(value.operand for value in operands))
+        arrays = bind(equation, _arrays(operands))
+        real = [at for at, array in enumerate(arrays) if _is_real(array)]
+        met = deposited([arrays[at] for at in real], [Result(call, at) for at in real])
+        for at, array in zip(real, met, strict=True):
+            arrays[at] = array
+        return arrays
+
+    def _of_weights(self, equation: Any, operands: list[Value]) -> list[Value]:
         """The results of an equation on weights and on values that are the same for all examples."""
         self._check_derivative(equation, operands)
-        arrays = bind(equation, [value.array for value in operands])
-        nodes = tuple(value.operand for value in operands)
-        found = self._results(equation, twin, operands, arrays)
-        if layers := taken_layers(equation, operands, arrays):
-            return [dataclasses.replace(value, node=leaf) for value, leaf in zip(found, layers, strict=True)]
+        arrays = bind(equation, _arrays(operands))
+        if layers := _taken_layers(equation, operands[0], arrays):
+            return [Value(array, leaf) for array, leaf in zip(arrays, layers, strict=True)]
+        call = Call(equation, tuple(value.operand for value in operands))
         return [
-            dataclasses.replace(value, node=Applied(equation, nodes, index))
-            if jnp.issubdtype(value.array.dtype, jnp.inexact)
-            else value
-            for index, value in enumerate(found)
+            Value(array, Result(call, at) if _is_real(array) else None) for at, array in enumerate(arrays)
         ]
 
-    def _meeting(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
-        nodes = [value.operand for value in operands]
-        leaves = leaves_of([node for node in nodes if isinstance(node, Leaf | Applied)])
-        for leaf in leaves:
-            check_apart(leaf, place=where(equation), nodes=nodes)
-        self._check_derivative(equation, operands)
-        noted = self.notes.rule_of(equation) is not None
-        found = self._results(equation, twin, operands, bind(equation, [v.array for v in operands]))
-        of_weights = [
-            index
-            for index, (value, var) in enumerate(zip(found, equation.outvars, strict=True))
-            if jnp.issubdtype(value.array.dtype, jnp.inexact) and type(var).__name__ != "DropVar"
-        ]
-        for index in of_weights:
-            self.check_rows(equation, found[index].rows, leaves, operands)
-        arrays, rows = [found[at].array for at in of_weights], [found[at].rows for at in of_weights]
-        for leaf in leaves:
-            tangent = Tangent.of(equation, nodes, leaf, of_weights, inline_custom=noted)
-            arrays = deposit(arrays, rows, self.units, leaf.probe, tangent)
-        for index, array in zip(of_weights, arrays, strict=True):
-            found[index] = dataclasses.replace(found[index], array=array, depends=True)
-        return found
-
-    def settled(self, value: Value) -> Value | None:
-        """A value of weights alone that each example has, such as queries, as data; None for any other."""
-        counts = sorted(unit for dim in value.rows for unit in counted(dim))
-        if None in value.rows or counts != self.units.growing or not isinstance(value.node, Applied):
-            return None
-        equation, array = value.node.equation, value.array
-        for leaf in leaves_of([value.node]):
-            check_apart(leaf, place=where(equation))
-            tangent = Tangent.of(equation, value.node.operands, leaf, [value.node.index], inline_custom=False)
-            (array,) = deposit([array], [value.rows], self.units, leaf.probe, tangent)
-        return Value(array, value.rows, depends=True)
-
-    def _checkpointed(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
-        """A `jax.checkpoint` around the same function with its deposits."""
-        inner, other = _called(equation), _called(twin) if twin else None
-        kept: list[Value] = []
-
-        def run(arrays: list[Any]) -> list[Any]:
-            given = iter(arrays)
-            values = [
-                value if value.node is not None
-                else dataclasses.replace(value, array=next(given))
-                for value in operands
-            ]  # fmt: skip
-            kept[:] = self._called(inner, other and other.jaxpr, values)
-            return [value.array for value in kept]
-
-        arrays = [value.array for value in operands if value.node is None]
-        policy, prevent_cse = equation.params["policy"], equation.params["prevent_cse"]
-        found = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
-        if any(value.node is not None for value in kept):
-            run(arrays)
-            return kept
-        return [dataclasses.replace(value, array=array) for value, array in zip(kept, found, strict=True)]
-
-    def _looped(self, equation: Any, twin: Any, operands: list[Value]) -> list[Value]:
-        """A `jax.lax.scan` around the same function with its deposits, in stacks or in layers."""
-        params, length = equation.params, equation.params.get("length")
-        error = UnsupportedLeafError(
-            f"{paths_of(operands)} is folded within `{equation.primitive.name}`, and it can't be told there "
-            "which rows are of which example. Call the stack on the whole batch, not in a loop over the axis "
-            "of examples nor in a branch, and do not let a loop change its weights, or use "
-            'granularity="block" or "total".'
-        )
-        is_alike = not self.units.sizes or (twin is not None and length == twin.params.get("length"))
-        if equation.primitive.name != "scan" or not is_alike:
-            raise error
-        inner, other = params["jaxpr"], twin and twin.params["jaxpr"].jaxpr
-        consts, carried = unstacked_of_scan(equation)
-        first, xs = operands[:consts], operands[consts + carried :]
-        layers = [as_layers(value) for value in xs]
-        weighted = [leaf is None and value.node is not None for leaf, value in zip(layers, xs, strict=True)]
-        if any(weighted) or any(value.node is not None for value in operands[consts : consts + carried]):
-            raise error
-        flows = of_outputs(equation, twin, [value.flow for value in operands], self.units)
-
-        def body(carry: Any, slices: Any) -> tuple[list[Any], list[Any]]:
-            of_carry = [
-                Value(array, flow.rows, depends=True) for array, flow in zip(carry, flows, strict=False)
-            ]
-            of_turn = [
-                Value(array, value.rows[1:], leaf and Leaf(leaf.path, array, *own), value.depends)
-                for value, leaf, (array, *own) in zip(xs, layers, slices, strict=True)
-            ]
-            found = self._called(inner, other, [*first, *of_carry, *of_turn])
-            if any(value.node is not None for value in found):
-                raise error
-            arrays = [value.array for value in found]
-            return arrays[:carried], arrays[carried:]
-
-        carry = [value.array for value in operands[consts : consts + carried]]
-        options = {"reverse": params["reverse"], "unroll": params["unroll"], "length": length}
-        pairs = zip(layers, xs, strict=True)
-        slices = [(leaf.array, leaf.direction, leaf.probe) if leaf else (x.array,) for leaf, x in pairs]
-        carry, each = jax.lax.scan(body, carry, slices, **options)
-        return self._results(equation, twin, operands, [*carry, *each])
-
-    def _check_derivative(self, equation: Any, operands: Sequence[Value]) -> None:
+    def _check_derivative(self, equation: Any, operands: list[Value]) -> None:
         if self.notes.rule_of(equation) is not None:
             return
-        names = _names_in(equation)
-        if equation.primitive is stack_p:
-            plain = jax.make_jaxpr(equation.params["call"].plain)(*(value.array for value in operands))
-            names = set().union(*map(_names_in, plain.jaxpr.eqns))
-        found = next((name for name in names if name in _WITHOUT_DERIVATIVE), None)
-        if found is None:
-            return
-        raise UnsupportedLeafError(
-            f"{paths_of(operands)} goes into `{found}`, which has no derivative along a direction. Use "
-            'granularity="block" or "total", or give it no direction.'
+        found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
+        if found is not None:
+            paths = ", ".join(along.path for along in _alongs_of(operands))
+            raise UnsupportedLeafError(
+                f"{paths} goes into `{found}`, which has no derivative along a direction. Use norms=True, or "
+                "give it no direction."
+            )
+
+    def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:
+        """A `jax.checkpoint` around the same function with its deposits."""
+
+        def run(arrays: list[Any]) -> list[Any]:
+            left = iter(arrays)
+            given = [value if value.node else value.of(next(left)) for value in operands]
+            return self.arrays(program_of(equation), given)
+
+        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+        return jax.checkpoint(run, **options)([value.array for value in operands if not value.node])
+
+    def _divided(self, equation: Any, operands: list[Value]) -> list[Any]:
+        """A `jax.shard_map` with deposits in what each device computes."""
+        part, params = _Part(operands, [*map(_shared, operands)]), equation.params
+        pairs = zip(params["in_specs"], part.alongs, strict=True)
+        extra = [spec for own, alongs in pairs for _ in alongs for spec in (own, PartitionSpec())]
+        run = jax.shard_map(
+            lambda arrays, extra: self.arrays(params["jaxpr"], part.inside(arrays, extra)),
+            in_specs=(list(params["in_specs"]), extra),
+            out_specs=list(params["out_specs"]),
+            mesh=params["mesh"],
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
         )
+        return list(run(_arrays(operands), part.extra))
 
-    def check_rows(
-        self, equation: Any, rows: Rows, leaves: Sequence[Leaf], operands: Sequence[Value]
-    ) -> None:
-        """Whether each row of a result belongs to one example, and position, and it is known to which."""
-        units = [unit for dim in rows for unit in counted(dim)]
-        unclear = any(dim is None for dim in rows) and self.units.sizes
-        if not unclear and sorted(units) == self.units.growing:
-            return
-        paths = ", ".join(leaf.path for leaf in leaves)
-        what, fix = "example", _OF_EXAMPLES
-        if POSITION in self.units.growing:
-            what, fix = "example and position", _OF_POSITIONS
-        if POSITION not in self.units.growing and equation.primitive.name.startswith("ragged_dot"):
-            fix = f"{fix_of(where(equation))} {fix}"
-        raise UnsupportedLeafError(
-            f"{paths} meets data in {where(equation)}, and it can't be told which rows of the result are of "
-            f"which {what}{lost_in(operands)}. {fix}"
-        )
+    def _scanned(self, equation: Any, operands: list[Value]) -> list[Any]:
+        """A `jax.lax.scan` with deposits in its body."""
+        params = equation.params
+        consts, carried = _unstacked_of_scan(equation)
+        shared = _Part(operands[:consts], [*map(_shared, operands[:consts])])
+        xs = _Part(operands[carried:], [*map(_by_layer, operands[carried:])])
+
+        def body(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
+            given = [*shared.inside(_arrays(shared.values), shared.extra), *_data(carry), *xs.inside(*x)]
+            found = self.arrays(params["jaxpr"], given)
+            return found[: len(carry)], found[len(carry) :]
+
+        options = {name: params[name] for name in ("reverse", "unroll", "length")}
+        init = [*map(settled, operands[consts:carried])]
+        carry, ys = lax.scan(body, init, (_arrays(xs.values), xs.extra), **options)
+        return [*carry, *ys]
+
+    def _swept(self, sweep: Sweep, operands: list[Value]) -> list[Any]:
+        """A sweep over layers with deposits in them, under the same policy."""
+        spec = sweep.spec
+        init, xs, shared = sweep.in_tree.unflatten(operands)
+        every_shared = _arrays(shared)
+        kinds, stacks, unsliced = [], [], []
+        for kind in spec.kinds:
+            own = _Part(xs[kind.xs], [*map(_by_layer, xs[kind.xs])])
+            of_kind = kind.pick_shared(shared)
+            common = _Part(of_kind, [*map(_shared, of_kind)])
+            places = range(len(every_shared), len(every_shared) + len(common.extra))
+            every_shared += common.extra
+            first = len(stacks)
+            stacks += [*_arrays(own.values), *own.extra]
+            unsliced += [*spec.unsliced[kind.xs], *[False] * len(own.extra)]
+            given = {"shared": (*kind.shared, *places), "xs": slice(first, len(stacks))}
+            layer = self._layer_of(kind, common, own)
+            kinds.append(dataclasses.replace(kind, **given).with_layer(layer, every_shared))
+        spec = dataclasses.replace(spec, kinds=tuple(kinds), unsliced=tuple(unsliced))
+        carry, ys = sweep_of(spec, [*map(settled, init)], stacks, every_shared)
+        return [*carry, *ys]
+
+    def _layer_of(self, kind: Any, common: "_Part", own: "_Part") -> Any:
+        """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra) -> (carry, y)`."""
+        types = [var.aval for var in kind.jaxpr.invars]
+        ends = len(common.values), len(common.values) + kind.carries
+
+        def layer(shared: Any, more: Any, carry: Any, x: Any, extra: Any) -> list[Any]:
+            given = [*common.inside(shared, more), *_data(carry), *own.inside(x, extra)]
+            return self.arrays(kind.jaxpr, given)
+
+        more = [jax.typeof(array) for array in common.extra]
+        extra = [type_of(array, array.shape[1:]) for array in own.extra]
+        given = types[: ends[0]], more, types[ends[0] : ends[1]], types[ends[1] :], extra
+        return jax.make_jaxpr(layer)(*given)
+
+    def _experts(self, call: ExpertsCall, operands: list[Value]) -> Any:
+        """The result of grouped experts.
+
+        The rows of each block are evaluated one by one, under `jax.vmap`, with a probe for each pair of token
+        and expert, which adds to that of its example.
+        """
+        x, choices, gates = map(settled, operands[:3])
+        part = _Part(operands[3:], [*map(_shared, operands[3:])])
+        count, every = len(part.values), [*itertools.chain(*part.alongs)]
+        probes = [jnp.broadcast_to(along.probe, choices.shape) for along in every]
+
+        def expert(arrays: Sequence[Any], rows: Any, gates_and_probes: Any) -> Any:
+            def apply(own: Sequence[Any], row: Any, gate: Any) -> Any:
+                return call.expert(call.rebuild(own), row[None], gate[None])[0]
+
+            def one(row: Any, gate: Any, probes: Sequence[Any]) -> Any:
+                notes = Notes()
+                with noting(notes):
+                    traced = trace(apply, arrays[:count], row, gate)
+                extra = itertools.chain(*zip(arrays[count:], probes, strict=True))
+                given = [*part.inside(traced.inputs[:count], [*extra]), *_data(traced.inputs[count:])]
+                return Interpreter(notes).arrays(traced.closed, given)[0]
+
+            return jax.vmap(one)(rows, *gates_and_probes)
+
+        options = {"expert": expert, "saved": None, "rebuild": lambda arrays: arrays, "kernels": None}
+        arrays = [*_arrays(part.values), *(along.direction for along in every)]
+        return dataclasses.replace(call, **options).run(x, choices, (gates, probes), arrays)
 
 
-_OF_EXAMPLES = (
-    "Keep the axis of examples apart, and do before what mixes their data alone, as mixup does, or use "
-    'granularity="block" or "total".'
-)
-_OF_POSITIONS = (
-    "Keep the axes of examples and positions apart: attention is followed where it is of products or sums; "
-    "positions that are sorted, chosen by index, shifted or convolved are not. Without per_token, or with "
-    "examples that are rows, only the axis of examples counts."
-)
+def _unstacked_of_scan(equation: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many these and the carry, in whichever JAX."""
+    inner = equation.params["jaxpr"].jaxpr
+    carried, both = (
+        sum(one.aval.shape == other.aval.shape for one, other in zip(*pair, strict=True))
+        for pair in ((equation.outvars, inner.outvars), (equation.invars, inner.invars))
+    )
+    return both - carried, both
 
 
-def _called(equation: Any) -> Any:
-    """The closed jaxpr of an equation that only calls it."""
-    inner = program_of(equation)
-    return inner if hasattr(inner, "consts") else _Open(inner)
+def _cross_entropy(call: CrossEntropyCall, operands: list[Value]) -> list[Any]:
+    """The losses. Their derivative along the direction of the head is found from the same logits."""
+    (along,) = _shared(operands[1])
+    losses, derivative = call.along(_arrays(operands), along.direction)
+    return deposit([losses], along, lambda _: [derivative])
 
 
-def _is_alike(equation: Any, twin: Any) -> bool:
-    """Whether two calls have the same equations, apart from sizes."""
-    if twin is None:
-        return False
-    inner, other = _called(equation).jaxpr, _called(twin).jaxpr
-    return [eqn.primitive for eqn in inner.eqns] == [eqn.primitive for eqn in other.eqns]
+def _arrays(values: Sequence[Value]) -> list[Any]:
+    return [value.array for value in values]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Open:
-    """A jaxpr without constants, as if it were closed."""
+def _alongs_of(values: Sequence[Value]) -> list[Along]:
+    return [along for _, along in directions_of([value.node for value in values if value.node])]
 
-    jaxpr: Any
-    consts: tuple[()] = ()
+
+def _data(arrays: Sequence[Any]) -> list[Value]:
+    return [Value(array, depends=True) for array in arrays]
+
+
+def _is_real(array: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
 
 
 def _names_in(equation: Any) -> set[str]:
     inner = [eqn for jaxpr in programs_in(equation) for eqn in jaxpr.eqns]
     return {equation.primitive.name}.union(*(_names_in(eqn) for eqn in inner))
+
+
+def _handed_on(value: Value, fits: Callable[[Along], bool] = lambda _: True) -> list[Along]:
+    """The directions of a value, of its own shape; none for data.
+
+    A direction of layers that does not fit is one for each of its layers instead.
+    """
+
+    def own(weight: Weight, along: Along) -> Along:
+        (tangent,) = tangents_of([value.node], weight, along.direction)
+        return dataclasses.replace(along, direction=lax.stop_gradient(tangent))
+
+    found: list[Along] = []
+    for weight, along in directions_of([value.node] if value.node else []):
+        whole = own(weight, along)
+        is_one = along.layers is None or fits(whole)
+        found += [whole] if is_one else [own(weight, layer) for layer in along.split()]
+    return found
+
+
+def _by_layer(value: Value) -> list[Along]:
+    """The directions of a value that has a layer, or what a turn of a loop takes, in each row."""
+    length = len(value.array)
+    found = _handed_on(value, lambda along: len(along.probe) == length)
+    rows = [jnp.broadcast_to(along.probe, (length,)) for along in found]
+    return [
+        dataclasses.replace(along, probe=row, layers=None) for along, row in zip(found, rows, strict=True)
+    ]
+
+
+def _shared(value: Value) -> list[Along]:
+    """The directions of a value that every layer of a stack, or turn of a loop, takes whole."""
+    return _handed_on(value, lambda along: along.direction.shape[along.layers :][:1] == along.probe.shape)
+
+
+def _taken_layers(equation: Any, value: Value, arrays: Sequence[Any]) -> list[Weight] | None:
+    """The weights that some layers of an array of a stack are; None where the equation takes none."""
+    params, name = equation.params, equation.primitive.name
+    if name not in ("slice", "squeeze", "unstack") or value.node is None:
+        return None
+    if any(a.probe.shape != value.array.shape[:1] or a.layers for _, a in directions_of([value.node])):
+        return None
+    if 0 in (params.get("axis"), *params.get("dimensions", ())):
+        taken: list[Any] = [*range(len(value.array))]
+    elif name == "slice":
+        first, last, step = (params[key] for key in ("start_indices", "limit_indices", "strides"))
+        taken = [slice(first[0], last[0], step and step[0])]
+    else:
+        return None
+    pairs = [(along, bind(equation, [along.direction])) for along in _handed_on(value)]
+
+    def weight(at: int, rows: Any) -> Weight:
+        layers = 0 if isinstance(rows, slice) else None
+        own = [Along(along.path, found[at], along.probe[rows], layers) for along, found in pairs]
+        return Weight(arrays[at], tuple(own))
+
+    return [weight(at, rows) for at, rows in enumerate(taken)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """Inputs of a layer, and the directions of each that depends on weights."""
+
+    values: list[Value]
+    alongs: list[list[Along]]
+
+    @property
+    def extra(self) -> list[Any]:
+        """The directions and probes, which the layer takes behind its inputs."""
+        every = itertools.chain(*self.alongs)
+        return [array for along in every for array in (along.direction, along.probe)]
+
+    def inside(self, arrays: Sequence[Any], extra: Sequence[Any]) -> list[Value]:
+        """The values in a layer, from its inputs and its directions and probes."""
+        left, found = iter(extra), []
+        for value, alongs, array in zip(self.values, self.alongs, arrays, strict=True):
+            own = [dataclasses.replace(along, direction=next(left), probe=next(left)) for along in alongs]
+            found.append(Value(array, Weight(array, tuple(own)) if own else None, value.depends))
+        return found

@@ -2,20 +2,19 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from haliax import Axis, NamedArray
+import numpy as np
+from haliax import Axis
 
 from .._messages import axes_text
-from .._scan.marks import Marked, is_named, raw_array, take_marks_off
-from ._stacks import leaves_with_paths
-from ._traced import resized, trace
-from ._values import UnsupportedLeafError
+from .._scan.marks import is_named, raw_array, take_marks_off
+from ._traced import is_traced
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 """(model, batch) to the losses of the examples; see `grad_dot`."""
@@ -29,13 +28,14 @@ class Objective:
     Attributes:
         reduction: over the examples.
         tokens: over the further axes of the losses, None where there are none.
-        coupled: whether a scalar comes with the losses that is added to the reduced loss.
+        coupled: from sums over the examples, which come with the losses, to a scalar that is added to the
+            reduced loss; None where there are none.
         has_aux: whether anything else is returned in the last place.
     """
 
     reduction: Reduction
     tokens: Reduction | None = None
-    coupled: bool = False
+    coupled: Callable[[Any], Any] | None = None
     has_aux: bool = False
 
     def __post_init__(self) -> None:
@@ -47,18 +47,20 @@ class Objective:
             )
 
     def parts(self, returned: Any) -> tuple[Any, Any, Any]:
-        """The losses, the coupled loss or None, and the rest or None."""
-        aux, coupled = None, None
+        """The losses, the sums or None, and the rest or None."""
+        aux, sums = None, None
         if self.has_aux:
-            returned, aux = _pair(returned, "has_aux")
-        if self.coupled:
-            returned, coupled = _pair(returned, "coupled")
+            returned, aux = _pair(returned, "has_aux=True")
+        if self.coupled is not None:
+            returned, sums = _pair(returned, "coupled")
+            if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(sums)):
+                raise TypeError("With coupled per_example_loss returns losses and sums of arrays alone.")
         if not is_named(returned) and not hasattr(returned, "ndim"):
             raise TypeError(
                 "per_example_loss returns a NamedArray or a plain array with a loss for each example; got "
-                f"{type(returned).__name__}. For more beside it give has_aux=True or coupled=True."
+                f"{type(returned).__name__}. For more beside it give has_aux=True or coupled."
             )
-        return returned, coupled, aux
+        return returned, sums, aux
 
     def examples(self, returned: Any) -> Axis:
         """The axis of the examples in what the loss function returns.
@@ -82,32 +84,18 @@ class Objective:
 
     def reduced(self, returned: Any) -> tuple[Any, Any]:
         """The scalar to differentiate, and the rest."""
-        _, coupled, aux = self.parts(returned)
+        _, sums, aux = self.parts(returned)
         array = self.of_examples(returned)
         value = jnp.mean(array) if self.reduction == "mean" else jnp.sum(array)
-        return (value if coupled is None else value + raw_array(coupled)), aux
+        return (value if self.coupled is None else value + raw_array(self.coupled(sums))), aux
 
-    def of_examples(self, returned: Any) -> Any:
-        """The losses `[batch]` in float32."""
-        losses, _, _ = self.parts(returned)
+    def of_examples(self, returned: Any, *, is_loss: bool = False) -> Any:
+        """The losses `[batch]` in float32, of what the loss function returned, or of the losses alone."""
+        losses = returned if is_loss else self.parts(returned)[0]
         array = raw_array(losses).astype(jnp.float32)
         if self.tokens is None:
             return array
         return (jnp.mean if self.tokens == "mean" else jnp.sum)(array, tuple(range(1, array.ndim)))
-
-    def check_tokens(self, returned: Any, Position: Axis) -> None:
-        """Whether there are losses of the tokens that `example_ids` counts along an axis.
-
-        Raises:
-            ValueError: there are none, or for means not as many.
-        """
-        sizes = raw_array(self.parts(returned)[0]).shape[1:]
-        if len(sizes) != 1 or (self.tokens == "mean" and sizes[0] != Position.size):
-            raise ValueError(
-                f"example_ids has ids of {Position.size} tokens along {Position.name!r}, and an "
-                f"example of per_example_loss has losses of the shape {sizes}. Return a loss for each token: "
-                'zero for one without a target, and give that the id -1; or tokens="sum".'
-            )
 
     def scale(self, examples: int) -> float:
         """What turns the gradient of an example's part of the reduced loss into that of its own loss."""
@@ -116,7 +104,7 @@ class Objective:
 
 def _pair(returned: Any, option: str) -> Any:
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"With {option}=True per_example_loss returns a pair; got {type(returned).__name__}.")
+        raise TypeError(f"With {option} per_example_loss returns a pair; got {type(returned).__name__}.")
     return returned
 
 
@@ -145,6 +133,13 @@ def trained_mask(model: Any, trainable: Any) -> Any:
         return jax.tree.map(lambda leaf: bool(wanted) and eqx.is_inexact_array(leaf), part)
 
     return jax.tree.map(mask, spec, model)
+
+
+def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree, a named array as one, with their paths as `jax.tree_util.keystr` writes them."""
+    for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_named):
+        if is_traced(raw_array(leaf)):
+            yield jtu.keystr(path), leaf
 
 
 def directions(params: Any, direction: Any) -> dict[str, Any]:
@@ -180,6 +175,11 @@ def directions(params: Any, direction: Any) -> dict[str, Any]:
     return given
 
 
+def with_jax_arrays(batch: Any) -> Any:
+    """The batch with arrays of JAX in place of NumPy's."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
+
+
 def without_marks(per_example_loss: Loss) -> Loss:
     """The loss of a batch in which arrays may be marked `stacked_remat.shared`."""
 
@@ -192,113 +192,35 @@ def without_marks(per_example_loss: Loss) -> Loss:
     return loss
 
 
-def map_examples(batch: Any, Batch: Axis, fn: Callable[[Any, int], Any], size: int) -> Any:
-    """A batch with another number of examples.
-
-    Args:
-        batch: any tree. Named arrays with the axis `Batch`, and plain arrays with its size as first
-            dimension, have examples, unless they are marked `stacked_remat.shared`.
-        Batch: the axis of examples.
-        fn: from the raw array and its dimension of examples to the new raw array.
-        size: the number of examples after it.
-    """
-
-    def new(leaf: Any) -> Any:
-        if is_named(leaf):
-            at = next((at for at, axis in enumerate(leaf.axes) if axis.name == Batch.name), None)
-            if at is None:
-                return leaf
-            axes = tuple(axis.resize(size) if axis.name == Batch.name else axis for axis in leaf.axes)
-            return NamedArray(fn(leaf.array, at), axes)
-        return fn(leaf, 0) if _may_have_examples(leaf, Batch) else leaf
-
-    return jax.tree.map(new, batch, is_leaf=_is_named_or_marked)
-
-
-def _may_have_examples(leaf: Any, Batch: Axis) -> bool:
-    return eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == Batch.size
-
-
-def _is_named_or_marked(leaf: Any) -> bool:
-    return is_named(leaf) or isinstance(leaf, Marked)
-
-
 _ADVICE = (
-    "Take axes and sizes from the arrays of the batch, and mark an array that all examples share with "
-    "stacked_remat.shared(array): a plain one whose first dimension is the number of examples, such as a "
-    "jax.random.PRNGKey of 2, is taken for one of examples."
+    "It is given one example at a time, a batch of 1. Take axes and sizes from the arrays of the batch, and "
+    "mark an array that all examples share with stacked_remat.shared(array): a plain one whose first "
+    "dimension is the number of examples, such as a jax.random.PRNGKey of 2, is taken for one of examples."
 )
 
 
 @contextlib.contextmanager
-def tracing_more(size: int, positions: int = 0) -> Iterator[None]:
-    """Errors of a loss function that is traced with more examples and positions, with what to do."""
+def errors_of_one_example() -> Iterator[None]:
+    """Errors of a loss function that is traced with one example, with what to do."""
     try:
         yield
-    except UnsupportedLeafError:
-        raise
     except (TypeError, ValueError, RuntimeError) as error:
-        more = f" of {positions} positions" if positions else ""
-        tables = " Of a table of positions take as many as there are: table[: tokens.shape[1]]."
         raise ValueError(
-            f"per_example_loss takes this batch, and fails where it is traced with {size} examples{more}, "
-            f"which shows what holds examples: {str(error).splitlines()[0].rstrip('.')}. {_ADVICE}"
-            f"{tables if positions else ''}"
+            f"per_example_loss takes this batch, and fails for one of its examples: "
+            f"{str(error).splitlines()[0].rstrip('.')}. {_ADVICE}"
         ) from error
 
 
-def check_size(losses: Sequence[int], examples: int) -> None:
-    """Whether there is a loss for each example, from the shape of the losses.
+def check_size(losses: Any) -> None:
+    """Whether there is one loss for one example.
 
     Raises:
         ValueError: the losses are of something else, which has the same size in the batch itself.
     """
-    if examples in losses[1:] and losses[0] != examples:
+    shape = raw_array(losses).shape
+    if shape[0] != 1:
         raise ValueError(
-            f"per_example_loss returned losses of the shape {tuple(losses)} for {examples} examples, as "
-            "where time comes first: return them transposed, with the axis of the examples first."
+            f"per_example_loss returned losses of the shape {shape} for one example: their first axis has to "
+            "be that of the examples. Return [batch, time] where time comes first. Pairs, such as chosen and "
+            f"rejected texts, are two arrays of the batch, or one with the axes [batch, 2, ...]. {_ADVICE}"
         )
-    if losses[0] != examples:
-        raise ValueError(
-            f"per_example_loss returned {losses[0]} losses for {examples} examples: their first axis has to "
-            "be that of the examples. Pairs, such as chosen and rejected texts, are two arrays of the batch, "
-            f"or one with the axes [batch, 2, ...]. {_ADVICE}"
-        )
-
-
-def check_examples(model: Any, per_example_loss: Loss, batch: Any, Batch: Axis) -> None:
-    """Whether the batch can be cut into its examples: the arrays that hold them follow their number.
-
-    Raises:
-        ValueError: names the path of a plain array that does not.
-    """
-    if Batch.size == 1:
-        return
-    more = Batch.size + 1
-
-    def grow(array: Any, at: int) -> Any:
-        return resized(array, at, more)
-
-    paths_and_leaves, structure = jtu.tree_flatten_with_path(batch, is_leaf=_is_named_or_marked)
-    larger = structure.flatten_up_to(map_examples(batch, Batch, grow, more))
-
-    def losses(leaves: list[Any]) -> tuple[tuple[int, ...], Any, list[Any]]:
-        closed, inputs, _ = trace(per_example_loss, model, jax.tree.unflatten(structure, leaves))
-        return closed.out_avals[0].shape, closed.jaxpr, inputs
-
-    with tracing_more(more):
-        shape, _, _ = losses(larger)
-    check_size(shape, more)
-    for at, (path, leaf) in enumerate(paths_and_leaves):
-        if not _may_have_examples(leaf, Batch):
-            continue
-        try:
-            (size, *_), jaxpr, inputs = losses([*larger[:at], leaf, *larger[at + 1 :]])
-        except (TypeError, ValueError, RuntimeError):
-            continue
-        own = next(var for var, array in zip(jaxpr.invars, inputs, strict=True) if array is leaf)
-        if size == more and any(own is atom for equation in jaxpr.eqns for atom in equation.invars):
-            raise ValueError(
-                f"batch{jtu.keystr(path)} has {Batch.size} rows, and losses of {more} examples can be "
-                f"computed with them too, so they do not seem to be of examples. {_ADVICE}"
-            )

@@ -1,5 +1,6 @@
 """Functions of trees as programs on arrays."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,25 +9,40 @@ import jax
 import jax.numpy as jnp
 
 from .._activity import programs_in
+from .._scan.marks import is_named
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> tuple[Any, list[Any], Callable[[list[Any]], Any]]:
-    """A function of trees as a closed jaxpr, the arrays to give it, and what its results are as a tree."""
-    inputs = arrays_of(args)
-    kept: list[Any] = []
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A function of trees as a program on arrays.
 
-    def of_arrays(*inputs: Any) -> Any:
-        found = fn(*with_arrays(args, inputs))
-        arrays, rest = eqx.partition(found, eqx.is_array)
-        kept[:] = [rest]
-        return arrays
+    Attributes:
+        closed: the program.
+        inputs: the arrays of the arguments.
+        shapes: the results as a tree, with the types of their arrays, and None for what is no array.
+        rest: the results that are no arrays.
+    """
 
-    closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*inputs)
+    closed: Any
+    inputs: list[Any]
+    shapes: Any
+    rest: Any
 
-    def rebuild(results: list[Any]) -> Any:
-        return eqx.combine(jax.tree.unflatten(jax.tree.structure(shapes), results), kept[0])
+    @property
+    def leaves(self) -> list[Any]:
+        """The types of the results, a named array as one."""
+        return jax.tree.leaves(self.shapes, is_leaf=is_named)
 
-    return closed, inputs, rebuild
+    def rebuild(self, leaves: list[Any]) -> Any:
+        """The results, from what is in the place of these leaves."""
+        tree = jax.tree.structure(self.shapes, is_leaf=is_named)
+        return eqx.combine(jax.tree.unflatten(tree, leaves), self.rest, is_leaf=is_named)
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> Traced:
+    """Trace a function of trees, whose arrays may be types."""
+    closed, shapes, rest = eqx.filter_make_jaxpr(fn)(*args)
+    return Traced(closed, arrays_of(args), shapes, rest)
 
 
 def is_traced(leaf: Any) -> bool:
@@ -38,25 +54,9 @@ def arrays_of(tree: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_traced(leaf)]
 
 
-def with_arrays(tree: Any, arrays: Sequence[Any]) -> Any:
-    """A tree with other arrays in the place of its own, in their order."""
-    left = iter(arrays)
-    return jax.tree.map(lambda leaf: next(left) if is_traced(leaf) else leaf, tree)
-
-
-def shapes_of(tree: Any) -> Any:
-    """A tree with the types of its arrays."""
-    return jax.tree.map(lambda leaf: type_of(leaf, leaf.shape) if is_traced(leaf) else leaf, tree)
-
-
 def type_of(array: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
     """The type of an array, or of one like it with another shape."""
     return jax.ShapeDtypeStruct(tuple(shape), array.dtype, weak_type=getattr(array, "weak_type", False))
-
-
-def resized(array: Any, at: int, size: int) -> jax.ShapeDtypeStruct:
-    """The type of an array with another size of one dimension."""
-    return type_of(array, (*array.shape[:at], size, *array.shape[at + 1 :]))
 
 
 def rounding(jaxpr: Any) -> Any:
@@ -92,6 +92,5 @@ def _has_default_precision(equation: Any) -> bool:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        layers = getattr(equation.params.get("call"), "layers", {})  # of a call of a stack
-        for inner in (*programs_in(equation), *(layer.jaxpr for layer in layers.values())):
+        for inner in programs_in(equation):
             yield from _equations(getattr(inner, "jaxpr", inner))

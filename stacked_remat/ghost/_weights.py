@@ -1,66 +1,106 @@
-"""Values of a traced program that depend on weights alone, and the derivative along a direction."""
+"""Values of a traced program that depend on weights, and scores from their derivatives along directions."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core import Jaxpr, Literal
+from jax.custom_batching import custom_vmap
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.interpreters import partial_eval
 
-from .._activity import program_of
+from .._sweep.store import varying_over
+
+
+class UnsupportedLeafError(ValueError):
+    """A weight is used in a way for which its scores can't be found leaf by leaf."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Leaf:
-    """An array of the model that is scored.
+class Along:
+    """A direction of an array of the model, or what it is of a value that was computed from the array.
 
     Attributes:
         path: of the array in the model.
-        array: its value.
-        direction: of the same shape.
-        probe: zeros with a number for each unit; its cotangent is the score.
-        in_stack: whether it is of several layers, and the probe has numbers for each.
-        is_shared: whether each of them has all of it.
+        direction: of the shape of the value.
+        probe: zeros, a number or one for each layer; its cotangent is the score.
+        layers: which dimension of the direction holds the layers that the probe has numbers for.
     """
 
     path: str
-    array: Any
     direction: Any
     probe: Any
-    in_stack: bool = False
-    is_shared: bool = False
+    layers: int | None = None
+
+    def of_layer(self, number: Any) -> Any:
+        """The direction of one layer, zero elsewhere."""
+        numbers = lax.broadcasted_iota("int32", self.direction.shape, self.layers or 0)
+        return jnp.where(numbers == number, self.direction, jnp.zeros((), self.direction.dtype))
+
+    def split(self) -> "list[Along]":
+        """One direction for each layer."""
+        return [Along(self.path, self.of_layer(number), probe) for number, probe in enumerate(self.probe)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Applied:
-    """The result `index` of an equation on values that depend on weights, and others."""
+class Weight:
+    """An array that is scored, along one direction or several."""
+
+    array: Any
+    alongs: tuple[Along, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """An equation on values that depend on weights, and others."""
 
     equation: Any
     operands: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """One result of such a call."""
+
+    call: Call
     index: int
 
 
-Node: TypeAlias = Leaf | Applied
+Node: TypeAlias = Weight | Result
+Tangents: TypeAlias = Callable[[Any], list[Any]]
 
 
-def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) -> list[Any]:
-    """Evaluate one equation.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """A value of the program.
 
-    Args:
-        equation: any.
-        operands: the values of its inputs.
-        inline_custom: evaluate what a `jax.custom_vjp` computes without its rules, which no derivative
-            along a direction can pass, and without the `stop_gradient`s that leave derivatives to them.
+    Attributes:
+        array: the value itself.
+        node: how it depends on weights, where it depends on them and not on data.
+        depends: whether it depends on data.
     """
-    if inline_custom and equation.primitive.name == "stop_gradient":
-        return list(operands)
-    if inline_custom and (inner := program_of(equation)):
-        if equation.primitive.name in ("custom_vjp_call", "jit", "pjit"):
-            return _evaluate_without_rules(inner, operands)
-        if equation.primitive.name == "shard_map":
-            return _per_device(equation)(*operands)
+
+    array: Any
+    node: Node | None = None
+    depends: bool = False
+
+    @property
+    def operand(self) -> Any:
+        """As an operand of a derivative."""
+        return self.array if self.node is None else self.node
+
+    def of(self, array: Any) -> "Value":
+        """The same of another array."""
+        return dataclasses.replace(self, array=array)
+
+
+def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation."""
     pairs = zip(equation.invars, operands, strict=True)
     given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
@@ -68,128 +108,168 @@ def bind(equation: Any, operands: Sequence[Any], inline_custom: bool = False) ->
     return eval_jaxpr(alone, (), *given.values())
 
 
-def _per_device(equation: Any) -> Any:
-    params = equation.params
+def without_rules(program: Any) -> Any:
+    """A jaxpr, open or closed, with what `jax.custom_vjp`s compute in their place; anything else as it is.
 
-    def own(*operands: Any) -> list[Any]:
-        return _evaluate_without_rules(params["jaxpr"], operands)
-
-    return jax.shard_map(
-        own,
-        in_specs=tuple(params["in_specs"]),
-        out_specs=list(params["out_specs"]),
-        mesh=params["mesh"],
-        axis_names=set(params["newly_manual_axes"]),
-        check_vma=params["check_vma"],
-    )
+    It has no `stop_gradient`s either, which leave derivatives to the rules.
+    """
+    if isinstance(program, Jaxpr):
+        return program.replace(eqns=[*map(equation_without_rules, program.eqns)])
+    if isinstance(program, ClosedJaxpr):
+        return program.replace(jaxpr=without_rules(program.jaxpr))
+    return program
 
 
-def _evaluate_without_rules(closed: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, open or closed."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    values |= dict(zip(jaxpr.invars, operands, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        found = bind(equation, [read(atom) for atom in equation.invars], inline_custom=True)
-        values |= dict(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def equation_without_rules(equation: Any) -> Any:
+    """The same of an equation."""
+    params = {name: without_rules(value) for name, value in equation.params.items()}
+    if equation.primitive is primitives.stop_gradient_p:
+        return equation.replace(primitive=primitives.copy_p)
+    if equation.primitive is primitives.custom_vjp_call_p:
+        params = {"call_jaxpr": params["call_jaxpr"]}
+        return equation.replace(primitive=primitives.closed_call_p, params=params)
+    return equation.replace(params=params)
 
 
-def leaves_of(nodes: Sequence[Any]) -> list[Leaf]:
-    """The weights that values depend on, each once."""
-    return [node for node in _all_of(nodes) if isinstance(node, Leaf)]
-
-
-def _all_of(nodes: Sequence[Any]) -> list[Any]:
-    found: dict[int, Any] = {}
+def directions_of(nodes: Sequence[Any]) -> list[tuple[Weight, Along]]:
+    """The weights that nodes depend on, with each direction along which they have derivatives."""
+    seen: dict[int, Any] = {}
 
     def visit(node: Any) -> None:
-        if id(node) not in found:
-            found[id(node)] = node
-            for operand in node.operands if isinstance(node, Applied) else ():
+        if id(node) not in seen:
+            seen[id(node)] = node
+            for operand in node.call.operands if isinstance(node, Result) else ():
                 visit(operand)
 
     for node in nodes:
         visit(node)
-    return list(found.values())
+    return [(node, along) for node in seen.values() if isinstance(node, Weight) for along in node.alongs]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tangent:
-    """The derivative of one result along the direction of one weight, as a program.
+def tangents_of(nodes: Sequence[Any], weight: Weight, direction: Any) -> list[Any]:
+    """The derivatives of nodes along a direction of one weight."""
+
+    def of_weight(array: Any) -> list[Any]:
+        calls: dict[int, list[Any]] = {}
+
+        def value(node: Any) -> Any:
+            if not isinstance(node, Result):
+                return array if node is weight else node.array if isinstance(node, Weight) else node
+            call = node.call
+            if id(call) not in calls:
+                operands = [value(operand) for operand in call.operands]
+                calls[id(call)] = bind(call.equation, operands)
+            return calls[id(call)][node.index]
+
+        return [value(node) for node in nodes]
+
+    return jax.jvp(of_weight, (weight.array,), (direction.astype(weight.array.dtype),))[1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
+class _Meeting:
+    """How the backward pass finds a score.
 
     Attributes:
-        jaxpr: of the arrays that it needs.
-        consts: its constants.
-        arrays: these arrays.
+        tangents: jaxpr from the direction, and the arrays that they need, to the tangents of the results.
+        layers: see `Along`.
+        varying: the axes of the mesh along which the score differs within a `jax.shard_map`.
     """
 
-    jaxpr: Any
-    consts: Any
-    arrays: list[Any]
-
-    @staticmethod
-    def of(
-        equation: Any, operands: Sequence[Any], leaf: Leaf, indices: Sequence[int], *, inline_custom: bool
-    ) -> "Tangent":
-        """Trace the derivative of results `indices` of an equation, of which some operands are `Node`s."""
-        nodes = _all_of(operands)
-        given = [node for node in nodes if not isinstance(node, Applied | Leaf)]
-        weights = [node for node in nodes if isinstance(node, Leaf)]
-
-        def tangent(direction: Any, own: Any, others: list[Any], arrays: list[Any]) -> list[Any]:
-            known = {id(node): array for node, array in zip(given, arrays, strict=True)}
-            rest = [node for node in weights if node is not leaf]
-            known |= {id(node): array for node, array in zip(rest, others, strict=True)}
-
-            def results(weight: Any) -> list[Any]:
-                values = {**known, id(leaf): weight}
-                found = bind(equation, [_value(node, values) for node in operands], inline_custom)
-                return [found[index] for index in indices]
-
-            return jax.jvp(results, (own,), (direction.astype(own.dtype),))[1]
-
-        others = [node.array for node in weights if node is not leaf]
-        arguments = (leaf.direction, leaf.array, others, given)
-        closed = jax.make_jaxpr(tangent)(*arguments)
-        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(indices))
-        arrays = jax.tree.leaves(arguments)
-        assert len(arrays) == len(used), "an operand that is no array"
-        needed = [array for array, is_used in zip(arrays, used, strict=True) if is_used]
-        return Tangent(jaxpr, closed.consts, needed)
-
-    @staticmethod
-    def known(derivatives: list[Any]) -> "Tangent":
-        """Derivatives that are evaluated already."""
-        closed = jax.make_jaxpr(lambda *arrays: list(arrays))(*derivatives)
-        return Tangent(closed.jaxpr, closed.consts, derivatives)
-
-    def evaluate(self, arrays: Sequence[Any]) -> list[Any]:
-        """The derivatives, for the arrays that it needs."""
-        return eval_jaxpr(self.jaxpr, self.consts, *arrays)
+    tangents: Jaxpr
+    layers: int | None
+    varying: frozenset[str]
 
 
-def _value(node: Any, values: dict[int, Any]) -> Any:
-    if id(node) not in values:
-        found = bind(node.equation, [_value(operand, values) for operand in node.operands])
-        values[id(node)] = found[node.index]
-    return values[id(node)]
+def deposit(results: list[Any], along: Along, tangents: Tangents) -> list[Any]:
+    """The results as they are; the backward pass adds the score to the cotangent of the probe.
+
+    Args:
+        results: arrays that depend on a weight.
+        along: a direction of this weight.
+        tangents: of the results along a direction. Traced here, and evaluated in the backward pass.
+    """
+    closed = jax.make_jaxpr(tangents)(along.direction)
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.invars, *closed.jaxpr.constvars])
+    keep = [True] + [False] * len(closed.consts)
+    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(results), instantiate=keep)
+    arrays = [lax.stop_gradient(array) for array in itertools.compress(closed.consts, used[1:])]
+    direction = lax.stop_gradient(along.direction)
+    given = (*results, direction, *arrays, along.probe)
+    varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in given))
+    meeting = _Meeting(jaxpr, along.layers, varying)
+    return _deposit(meeting, results, varying_over(along.probe, varying), direction, arrays)
 
 
-def tangent_of(node: Node, leaf: Leaf) -> Any:
-    """The derivative of a value that depends on weights, along the direction of one of them."""
+def settled(value: Value) -> Any:
+    """A value as an array, with deposits for the weights that it alone depends on."""
+    return value.array if value.node is None else deposited([value.array], [value.node])[0]
 
-    def value(weight: Any) -> Any:
-        nodes = _all_of([node])
-        known = {
-            id(one): one.array if isinstance(one, Leaf) else one
-            for one in nodes
-            if not isinstance(one, Applied)
-        }
-        return _value(node, {**known, id(leaf): weight})
 
-    return jax.jvp(value, (leaf.array,), (leaf.direction.astype(leaf.array.dtype),))[1]
+def deposited(arrays: list[Any], nodes: Sequence[Any]) -> list[Any]:
+    """The arrays that nodes have, with deposits for each direction."""
+    for weight, along in directions_of(nodes):
+        arrays = deposit(arrays, along, functools.partial(tangents_of, nodes, weight))
+    return arrays
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _deposit(
+    meeting: _Meeting, results: list[Any], probe: Any, direction: Any, arrays: list[Any]
+) -> list[Any]:
+    return _of_each_example(probe, results)
+
+
+def _forward(
+    meeting: _Meeting, results: list[Any], probe: Any, direction: Any, arrays: list[Any]
+) -> tuple[list[Any], Any]:
+    return _of_each_example(probe, results), (direction, arrays)
+
+
+def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
+    direction, arrays = kept
+    # Between two barriers: else XLA merges its products with those of the forward pass, or leaves them for
+    # later, and their results stay in memory.
+    cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
+
+    def score(direction: Any) -> Any:
+        pairs = zip(cotangents, eval_jaxpr(meeting.tangents, (), direction, *arrays), strict=True)
+        return sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
+
+    if meeting.layers is None:
+        found = score(direction)
+    else:
+        along = Along("", direction, None, meeting.layers)
+        numbers = jnp.arange(direction.shape[meeting.layers])
+        found = lax.map(lambda number: score(along.of_layer(number)), numbers)
+    cotangents, found = lax.optimization_barrier((cotangents, found))
+    return cotangents, varying_over(found, meeting.varying), None, None
+
+
+_deposit.defvjp(_forward, _backward)
+
+
+def _product(cotangent: Any, tangent: Any) -> Any:
+    if jnp.iscomplexobj(tangent):
+        return jnp.sum(jnp.real(cotangent * tangent))
+    return jnp.sum(cotangent.astype(jnp.float32) * tangent.astype(jnp.float32))
+
+
+@custom_vmap
+def _of_each_example(probe: Any, arrays: list[Any]) -> list[Any]:
+    """The arrays, mapped wherever the probe is.
+
+    A cotangent of an array that is the same for all examples would be their sum.
+    """
+    return arrays
+
+
+@_of_each_example.def_vmap
+def _mapped(
+    size: int, is_mapped: Sequence[Any], probe: Any, arrays: list[Any]
+) -> tuple[list[Any], list[bool]]:
+    if not is_mapped[0]:
+        return arrays, is_mapped[1]
+    pairs = zip(arrays, is_mapped[1], strict=True)
+    found = [array if is_ else jnp.broadcast_to(array, (size, *array.shape)) for array, is_ in pairs]
+    return found, [True] * len(found)

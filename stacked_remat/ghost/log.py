@@ -222,34 +222,30 @@ def read_scores(
 def _table(found: StepScores) -> Any:
     """The rows of a step."""
     pyarrow = import_pyarrow()
-    count, paths = len(found.examples), list(found.scores)
-    layers = [np.arange(np.size(found.scores[path]) // count) for path in paths]  # 0 outside of stacks
-    stacked = [np.ndim(found.scores[path]) == 2 for path in paths]
-    sizes = [len(numbers) * count for numbers in layers]
-    at = np.tile(np.arange(count, dtype=np.int32), sum(sizes) // count)
+    count = len(found.examples)
+    texts = [""] * count if found.texts is None else found.texts
 
-    def flat(arrays: Mapping[str, np.ndarray] | None) -> Any:
-        if arrays is None:
-            return pyarrow.nulls(at.size, pyarrow.float32())
-        zeros = {path: np.full_like(found.scores[path], np.nan) for path in paths}
-        parts = [np.ravel((zeros | dict(arrays))[path]) for path in paths]
-        return pyarrow.array(np.concatenate(parts).astype(np.float32), from_pandas=arrays is found.norms)
+    def rows(path: str) -> Any:
+        scores, norms = found.scores[path], (found.norms or {}).get(path)
+        layers = np.size(scores) // count
+        at, numbers = np.tile(np.arange(count, dtype=np.int32), layers), np.repeat(np.arange(layers), count)
 
-    def chosen(indices: np.ndarray, values: Sequence[str]) -> Any:
-        return pyarrow.DictionaryArray.from_arrays(pyarrow.array(indices), pyarrow.array(values, "string"))
+        def chosen(values: Sequence[str]) -> Any:
+            return pyarrow.DictionaryArray.from_arrays(at, pyarrow.array(values, "string"))
 
-    numbers = np.repeat(np.concatenate(layers), count).astype(np.int32)
-    columns = {
-        "step": pyarrow.array(np.full(at.size, found.step)),
-        "example": chosen(at, found.examples),
-        "layer": pyarrow.array(numbers, mask=~np.repeat(stacked, sizes)),
-        "leaf": chosen(np.repeat(np.arange(len(paths), dtype=np.int32), sizes), paths),
-        "score": flat(found.scores),
-        "norm": flat(found.norms),
-        "loss": pyarrow.array(np.asarray(found.losses, np.float32)[at]),
-        "text": chosen(at, [""] * count if found.texts is None else found.texts),
-    }
-    return pyarrow.table(columns, schema=_schema())
+        columns = {
+            "step": np.full(at.size, found.step),
+            "example": chosen(found.examples),
+            "layer": numbers if np.ndim(scores) == 2 else pyarrow.nulls(at.size),
+            "leaf": pyarrow.repeat(path, at.size).dictionary_encode(),
+            "score": np.ravel(scores),
+            "norm": pyarrow.nulls(at.size) if norms is None else np.ravel(norms),
+            "loss": np.asarray(found.losses)[at],
+            "text": chosen(texts),
+        }
+        return pyarrow.table(columns).cast(_schema())
+
+    return pyarrow.concat_tables(map(rows, found.scores))
 
 
 def _schema() -> Any:

@@ -9,6 +9,7 @@ import equinox as eqx
 import numpy as np
 from haliax import NamedArray
 
+from ._by_example import check_examples
 from ._grad_dot import GradDots, grad_dot, val_direction
 from ._losses import Objective
 from .log import ScoreLog, StepScores
@@ -78,7 +79,7 @@ class GhostManager:
         self._attached: _Attached | None = None
         self._found: GradDots | None = None
         self._losses: Any = None
-        self._is_detached = False
+        self._is_detached = self._is_checked = False
         of_loss = {name: self.options[name] for name in ("trainable", "tokens") if name in self.options}
         gradient = functools.partial(
             val_direction, per_example_loss=self.losses, reduction=self.reduction, **of_loss
@@ -125,9 +126,15 @@ class GhostManager:
 
         Returns:
             A tree like the model, with None for what is not differentiated.
+
+        Raises:
+            ValueError: at the first scored step: the loss of an example depends on other examples.
         """
         if self._is_detached or self._required().step % self.every:
             return self._plain(model, val_batch=batch)
+        if not self._is_checked and self.options.get("granularity") != "total":
+            check_examples(model, self.losses, batch, tokens=self.options.get("tokens"))
+            self._is_checked = True
         gradients, self._found, self._losses = self._scored(model, batch, self.validation)
         return gradients
 

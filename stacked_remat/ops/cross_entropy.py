@@ -8,6 +8,7 @@ recomputes them.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,9 +19,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
-from .._noted import noted
+from .._noted import is_noting, noted
 from .._sweep.store import zeros_after
 from ._perturbed_vjp import perturbed_vjp
+from ._row_calls import call_on_rows
 from .per_device import divided_alike, per_device
 
 Hidden = Float[Array, "token embed"]
@@ -149,20 +151,37 @@ def _of_tokens(
         ignored |= (counted == 0) & ((labels < 0) | (labels >= Vocab.size))
     # A negative index would count from the end; an index beyond the end reads NaN.
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
-    size = min(chunk_size, count) or 1
-    padding = (0, -count % size)
     along = None if direction is None else direction.array.astype(flat.dtype)
-    inputs, constants = (jnp.pad(flat, (padding, (0, 0))), matrix), (jnp.pad(labels, padding), along)
-    found: Any = _losses(_Options(z_loss, size, names), inputs, constants)
+    of_rows = functools.partial(_of_rows, z_loss=z_loss, chunk_size=chunk_size, names=names)
+    call = call_on_rows if is_noting() else operator.call
+    found: Any = call(of_rows, (flat, labels), (matrix, along))
 
     def of_tokens(each: Any) -> NamedArray:
-        each = jnp.where(ignored, 0.0, each[:count])
+        each = jnp.where(ignored, 0.0, each)
         if counted is not None:
             each = each * counted.astype(jnp.float32)
         return NamedArray(each.reshape([axis.size for axis in tokens]), tokens)
 
     losses, derivatives = found
     return of_tokens(losses) if derivatives is None else (of_tokens(losses), of_tokens(derivatives))
+
+
+def _of_rows(
+    rows: tuple[Hidden, Targets],
+    heads: tuple[Head, Head | None],
+    *,
+    z_loss: float,
+    chunk_size: int,
+    names: str,
+) -> Any:
+    hidden, targets = rows
+    count = len(targets)
+    size = min(chunk_size, count) or 1
+    padding = (0, -count % size)
+    inputs = jnp.pad(hidden, (padding, (0, 0))), heads[0]
+    constants = jnp.pad(targets, padding), heads[1]
+    found = _losses(_Options(z_loss, size, names), inputs, constants)
+    return jax.tree.map(lambda each: each[:count], found)
 
 
 class _Options(NamedTuple):

@@ -29,6 +29,7 @@ from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
 from ._expert_exchange import Exchange
 from ._expert_loop import Expert, Inputs, InStack, Saved, apply_experts
 from ._grouped_linear import Kernels
+from ._row_calls import call_on_rows
 from .per_device import divided_alike
 
 
@@ -140,12 +141,12 @@ def grouped_experts(
     in_stacks = [None] * len(arrays) if stack is None else _in_stacks(stack, weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
-    if block_size is None:
-        block_size = default_block_size(choices.size if exchange is None else exchange.rows, Experts.size)
+    if block_size is None and exchange is not None:
+        block_size = default_block_size(exchange.rows, Experts.size)
     if blocks_at_once is None:
         blocks_at_once = 1 if platform() == "cpu" else 8
     for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
-        if not isinstance(number, int) or number < 1:
+        if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")
     rebuild = functools.partial(layout.layer, shared=shared)
     x, choices, gates, arrays = divided_alike("grouped_experts", (x, choices, gates, arrays))
@@ -174,7 +175,7 @@ class ExpertsCall:
         saved: see there.
         rebuild: makes one expert's tree of weights from a slice of each array.
         Experts: see there.
-        block_size: see there.
+        block_size: see there; None for the default of as many rows as there are.
         blocks_at_once: see there.
         kernels: what computes grouped products; None for the walk over blocks.
         whole: makes the tree of all experts' weights, for grouped products.
@@ -184,7 +185,7 @@ class ExpertsCall:
     saved: Saved | None
     rebuild: Callable[[Any], Any]
     Experts: Axis
-    block_size: int
+    block_size: int | None
     blocks_at_once: int
     kernels: Kernels | None = None
     whole: Callable[[Any], Any] | None = None
@@ -198,6 +199,12 @@ class ExpertsCall:
         in_stacks: Sequence[InStack | None] = (),
     ) -> Array:
         """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
+        if is_noting():  # one example of several
+            return call_on_rows(self._of_rows, (x, choices, gates), tuple(arrays))
+        return self._of_rows((x, choices, gates), arrays, in_stacks)
+
+    def _of_rows(self, rows: Any, arrays: Sequence[Array], in_stacks: Sequence[InStack | None] = ()) -> Array:
+        x, choices, gates = rows
         count = x.shape[0]
         if count == 0:
             x, choices, gates = jax.tree.map(
@@ -207,7 +214,8 @@ class ExpertsCall:
         in_stacks = tuple(in_stacks) or (None,) * len(arrays)
         if self.kernels is None or self.whole is None:
             loop = BlockLoop(self.expert, self.saved, self.rebuild)
-            plan: Any = block_plans(choices, self.Experts.size, self.block_size, self.blocks_at_once)
+            size = self.block_size or default_block_size(choices.size, self.Experts.size)
+            plan: Any = block_plans(choices, self.Experts.size, size, self.blocks_at_once)
         else:
             loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
             chunks = chunks_of(choices.size, x, arrays)

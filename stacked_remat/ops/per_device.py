@@ -60,8 +60,8 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
 
     Cost: outside of `jax.jit` it compiles `fn`, once for calls of the same function, or of partials of it.
     """
-    cut = _cut(over)
-    if not cut:
+    cut, of_examples = _cut(over), _free_mesh_axes() & {*_examples_over.value}
+    if not cut and not of_examples:
         return fn(*args)
     sizes = jax.sharding.get_abstract_mesh().shape
     parts = {name: math.prod(sizes[one] for one in physical) for name, physical in cut.items()}
@@ -105,7 +105,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         own,
         in_specs=(specs,),
         out_specs=out_specs,
-        axis_names={name for names in cut.values() for name in names},
+        axis_names=of_examples.union(*cut.values()),
         check_vma=False,
     )
     if not any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
@@ -156,6 +156,19 @@ def unmapped(*axes: Axis) -> Iterator[None]:
     mapping = current_thread_local_mapping() or {}
     left = {name: physical for name, physical in mapping.items() if name not in names}
     with axis_mapping(left) if left else no_axis_mapping():
+        yield
+
+
+_examples_over = jax.make_user_context(default_value=())
+
+
+@contextlib.contextmanager
+def each_example(axis: Axis, over: Sequence[str]) -> Iterator[None]:
+    """Within it, an axis has one example, and `jax.vmap` divides examples over these axes of the mesh.
+
+    They are its `spmd_axis_name`. Each device then computes an operation for its examples.
+    """
+    with unmapped(axis), _examples_over(tuple(over)):
         yield
 
 

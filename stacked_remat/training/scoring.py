@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from haliax import NamedArray
+from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike
 
-from ..ghost import ScoreLog, StepScores, grad_dot, val_direction
+from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .config_error import ConfigError
 from .ghost_config import GhostConfig, GhostValidationConfig
@@ -35,10 +36,10 @@ from .streams import HeldOutSet
 from .trainer_config import TrainerConfig
 
 ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[tuple[NamedArray, Array], Metrics]]
-"""From (model, batch) to a pair of losses, and metrics.
+"""From (model, batch) to a pair, and metrics.
 
-The losses are each sequence's part of the batch's mean loss per token, `[batch]`, and the auxiliary losses, a
-scalar. Together they add up to what is minimised.
+The pair is each sequence's part of the batch's mean loss per token, `[batch]`, and sums over the sequences,
+from which auxiliary losses are computed. They take a batch of one sequence too.
 """
 
 
@@ -91,6 +92,8 @@ class Scoring:
         validation: the batches of held-out text, from `validation_batches`.
         decode: the text of tokens.
         log: receives the scores.
+        auxiliary_of: for `included`, from the model and the sums to the auxiliary losses, a scalar, and their
+            metrics.
     """
 
     config: GhostConfig
@@ -99,6 +102,7 @@ class Scoring:
     validation: tuple[ValidationBatch, ...]
     decode: Callable[[np.ndarray], str]
     log: ScoreLog
+    auxiliary_of: Callable[[Any, Any], tuple[Array, Metrics]] | None = None
 
 
 @final
@@ -139,6 +143,7 @@ class StepScorer:
                 scored_step,
                 losses=scoring.losses,
                 auxiliary=scoring.auxiliary,
+                auxiliary_of=scoring.auxiliary_of,
                 loss_function=loss_function,
                 optimizer=optimizer,
                 of_example=scoring.config.token_mean == "example",
@@ -151,13 +156,21 @@ class StepScorer:
             donate="all-except-first",
         )
         self._found: BatchScores | None = None
+        self._is_checked = False
 
     def is_due(self, step: int) -> bool:
         """Whether the examples of this step are scored."""
         return step % self._scoring.config.every == 0
 
     def step(self, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics]:
-        """The step, which returns what one without scores does; `log` takes the scores."""
+        """The step, which returns what one without scores does; `log` takes the scores.
+
+        Raises:
+            ValueError: at the first step: the loss of a sequence depends on other sequences.
+        """
+        if not self._is_checked:
+            check_examples(state.model, self._sums, batch)
+            self._is_checked = True
         direction = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained)
         for one in self._scoring.validation:
             part = one.held_out.batch(one.index)
@@ -166,6 +179,10 @@ class StepScorer:
             direction = self._add((state.trained, state.frozen, part, jnp.asarray(one.weight)), direction)
         state, metrics, self._found = self._step((batch, direction), state)
         return state, metrics
+
+    def _sums(self, model: Any, batch: TokenBatch) -> NamedArray:
+        """The losses of the sequences, added up over their tokens: they are the same alone and in a batch."""
+        return self._scoring.losses(model, batch)[0][0] * _weight(batch)
 
     def log(self, step: int, batch: TokenBatch) -> None:
         """Logs the scores of the latest `step`; those of a step that is not finite are left out."""
@@ -194,6 +211,7 @@ def scored_step(
     *,
     losses: ExampleLosses,
     auxiliary: Literal["none", "left_out", "included"],
+    auxiliary_of: Callable[[Any, Any], tuple[Array, Metrics]] | None = None,
     loss_function: LossFunction,
     optimizer: optax.GradientTransformation,
     of_example: bool = False,
@@ -210,6 +228,7 @@ def scored_step(
         state: the state before the step.
         losses: of the examples; their gradients' dot products with the direction are the scores.
         auxiliary: as in `Scoring`.
+        auxiliary_of: the same.
         loss_function: gives the gradient of the step in a pass of its own, where auxiliary losses are left
             out of the scores.
         optimizer: as in `train_step`.
@@ -222,26 +241,18 @@ def scored_step(
     """
     batch, direction = data
     shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
-    coupled = auxiliary == "included"
     model = eqx.combine(shard(state.trained), state.frozen)
 
     def compute(part: TokenBatch, share: Any, index: Any = 0) -> tuple[Any, tuple[Metrics, BatchScores]]:
-        def of_examples(model: Any, part: TokenBatch) -> Any:
-            (each, of_batch), metrics = losses(model, part)
-            each = each * share
-            return ((each, of_batch / microbatches) if coupled else each), (each, metrics)
-
-        gradients, found = grad_dot(
+        gradients, metrics, scores = _scored_part(
+            (part, share),
             model,
-            of_examples,
-            part,
-            direction=direction,
-            reduction="sum",
-            trainable=_marks(state.trained),
-            coupled=coupled,
-            has_aux=True,
+            losses,
+            auxiliary_of if auxiliary == "included" else None,
+            microbatches,
+            norms,
+            {"direction": direction, "reduction": "sum", "trainable": _marks(state.trained)},
         )
-        each, metrics = found.aux
         if auxiliary == "left_out":  # the compiler then leaves out what gives only the gradients above
 
             def whole(trained: Any) -> tuple[Array, Metrics]:
@@ -249,8 +260,7 @@ def scored_step(
                 return share_of_objective(objective, metrics, share, microbatches), metrics
 
             gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
-        of_norms = _norms(model, losses, part, direction, _marks(state.trained), share) if norms else None
-        return gradients, (metrics, BatchScores(_arrays(found.scores), each.array, of_norms))
+        return gradients, (metrics, scores)
 
     if microbatches == 1:
         gradients, (metrics, scores) = compute(batch, 1.0)
@@ -266,18 +276,49 @@ def scored_step(
     return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)
 
 
-def _norms(
-    model: Any, losses: ExampleLosses, part: TokenBatch, direction: Any, trainable: Any, share: Any
-) -> dict[str, Array]:
-    """The norms of the gradients of each example's part of the loss."""
+def _scored_part(
+    data: tuple[TokenBatch, Any],
+    model: Any,
+    losses: ExampleLosses,
+    auxiliary_of: Callable[[Any, Any], tuple[Array, Metrics]] | None,
+    microbatches: int,
+    norms: bool,
+    options: dict[str, Any],
+) -> tuple[Any, Metrics, BatchScores]:
+    """The gradients, metrics and scores of a microbatch, from this and its share of the batch's weights.
 
-    def own_means(model: Any, part: TokenBatch) -> NamedArray:  # which no other example changes
-        return losses(model, part)[0][0] * hax.named(_batch_over_own_weights(part), BATCH_AXIS)
+    Auxiliary losses are included if `auxiliary_of` is given; `options` are of `grad_dot`.
+    """
+    (part, share), coupled = data, None
+    total = _weight(part)
+    if auxiliary_of is not None:
+        coupled = lambda sums: auxiliary_of(model, sums)[0] / microbatches  # noqa: E731
 
-    options = {"direction": direction, "reduction": "sum", "trainable": trainable, "norms": True}
-    _, found = grad_dot(model, own_means, part, **options)
-    assert found.norms is not None
-    return jax.tree.map(lambda norms: norms * share / _batch_over_own_weights(part), _arrays(found.norms))
+    def of_examples(model: Any, one: TokenBatch) -> Any:
+        (each, sums), metrics = losses(model, one)
+        each = each * (_weight(one) / total * share)
+        return (each if coupled is None else (each, sums)), (each, sums, metrics)
+
+    gradients, found = grad_dot(model, of_examples, part, coupled=coupled, has_aux=True, **options)
+    each, sums, metrics = found.aux
+    metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
+    if auxiliary_of is not None:
+        sums = jax.tree.map(_over_batch, sums, is_leaf=is_named_array)
+        metrics |= auxiliary_of(model, sums)[1]
+    of_norms = None
+    if norms:
+        alone = lambda model, one: of_examples(model, one)[1][0]  # noqa: E731
+        of_norms = grad_dot(model, alone, part, norms=True, **options)[1].norms
+        of_norms = None if of_norms is None else _arrays(of_norms)
+    return gradients, metrics, BatchScores(_arrays(found.scores), each.array, of_norms)
+
+
+def _over_batch(leaf: Any) -> Any:
+    return hax.sum(leaf, BATCH_AXIS) if is_named_array(leaf) else jnp.sum(leaf, axis=0)
+
+
+def _weight(batch: TokenBatch) -> Array:
+    return jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
 
 
 def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:

@@ -14,8 +14,8 @@ from models.transformer.config import AttentionConfig, ExpertsConfig
 from models.transformer.decoder import Decoder
 from stacked_remat import BlockSeq, Stacked
 from stacked_remat._scan.marks import is_named, raw_array
-from stacked_remat.ghost._probed import layers_of, shown_paths
-from stacked_remat.ghost._stacks import leaves_with_paths
+from stacked_remat.ghost._losses import leaves_with_paths
+from stacked_remat.ghost._probed import places
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import TokenBatch
@@ -195,9 +195,9 @@ def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_arra
     for number in range(Batch.size):
         for path, leaf in leaves_with_paths(_gradient(losses, trained, frozen, take_example(batch, number))):
             if path in along:
-                shown, Layers = shown_paths(model)[path], layers_of(model, path)
-                dots.setdefault(shown, []).append(_sum(leaf, along[path], Layers))
-                squares.setdefault(shown, []).append(_sum(leaf, leaf, Layers))
+                place = places(model)[path]
+                dots.setdefault(place.shown, []).append(_sum(leaf, along[path], place.Layers))
+                squares.setdefault(place.shown, []).append(_sum(leaf, leaf, place.Layers))
     return tuple({path: np.stack(rows, -1) for path, rows in found.items()} for found in (dots, squares))
 
 

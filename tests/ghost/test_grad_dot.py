@@ -166,6 +166,12 @@ def test_a_loss_may_have_folds_of_its_own_under_every_policy(policies):
             "layers": lambda model, x: (
                 model.stack.fold_via(lambda block, x: repeated(x, block.weight))(x) @ model.head
             ),
+            "weights of layers": lambda model, x: (
+                fold(lambda x, weight: x + jnp.sin(x @ weight), model.stack.Layers, remat=remat)(
+                    x, model.stack.stacked.weight
+                )
+                @ model.head
+            ),
             "vmap": lambda model, x: jax.vmap(lambda x: repeated(x, model.plain) @ model.head)(x),
             "derivative": of_derivative,
             "examples": over_examples,
@@ -186,12 +192,3 @@ def test_a_loss_may_have_folds_of_its_own_under_every_policy(policies):
     for case, (found, expected) in both(model, x).items():
         tolerance = 1e-4 * np.abs(expected).max()
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=tolerance, err_msg=str(case))
-
-    def of_layers(model, x):
-        step = lambda x, weight: x + jnp.sin(x @ weight)  # noqa: E731
-        return jnp.sum(fold(step, model.stack.Layers, remat="nested")(x, model.stack.stacked.weight), axis=1)
-
-    with pytest.raises(
-        ghost.UnsupportedLeafError, match=r"apart from fold and scan of its stack, in `Sweep`"
-    ):
-        run(model, of_layers, x, direction)

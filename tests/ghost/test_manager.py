@@ -101,3 +101,14 @@ def test_misuse_is_refused():
         GhostManager(losses, batch_of(0), options={"per_token": True, "has_aux": True})
     with pytest.raises(RuntimeError, match="call attach_train_batch before each step"):
         GhostManager(losses, batch_of(0)).prepare_forward_input()
+
+
+def test_losses_that_depend_on_other_examples_are_refused_at_the_first_scored_step():
+    normalised = lambda model, batch: losses(model, batch) - losses(model, batch).mean()  # noqa: E731
+    manager = GhostManager(normalised, batch_of(0), every=2)
+    for step in (1, 2):
+        manager.attach_train_batch(batch_of(step), step=step, examples=range(6))
+        if step == 1:
+            manager.prepare_gradients(hax.zeros(In), manager.prepare_forward_input())
+    with pytest.raises(ValueError, match="it depends on other examples"):
+        manager.prepare_gradients(hax.zeros(In), manager.prepare_forward_input())

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, ghost, per_layer, shared, unsliced
-from stacked_remat.ghost import _deposit
+from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, ghost, shared, unsliced
+from stacked_remat.ghost import _weights
+from stacked_remat.ghost._losses import without_marks
 
+from ..random_arrays import normal
 from .cases import (
     SPARSE,
     Batch,
@@ -57,12 +59,17 @@ def test_blocks_totals_and_norms_are_exact():
     np.testing.assert_allclose(found.cosines.array, cosines, rtol=1e-4)
     np.testing.assert_allclose(np.abs(found.shares().array).sum(), 1.0, rtol=1e-5)
     plain = eqx.filter_jit(ghost.val_direction)(model, named_losses, batch)
-    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for granularity in ("block", "total"):
+        other, in_batch = run(model, named_losses, batch, direction, granularity=granularity)
+        assert set(in_batch.scores) == (set(found.scores) if granularity == "block" else set())
+        np.testing.assert_allclose(in_batch.total.array, found.total.array, rtol=1e-4)
+        for own, one, wanted in zip(*map(jax.tree.leaves, (other, gradients, plain)), strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.deep
-def test_microbatches_add_up_and_a_single_example_needs_no_second_trace():
+def test_microbatches_add_up_to_the_batch():
     model, batch = made(NamedModel.init), tokens()
     direction = random_like(model, 1)
     gradients, found = run(model, named_losses, batch, direction, reduction="sum")
@@ -79,38 +86,30 @@ def test_microbatches_add_up_and_a_single_example_needs_no_second_trace():
 
 
 @pytest.mark.deep
-def test_tokens_add_up_to_examples_and_to_packed_documents():
+@pytest.mark.parametrize("tokens_as", ["sum", "mean"])
+def test_totals_of_packed_documents_are_those_of_documents_alone(tokens_as):
     model, batch = decoder(SPARSE), tokens()
     Documents = Axis("document", 2 * Batch.size)
     first = hax.arange(Pos).broadcast_axis(Batch).rearrange((Batch, Pos)) < 2
     documents = hax.where(first, 1, 2)
     positions = hax.where(first, hax.arange(Pos), hax.arange(Pos) - 2)
     batch = dataclasses.replace(batch, documents=documents, positions=positions)
-    ids = documents - 1 + 2 * hax.arange(Batch)
     direction = random_like(model, 1)
-    own = {"example_ids": ids, "Examples": Documents}
-    _, found = run(model, token_losses, batch, direction, tokens="sum", per_token="position")
-    _, of_examples = run(model, token_losses, batch, direction, tokens="mean", **own)
+    own = {"example_ids": documents - 1 + 2 * hax.arange(Batch), "Examples": Documents}
+    _, found = run(model, token_losses, batch, direction, tokens=tokens_as, granularity="total", **own)
 
-    def of_document(model, number_and_batch):
-        number, one = number_and_batch
-        losses = token_losses(model, one)
-        return hax.sum(hax.where(one.documents == number + 1, losses, 0.0), Pos)
+    def of_document(number):
+        def losses(model, one):
+            return hax.sum(hax.where(one.documents == number + 1, token_losses(model, one), 0.0), Pos)
 
-    whole = {}
-    for number in range(2):
-        each, _ = looped_scores(
-            model, lambda model, one, n=number: of_document(model, (n, one)), batch, direction
-        )
-        for path, score in each.items():
-            whole.setdefault(path, [None, None])[number] = score
-    expected = {path: np.stack(two, -1).reshape(*two[0].shape[:-1], -1) for path, two in whole.items()}
-    assert_equal(found.per_document(ids, Documents).scores, expected, tolerance=2e-5)
-    assert found.scores["embedding.weight"].axes == (Batch, Pos)
-    lengths = np.tile([2, Pos.size - 2], Batch.size)
-    expected = {path: score / lengths for path, score in expected.items()}
-    assert_equal(of_examples.scores, expected, tolerance=2e-5)
-    assert of_examples.total.axes == (Documents,)
+        scores, _ = looped_scores(model, losses, batch, direction)
+        return sum(score if score.ndim == 1 else score.sum(0) for score in scores.values())
+
+    expected = np.stack([of_document(number) for number in range(2)], -1).reshape(-1)
+    if tokens_as == "mean":
+        expected = expected / np.tile([2, Pos.size - 2], Batch.size)
+    assert found.total.axes == (Documents,)
+    np.testing.assert_allclose(found.total.array, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def test_rows_in_any_order_are_scored_by_example():
@@ -128,9 +127,8 @@ def test_rows_in_any_order_are_scored_by_example():
         return jnp.sum(jnp.tanh(mixed), 1)
 
     def scored(ids):
-        return ghost.grad_dot(
-            weights, losses, (x, experts, ids), direction=direction, example_ids=ids, Examples=Examples
-        )[1]
+        options = {"granularity": "total", "example_ids": ids, "Examples": Examples}
+        return ghost.grad_dot(weights, losses, (x, experts, ids), direction=direction, **options)[1]
 
     found = jax.jit(scored)(jnp.asarray(ids))
     along = jax.jvp(lambda weights: losses(weights, (x, experts, ids)), (weights,), (direction,))[1]
@@ -139,24 +137,47 @@ def test_rows_in_any_order_are_scored_by_example():
 
 
 @pytest.mark.deep
-def test_coupled_losses_and_aux_are_part_of_the_gradients():
+def test_coupled_losses_are_in_gradients_and_scores_as_they_are_in_the_batch():
     model, batch = decoder(SPARSE), tokens()
+    direction = random_like(model, 1)
 
     def losses(model, batch):
         hidden, auxiliary = model.hidden_states(batch.tokens)
-        return (hax.mean(hidden**2, (Pos, "embed")), 10.0 * auxiliary.loss), {"loss": auxiliary.loss}
+        count = jnp.asarray(1.0 * batch.tokens.size)
+        sums = jax.tree.map(lambda mean: mean * count, auxiliary.statistics), count
+        return (hax.mean(hidden**2, (Pos, "embed")), sums), {"tokens": batch.tokens, "head": model.head}
 
-    direction = random_like(model, 1)
-    gradients, found = run(model, losses, batch, direction, coupled=True, has_aux=True, check=True)
+    def coupled(sums):
+        return 10.0 * model.auxiliary(jax.tree.map(lambda one: one / sums[1], sums[0])).loss
+
+    gradients, found = run(model, losses, batch, direction, coupled=coupled, has_aux=True, check=True)
 
     def whole(model):
-        (each, coupled), _ = losses(model, batch)
-        return hax.mean(each).scalar() + coupled
+        (each, sums), _ = losses(model, batch)
+        return hax.mean(each).scalar() + coupled(sums)
 
     plain = eqx.filter_jit(eqx.filter_grad(whole))(model)
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-    assert found.aux["loss"] > 0
+    np.testing.assert_array_equal(found.aux["tokens"].array, batch.tokens.array)
+    assert found.aux["head"].weight.axes == model.head.weight.axes
+
+    @eqx.filter_jit
+    def of_example(model, number):
+        """The gradient through the sums of one example, the others being constants."""
+        (_, sums), _ = losses(model, batch)
+
+        def own(model):
+            (each, of_one), _ = losses(model, take_example(batch, number))
+            constant = jax.tree.map(lambda all_, one: all_ - jax.lax.stop_gradient(one), sums, of_one)
+            together = jax.tree.map(lambda some, one: jax.lax.stop_gradient(some) + one, constant, of_one)
+            return hax.sum(each).scalar() + Batch.size * coupled(together)
+
+        products = jax.tree.map(lambda g, v: jnp.sum(g * v), eqx.filter_grad(own)(model), direction)
+        return sum(jax.tree.leaves(products))
+
+    expected = [of_example(model, number) for number in range(Batch.size)]
+    np.testing.assert_allclose(found.total.array, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.deep
@@ -235,19 +256,22 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
         with pytest.raises(error, match=re.escape(message)):
             ghost.grad_dot(model, losses, x, **{"direction": model, **options})
 
-    ids, Row = jnp.arange(4), Axis("row", 4)
+    ids, Row, total = jnp.arange(4), Axis("row", 4), {"granularity": "total"}
     refused(losses, "kernel.weight goes into `custom_vjp_call`")
-    sorted_losses = lambda model, x: jnp.sum(jnp.sort(x, 0) * model["kernel"].weight, 1)  # noqa: E731
-    refused(sorted_losses, "kernel.weight meets data in `mul`")
     refused(losses, "reduction is", ValueError, reduction="max")
     refused(losses, "check is True, False or", ValueError, check=0.0)
     refused(losses, "granularity is", ValueError, granularity="layer")
-    refused(losses, "per_token needs", ValueError, norms=True, per_token="x")
-    refused(losses, "example_ids needs", ValueError, norms=True, example_ids=ids, Examples=Row)
-    refused(losses, "example_ids and Examples", ValueError, example_ids=ids)
-    refused(losses, "leave one out", ValueError, per_token="x", example_ids=ids, Examples=Row)
-    refused(losses, "got float32 with batch=4", ValueError, example_ids=x[:, 0], Examples=Row)
-    refused(losses, "example_ids has batch=5, and", ValueError, example_ids=jnp.arange(5), Examples=Row)
+    refused(losses, "example_ids gives totals", ValueError, example_ids=ids, Examples=Row)
+    refused(
+        losses, "example_ids gives totals", ValueError, norms=True, example_ids=ids, Examples=Row, **total
+    )
+    refused(losses, "coupled has scores", ValueError, norms=True, coupled=jnp.sum)
+    refused(losses, "has_aux needs norms=False", ValueError, norms=True, has_aux=True)
+    refused(losses, "example_ids and Examples", ValueError, example_ids=ids, **total)
+    product = lambda model, x: jnp.sum(x * model["kernel"].weight, 1)  # noqa: E731
+    for strange in (x[:, 0], jnp.arange(5)):
+        refused(product, "got ", ValueError, example_ids=strange, Examples=Row, **total)
+    refused(lambda model, x: (x[:, 0], 1.0), "sums of arrays", TypeError, coupled=lambda sums: sums)
     refused(losses, "direction has no array", ValueError, direction={"kernel": None})
     refused(losses, "['kernel'].weight has the shape (3,)", ValueError, direction={"kernel": Kernel(x[0])})
     refused(lambda model, x: x, 'tokens="mean"', ValueError)
@@ -260,106 +284,62 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     folded = lambda model, x: jnp.sum(model["kernel"].fold(x), 1)  # noqa: E731
     _, found = ghost.grad_dot(stack, folded, x, direction=stack)  # of layers that read their stack in a fold
     np.testing.assert_allclose(found.total.array, [6.0] * 4)
-    _, found = ghost.grad_dot(model, losses, x, direction=model, granularity="total")
-    np.testing.assert_allclose(found.total.array, [3.0] * 4)
-    assert not found.scores
+    _, found = ghost.grad_dot(model, losses, x, direction=model, norms=True)
+    np.testing.assert_allclose(found.scores["kernel.weight"].array, [3.0] * 4)
 
 
 class Mapped(eqx.Module):
     weight: jax.Array
 
     def __call__(self, x):
-        padded = jnp.pad(x, ((0, -len(x) % 12), (0, 0))) if x.ndim > 1 else x
-        return jnp.tanh(padded @ self.weight)[: len(x)]
+        return jnp.tanh(x @ self.weight)
 
 
-def test_weights_that_never_meet_data_of_known_examples_are_refused():
-    x = jnp.arange(1.0, 13.0).reshape(4, 3)
-    model = {"blocks": Stacked(Mapped(jnp.ones((2, 3, 3))), Axis("layers", 2))}
+def assert_exact(losses_of, model, batch, direction=None):
+    """Scores of several losses are the derivatives along a direction of the losses of each example."""
+    direction = jax.tree.map(jnp.cos, model) if direction is None else direction
 
-    def folded(model, one):
-        return jnp.sum(model["blocks"].fold(one))
+    @jax.jit
+    def both(model, batch):
+        found, expected = {}, {}
+        for name, losses in losses_of.items():
+            found[name] = ghost.grad_dot(model, losses, batch, direction=direction, check=True)[1].total.array
+            own = without_marks(losses)
+            expected[name] = jax.jvp(lambda m, own=own: own(m, batch), (model,), (direction,))[1]
+        return found, expected
 
-    def carried(model, x):
-        add = model["blocks"].fold_via(
-            lambda block, carry: (jnp.tanh(carry[0] @ block.weight), carry[1] + jnp.sum(block.weight))
-        )
-        rows, penalty = add((x, jnp.zeros(())))
+    found, expected = both(model, batch)
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(found[name], wanted, 1e-4, 1e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def test_what_is_the_same_for_all_examples_has_scores_of_each():
+    """Weights that meet what all examples share: its cotangent is a sum over them."""
+    x = normal(0, 4, 3)
+    model = {"blocks": Stacked(Mapped(normal(1, 2, 3, 3)), Axis("layers", 2)), "plain": normal(2, 3, 3)}
+
+    def carried(model, batch):
+        def layer(block, carry):
+            return jnp.tanh(carry[0] @ block.weight), carry[1] + jnp.sum(block.weight)
+
+        rows, penalty = model["blocks"].fold_via(layer)((batch[0], jnp.zeros(())))
         return jnp.sum(rows + penalty, 1)
 
-    for losses in (
-        lambda model, x: jax.lax.map(lambda one: folded(model, one), x),
-        lambda model, x: jnp.stack([folded(model, one) for one in x]),
-        lambda model, x: jnp.sum(model["blocks"].fold(x), 1),  # padded to 12 rows, as the second trace has
-        lambda model, x: x[:, 0] * folded(model, jnp.ones(3)),
-        carried,
-    ):
-        with pytest.raises(ghost.UnsupportedLeafError, match=r"^blocks\.\*\.weight .*axis of examples"):
-            ghost.grad_dot(model, losses, x, direction=model)
-    for losses in (
-        lambda weight, x: jnp.broadcast_to(jnp.sum(weight**2), len(x)),
-        lambda weight, x: jnp.stack([jnp.sum(one * weight) for one in x]),
-    ):
-        with pytest.raises(ghost.UnsupportedLeafError, match="^the model .*axis of examples"):
-            ghost.grad_dot(x[0], losses, x, direction=x[0])
-
-
-def test_rows_that_move_across_examples_are_refused():
-    x, weight = jnp.arange(12.0).reshape(4, 3) % 5, jnp.ones((3, 3))
-
-    @jax.custom_jvp
-    def reversed_rows(x):
-        return x[::-1]
-
-    reversed_rows.defjvps(lambda tangent, _, x: tangent[::-1])
-
-    def sort(x):
-        return x[jnp.argsort(x[:, 0])]
-
-    def dispatch(x):  # to an expert with as many places as there are examples
-        places = jax.nn.one_hot(jnp.argsort(x[:, 0]), len(x))
-        return jnp.einsum("nec,nd->ecd", places[:, None], x)[0]
-
-    def masked(x, order, axis):
-        chosen = (jnp.arange(len(x))[:, None] == order[None])[..., None]
-        return jnp.sum(jnp.where(chosen, jnp.expand_dims(x, 1 - axis), 0.0), axis)
-
-    moved = {
-        "one-hot": dispatch,
-        "mask": lambda x: masked(x, jnp.arange(len(x))[::-1], 1),
-        "mask of data": lambda x: masked(x, jnp.argsort(x[:, 0]), 0),
-        "previous": lambda x: jax.lax.scan(lambda before, x: (x, before), x[0] * 0, x)[1],
-        "cumsum": lambda x: jnp.cumsum(x, 0),
-        "scatter": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 0])].set(x),
-        "split": lambda x: jnp.concatenate(jnp.split(x, 2)[::-1]),
-        "checkpoint": jax.checkpoint(sort),
-        "scan": lambda x: jax.lax.scan(lambda none, x: (none, sort(x)), None, x[None])[1][0],
-        "cond": lambda x: jax.lax.cond(True, lambda x: x[::-1], lambda x: x, x),
-        "loop": lambda x: jax.lax.fori_loop(0, 1, lambda _, x: x[::-1], x),
-        "custom_jvp": reversed_rows,
-        "jit": jax.jit(sort),
-        "top_k": lambda x: jax.lax.top_k(x.T, len(x))[0].T,
-        "pad": lambda x: jnp.pad(x, ((0, -len(x) % 12), (0, 0))),
-    }
-    for move in moved.values():
-        losses = lambda weight, x, move=move: jnp.sum(jnp.tanh(move(x) @ weight), 1)[: len(x)]  # noqa: E731
-        with pytest.raises(ghost.UnsupportedLeafError, match="the model meets data in `dot_general`"):
-            ghost.grad_dot(weight, losses, x, direction=weight)
-    stack = Stacked(Mapped(jnp.ones((2, 3, 3))), Axis("layers", 2))
-
-    def fold(model, x, step=1):
-        return model.fold_via(lambda block, x: jnp.tanh(x @ block.weight)[::step])(x)
-
-    for losses, message in (
-        (lambda model, x: fold(model, x, -1), r"^The layer of \*\.weight"),
-        (
-            lambda model, x: fold(model, sort(x)),
-            r"^The stack of \*.weight is given an array, and it can't be told",
+    same = {
+        "shared data": lambda m, b: b[0][:, 0] * jnp.sum(jnp.tanh(b[1] @ m["plain"])),
+        "constants": lambda m, b: b[0][:, 0] * jnp.sum(jnp.tanh(jnp.eye(3) @ m["plain"] @ m["plain"])),
+        "shared data, folded": lambda m, b: b[0][:, 0] * jnp.sum(m["blocks"].fold(b[1])),
+        "constants, folded": lambda m, b: b[0][:, 0] * jnp.sum(m["blocks"].fold(jnp.ones(3))),
+        "a loss of weights": lambda m, b: jnp.broadcast_to(jnp.sum(m["plain"] ** 2), len(b[0])),
+        "a penalty on layers": lambda m, b: jnp.sum(b[0], 1) + jnp.sum(m["blocks"].stacked.weight ** 2),
+        "weights in the carry": carried,
+        "weights as the first carry": lambda m, b: b[0][:, 0] * jnp.sum(m["blocks"].fold(m["plain"])),
+        "map": lambda m, b: jax.lax.map(lambda one: jnp.sum(m["blocks"].fold(one)), b[0]),
+        "checkpoint": lambda m, b: (
+            b[0][:, 0] * jnp.sum(jax.checkpoint(lambda w, y: jnp.tanh(y @ w))(m["plain"], b[1]))
         ),
-        (jax.checkpoint(lambda model, x: fold(model, fold(model, x)[::-1])), "^The stack of"),
-    ):
-        with pytest.raises(ghost.UnsupportedLeafError, match=message):
-            ghost.grad_dot(stack, lambda m, x, fn=losses: jnp.sum(fn(m, x), 1), x, direction=stack)
+    }
+    assert_exact(same, model, (x, shared(normal(3, 4, 3))))
 
 
 def test_rows_that_stay_are_scored():
@@ -373,7 +353,6 @@ def test_rows_that_stay_are_scored():
         lambda x: jnp.stack(jnp.unstack(x, axis=1), 2).swapaxes(1, 2),
         lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + jnp.eye(6)[None]) @ x,
         lambda x: jnp.linalg.solve(x @ x.swapaxes(1, 2) + jnp.eye(6)[None], x),
-        lambda x: x * jax.random.uniform(jax.random.key(1), x.shape),
         lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), 1),
         lambda x: x.at[:, 1:3].max(0.1),
         jax.vmap(lambda x: jax.ops.segment_sum(x, jnp.argsort(x[:, 0]) // 2, 6)),
@@ -410,46 +389,9 @@ def test_arrays_after_layers_that_are_kept_are_scored():
     np.testing.assert_allclose(found.total.array, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_arrays_that_all_examples_share_are_marked_or_refused():
-    x, weight = jax.random.normal(jax.random.key(0), (4, 4, 3)), jnp.eye(3) + 0.1
-    table, direction = x[:, :, 0], jax.random.normal(jax.random.key(1), (3, 3))
-
-    def losses(weight, batch):
-        x, table = batch
-        return jnp.sum(jnp.tanh(jnp.einsum("pq,bqd->bpd", table, x) @ weight), (1, 2))
-
-    def dots(batch, **options):
-        return ghost.grad_dot(weight, losses, batch, direction=direction, **options)[1].total.array
-
-    options = {}, {"granularity": "total"}, {"norms": True}
-    found = jax.jit(lambda: [dots((x, shared(table)), **each) for each in options])()
-    expected = jax.jvp(lambda weight: losses(weight, (x, table)), (weight,), (direction,))[1]
-    for each in found:
-        np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5)
-    for each in options[1:]:
-        with pytest.raises(ValueError, match=r"^batch\[1\] has 4 rows.*stacked_remat.shared"):
-            dots((x, table), **each)
-    with pytest.raises(TypeError, match="A batch has no per_layer marks"):
-        dots((x, per_layer(table)))
-    named, Rows = hax.named(x[:, 0], ("batch", "in")), Axis("batch", 4)
-    refused = [  # each works for a batch of 4
-        (lambda weight, x: jnp.sum(x, (0, 2)) + 0 * weight[0, 0], x, "4 losses for (12|5) examples"),
-        (lambda weight, x: jnp.sum((x + jnp.ones((4, 1, 1))) @ weight, (1, 2)), x, "incompatible shapes"),
-        (
-            lambda weight, x: hax.vmap(lambda one: jnp.sum(one.array @ weight), Rows)(x),
-            named,
-            "same name but different size",
-        ),
-    ]
-    for fn, batch, message in refused:
-        for each in options:
-            with pytest.raises(ValueError, match=f"{message}.*sizes from the arrays of the batch"):
-                ghost.grad_dot(weight, fn, batch, direction=direction, **each)
-
-
 def test_scores_that_do_not_add_up_are_an_error(monkeypatch):
-    exact = _deposit.sum_per_unit
-    monkeypatch.setattr(_deposit, "sum_per_unit", lambda *args: 1.1 * exact(*args))
+    exact = _weights._product
+    monkeypatch.setattr(_weights, "_product", lambda *args: 1.1 * exact(*args))
     model = made(PlainModel.init)
     with pytest.raises(Exception, match="do not add up"):
         jax.block_until_ready(run(model, plain_losses, plain_batch(), model, check=True))

@@ -1,0 +1,123 @@
+"""A batch as its examples: the loss function is given one at a time, under `jax.vmap`."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from .._scan.marks import Marked, is_named, raw_array
+from ..ops.per_device import each_example, mesh_axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """The arrays of a batch.
+
+    Attributes:
+        leaves: of the batch; named ones and those that are marked `stacked_remat.shared` as one.
+        tree: its structure.
+        dimensions: which dimension of each leaf has the examples, None where it has none.
+        Batch: the axis of the examples.
+        over: the axes of the mesh that divide them.
+    """
+
+    leaves: list[Any]
+    tree: Any
+    dimensions: list[int | None]
+    Batch: Axis
+    over: tuple[str, ...]
+
+    @staticmethod
+    def of(batch: Any, Batch: Axis) -> "Examples":
+        """Named arrays with the axis, and plain ones with its size as first dimension, have examples."""
+        leaves, tree = jax.tree.flatten(batch, is_leaf=_is_named_or_marked)
+        dimensions = [_dimension(leaf, Batch) for leaf in leaves]
+        return Examples(leaves, tree, dimensions, Batch, mesh_axes(Batch))
+
+    @property
+    def _arrays(self) -> list[Any]:
+        pairs = zip(self.leaves, self.dimensions, strict=True)
+        return [None if at is None else raw_array(leaf) for leaf, at in pairs]
+
+    def take(self, number: Any) -> Any:
+        """A batch of the example with this number."""
+        pairs = zip(self._arrays, self.dimensions, strict=True)
+        arrays = [
+            None if at is None else jax.lax.dynamic_index_in_dim(array, number, at, keepdims=False)
+            for array, at in pairs
+        ]
+        return self._alone(arrays)
+
+    def _alone(self, arrays: list[Any]) -> Any:
+        """A batch of one example, of arrays without the dimension of examples."""
+        found = []
+        for leaf, array, at in zip(self.leaves, arrays, self.dimensions, strict=True):
+            if at is None:
+                found.append(leaf)
+                continue
+            array = jnp.expand_dims(array, at)
+            if is_named(leaf):
+                axes = tuple(a.resize(1) if a.name == self.Batch.name else a for a in leaf.axes)
+                array = NamedArray(array, axes)
+            found.append(array)
+        return jax.tree.unflatten(self.tree, found)
+
+    @property
+    def first(self) -> Any:
+        """The types of a batch of one example."""
+        return eqx.filter_eval_shape(self.take, 0)
+
+    def map(self, fn: Callable[[Any, Any], list[Any]], each: Any = None, out_axes: Any = 0) -> list[Any]:
+        """The arrays that a function of one example returns, of all examples together.
+
+        Args:
+            fn: of one example's part of `each`, and a batch of it alone.
+            each: arrays with the examples in front.
+            out_axes: 0 for results with the examples in front, None for those that are the same for all.
+        """
+
+        def one(each: Any, arrays: list[Any]) -> list[Any]:
+            return fn(each, self._alone(arrays))
+
+        options = {"axis_size": self.Batch.size, "spmd_axis_name": self.over or None}
+        with self.alone():
+            return jax.vmap(one, (0, self.dimensions), out_axes, **options)(each, self._arrays)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a batch has one example, also where derivatives are computed."""
+        return each_example(self.Batch, self.over)
+
+    def joined(self, one: Any, array: Any, axis: int | None, summed: bool) -> Any:
+        """A result of `map` as the loss function returns it for the whole batch.
+
+        Args:
+            one: the type of the result of one example, perhaps named.
+            array: of all examples, or the same for all.
+            axis: of `array`: 0 for that of the examples, None if it has none.
+            summed: whether it is to be summed over the examples.
+        """
+        if axis is None or summed:
+            array = jnp.sum(array, 0) if summed else array
+            return NamedArray(array, one.axes) if is_named(one) else array
+        if not is_named(one):
+            return array[:, 0] if one.shape[:1] == (1,) else array
+        at = _dimension(one, self.Batch)
+        if at is None:
+            return NamedArray(array, (self.Batch, *one.axes))
+        array = jnp.moveaxis(jnp.squeeze(array, at + 1), 0, at)
+        return NamedArray(array, tuple(self.Batch if n == at else own for n, own in enumerate(one.axes)))
+
+
+def _dimension(leaf: Any, Batch: Axis) -> int | None:
+    if is_named(leaf):
+        return next((at for at, axis in enumerate(leaf.axes) if axis.name == Batch.name), None)
+    return 0 if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == Batch.size else None
+
+
+def _is_named_or_marked(leaf: Any) -> bool:
+    return is_named(leaf) or isinstance(leaf, Marked)

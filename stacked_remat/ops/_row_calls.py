@@ -1,0 +1,73 @@
+"""Functions whose rows do not depend on each other, which `jax.vmap` gives the rows of all examples at once.
+
+What is not a row, such as weights, is then read once, and its gradient is summed over all rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+T = TypeVar("T")
+
+
+def call_on_rows(fn: Callable[[Any, Any], T], rows: Any, shared: Any) -> T:
+    """`fn(rows, shared)`; in `jax.vmap` where `shared` is the same for all, of all rows in one dimension.
+
+    Args:
+        fn: takes and returns trees of arrays; those of `rows` and of the result have the rows in front.
+        rows: arrays with as many rows each.
+        shared: what all rows share.
+    """
+    leaves, tree = jax.tree.flatten((rows, shared))
+    closed, types = jax.make_jaxpr(fn, return_shape=True)(rows, shared)
+    count = len(jax.tree.leaves(rows))
+    found = _rows_p.bind(*leaves, jaxpr=closed, fn=fn, tree=tree, count=count)
+    return jax.tree.unflatten(jax.tree.structure(types), found)
+
+
+def _evaluate(*leaves: Any, jaxpr: Any, **_: Any) -> list[Any]:
+    return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)
+
+
+def _differentiated(primals: Any, tangents: Any, **params: Any) -> Any:
+    """As what it computes is differentiated."""
+    moving = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*arrays: Any) -> list[Any]:
+        given = dict(zip(moving, arrays, strict=True))
+        return _evaluate(*(given.get(at, primal) for at, primal in enumerate(primals)), **params)
+
+    return jax.jvp(of_moving, [primals[at] for at in moving], [tangents[at] for at in moving])
+
+
+def _batched(axis: Any, leaves: Any, dims: Any, *, fn: Any, tree: Any, count: int, **_: Any) -> Any:
+    if any(dim is not None for dim in dims[count:]):
+        options = {"in_axes": jax.tree.unflatten(tree, dims), "spmd_axis_name": axis.spmd_name}
+        mapped = jax.vmap(fn, **options)(*jax.tree.unflatten(tree, leaves))
+        return jax.tree.leaves(mapped), [0] * len(jax.tree.leaves(mapped))
+
+    def flat(rows: Any, shared: Any) -> list[Any]:
+        merged = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in rows]
+        found = jax.tree.leaves(call_on_rows(fn, *jax.tree.unflatten(tree, [*merged, *shared])))
+        return [leaf.reshape(len(rows[0]), -1, *leaf.shape[1:]) for leaf in found]
+
+    rows = [
+        jnp.broadcast_to(leaf, (axis.size, *leaf.shape)) if dim is None else jnp.moveaxis(leaf, dim, 0)
+        for leaf, dim in zip(leaves[:count], dims, strict=False)
+    ]
+    found = flat(rows, list(leaves[count:]))
+    return found, [0] * len(found)
+
+
+_rows_p = Primitive("rows")
+_rows_p.multiple_results = True
+_rows_p.def_impl(_evaluate)
+_rows_p.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
+ad.primitive_jvps[_rows_p] = _differentiated
+batching.fancy_primitive_batchers[_rows_p] = _batched
+mlir.register_lowering(_rows_p, mlir.lower_fun(_evaluate, multiple_results=True))

@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_applied_here_is_refused_before_there_is_a_run(wo
     assert train(workplace, "--model.attention.backend", "cudnn") == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "can't be applied here: The attention backend 'cudnn' does not support this call: it runs on NVIDIA"
+        "can't be applied here: The backend of attention 'cudnn' does not support this call: it runs on"
         in shown
     )
     assert not (workplace / "run").exists()

@@ -61,6 +61,7 @@ def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
     }
 
 
+@pytest.mark.target("cuda")
 @pytest.mark.parametrize(
     ("window", "has_documents", "rows"),
     [

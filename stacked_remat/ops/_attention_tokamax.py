@@ -2,9 +2,11 @@
 
 Every query has a first and a last key. The forward kernel skips blocks of keys outside of these; the
 backward kernels compute all blocks that causality leaves, and with the positions of some queries all blocks.
-So queries with a window are cut into chunks, which see two chunks of keys.
+So queries with a window are cut into chunks, which see two chunks of keys, and strips of queries go with the
+keys that they may see.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from .._trips import known_products
 from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight
 from ._tokamax import calling_tokamax, why_not_tokamax
 
-_CHUNK = 512
+_CHUNK, _PARTS = 512, 24
 
 
 def against_tokamax() -> str | None:
@@ -41,10 +43,39 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
         chunk = -(-window // _CHUNK) * _CHUNK
         if 2 * chunk < length:
             return _in_chunks(attended, cotangent, blocks, chunk)
+    if blocks.strips > 1:
+        return _in_strips(attended, cotangent, blocks)
     return _gradients(attended, cotangent, _mask(sight, length, window), blocks.scale)
 
 
 TOKAMAX = Kernel(_forward, _backward)
+
+
+def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+    """The gradients of parts of the queries, each with the keys up to its last strip's."""
+    parts = math.gcd(_PARTS, blocks.strips)
+    rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
+    of_query: list[Query] = []
+    of_keys = [jnp.zeros(x.shape, jnp.float32) for x in (attended.key, attended.value)]
+    for part in range(parts):
+        own, seen = slice(part * rows, (part + 1) * rows), slice((part + 1) * columns)
+        sight = Sight(*(None if x is None else x[..., own] for x in attended.sight))
+        some = attended._replace(
+            query=attended.query[:, own],
+            key=attended.key[:, seen],
+            value=attended.value[:, seen],
+            sight=sight,
+            output=attended.output[:, own],
+            lse=attended.lse[:, own],
+        )
+        mask = _mask(sight, rows, blocks.window)
+        found, *of_seen = _gradients(some, cotangent[:, own], mask, blocks.scale)
+        of_query.append(found)
+        of_keys = [
+            x.at[:, seen].add(new.astype(jnp.float32)) for x, new in zip(of_keys, of_seen, strict=True)
+        ]
+    of_key, of_value = (x.astype(attended.key.dtype) for x in of_keys)
+    return jnp.concatenate(of_query, axis=1), of_key, of_value
 
 
 def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int) -> tuple[Query, Key, Key]:

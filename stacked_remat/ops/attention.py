@@ -1,5 +1,6 @@
 """Causal grouped-query attention on named axes: checks, the choice of a backend, and the order of axes."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -79,8 +80,8 @@ def causal_attention(
     to axes of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
     `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash and
     tokamax do not support. Where `Pos` is divided (context parallelism), each device gathers all keys and
-    values, and the devices exchange queries, so that each has as many to see; the backends are tokamax, whose
-    backward pass then computes the whole square, blockwise and exact.
+    values, and the devices exchange queries, so that each has as many to see; the backends are tokamax,
+    blockwise and exact.
     """
     position, heads = axis_name(Pos), axis_name(KVHeads)
     _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
@@ -162,10 +163,11 @@ def _attend(
     if sinks is not None:
         sink_array = sinks.rearrange((KVHeads, *group)).array.reshape(KVHeads.size, groups)
 
-    def attend(query: Query, key: Key, value: Key, sight: Sight) -> Query:
+    def attend(query: Query, key: Key, value: Key, sight: Sight, strips: int = 1) -> Query:
         if kernel is None:
             return exact_attention(query, key, value, sight, blocks, sink_array)
-        return attend_by(kernel, query, key, value, sight, blocks, sink_array)
+        options = dataclasses.replace(blocks, strips=strips)
+        return attend_by(kernel, query, key, value, sight, options, sink_array)
 
     arrays = query_array, key_array, value_array
     if context:

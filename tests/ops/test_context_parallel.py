@@ -66,7 +66,8 @@ def test_values_and_gradients_are_those_of_one_device(option, length, mapping):
 def test_devices_have_as_many_keys_to_see():
     devices, positions = 8, jnp.arange(4096, dtype=jnp.int32)[None, :, None]
 
-    def count(query, key, value, sight):
+    def count(query, key, value, sight, strips):
+        assert strips == devices
         own = jnp.all(query[0, :, 0] == sight.rows)
         return jnp.full_like(query, jnp.where(own, jnp.sum(sight.rows + 1), 0))
 

@@ -7,6 +7,7 @@ keys that they may see.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,21 +60,13 @@ def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
     of_keys = [jnp.zeros(x.shape, jnp.float32) for x in (attended.key, attended.value)]
     for part in range(parts):
         own, seen = slice(part * rows, (part + 1) * rows), slice((part + 1) * columns)
+        some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])  # noqa: B023
         sight = Sight(*(None if x is None else x[..., own] for x in attended.sight))
-        some = attended._replace(
-            query=attended.query[:, own],
-            key=attended.key[:, seen],
-            value=attended.value[:, seen],
-            sight=sight,
-            output=attended.output[:, own],
-            lse=attended.lse[:, own],
-        )
         mask = _mask(sight, rows, blocks.window)
         found, *of_seen = _gradients(some, cotangent[:, own], mask, blocks.scale)
         of_query.append(found)
-        of_keys = [
-            x.at[:, seen].add(new.astype(jnp.float32)) for x, new in zip(of_keys, of_seen, strict=True)
-        ]
+        pairs = zip(of_keys, of_seen, strict=True)
+        of_keys = [x.at[:, seen].add(more.astype(jnp.float32)) for x, more in pairs]
     of_key, of_value = (x.astype(attended.key.dtype) for x in of_keys)
     return jnp.concatenate(of_query, axis=1), of_key, of_value
 
@@ -85,8 +78,7 @@ def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int)
 
     def cut(x: Array, fill: float = 0) -> Array:
         widths = [(0, 0), (0, chunks * chunk - length), *[(0, 0)] * (x.ndim - 2)]
-        padded = jnp.pad(x, widths, constant_values=fill)
-        return padded.reshape(-1, chunk, *x.shape[2:])
+        return jnp.pad(x, widths, constant_values=fill).reshape(-1, chunk, *x.shape[2:])
 
     def with_before(x: Array) -> Array:
         own = cut(x).reshape(-1, chunks, chunk, *x.shape[2:])
@@ -98,22 +90,23 @@ def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int)
 
     def summed(x: Array) -> Array:
         x = x.reshape(-1, chunks, 2, chunk, *x.shape[2:])
-        before = jnp.roll(x[:, :, 0], -1, axis=1)
-        return joined((x[:, :, 1] + before).reshape(-1, chunk, *x.shape[4:]))
+        return joined((x[:, :, 1] + jnp.roll(x[:, :, 0], -1, axis=1)).reshape(-1, chunk, *x.shape[4:]))
 
     first = jnp.broadcast_to(attended.sight.first(length, blocks.window), attended.lse.shape[:2])
     begins = chunk * (jnp.arange(chunks, dtype=jnp.int32) - 1)
     first = cut(first).reshape(-1, chunks, chunk) - begins[None, :, None]
     mask = _between(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
-    some = attended._replace(
-        query=cut(attended.query),
-        key=with_before(attended.key),
-        value=with_before(attended.value),
-        output=cut(attended.output),
-        lse=cut(attended.lse, jnp.inf),  # weights are zero
-    )
+    some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))  # no weights
     of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks.scale)
     return joined(of_query), summed(of_key), summed(of_value)
+
+
+def _cut(
+    attended: Attended, of_queries: Callable[[Array], Array], of_keys: Callable[[Array], Array]
+) -> Attended:
+    key, value = map(of_keys, (attended.key, attended.value))
+    query, output, lse = map(of_queries, (attended.query, attended.output, attended.lse))
+    return attended._replace(query=query, key=key, value=value, output=output, lse=lse)
 
 
 def _gradients(attended: Attended, cotangent: Query, mask: Any, scale: float) -> tuple[Query, Key, Key]:

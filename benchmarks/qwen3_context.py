@@ -7,7 +7,6 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --presets auto blockwise --tokens 65536
     python -m benchmarks.qwen3_context --target v5p --devices 8 --tokens 65536 --policies nested
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide positions
-    python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide ring
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 65536 --divide experts
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block tokamax
@@ -17,8 +16,7 @@ Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, wi
 Further options are those of the config, such as `--model.experts.backend block`.
 With another `--config`, its name takes the place of `qwen3` in the names of the results.
 With `--devices`, weights are sharded over a mesh by the config's `trainer.mesh`; with `--divide
-positions` one sequence is divided over all, with `ring` as well, and keys are passed on rather than gathered,
-with `experts` the experts, in place of `embed`. Writes
+positions` one sequence is divided over all, with `experts` the experts, in place of `embed`. Writes
 `results/qwen3_context_<target>.json`, `results/qwen3_longest_<target>.json`, with `--tiles`, for each number
 of `model.tiles`, `results/qwen3_tiles_<target>.json`, with `--experts`, for each backend of experts,
 `results/qwen3_experts_<target>.json`, or with `--presets`, for the model's own policies, `True` and `nested`,
@@ -63,10 +61,8 @@ POLICIES: dict[str, ScanCheckpointSpec] = {
     "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
     "offload": "offload",
 }
-_BY_POSITIONS = MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"})
 MESHES: dict[str, MeshConfig] = {
-    "positions": _BY_POSITIONS,
-    "ring": _BY_POSITIONS,
+    "positions": MeshConfig({"context": -1}, {"position": "context"}, {"embed": "context"}),
     "experts": MeshConfig({"expert": -1}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}),
 }
 LEANEST = ("nested", "nested, offload", "offload")
@@ -76,8 +72,6 @@ LEANEST = ("nested", "nested, offload", "offload")
 def main(arguments: list[str] | None = None) -> Path:
     options, altered = _parser().parse_known_args(arguments)
     config = parse_config(LmRunConfig, ["--config_path", str(options.config), *altered])
-    if options.divide == "ring":
-        config = _with_backend(config, "ring")
     if options.longest:
         name, rows = "longest", _longest(config, options)
     elif options.presets:
@@ -146,7 +140,7 @@ def _contexts(config: LmRunConfig, options: argparse.Namespace) -> list[dict[str
     rows = []
     devices = memory.find_target(options.target).devices(options.devices)
     partitioning = Partitioning.of(MESHES.get(options.divide, config.trainer.mesh), devices)
-    sequences = 1 if options.divide in ("positions", "ring") else options.devices
+    sequences = 1 if options.divide == "positions" else options.devices
     for tokens in options.tokens:
         for name in options.policies:
             fn, (batch, parts) = forward_and_backward(config, tokens, rows=sequences)

@@ -3,9 +3,10 @@
     python -m benchmarks.qwen3_step --tokens 8192 32768 65536
 
 For a GPU that holds the weights (an H200), which are random. First, at a context where all policies fit, the
-kernels of attention are compared with its definition, and the gradients of each policy with those of the
-first; a policy whose gradients differ is not timed. Then forward and backward are timed, and medians, tokens
-per second, the share of the measured bf16 matrix-product peak and the peak of allocated memory are written to
+kernels of attention are compared with its definition, with documents, a window and sinks, and the gradients
+of each policy with those of the first; a policy whose gradients differ is not timed. Then attention and
+experts of one layer are timed, then forward and backward of the model, and medians, tokens per second, the
+share of the measured bf16 matrix-product peak and the peak of allocated memory are written to
 `results/qwen3_step_<device>.json` after every policy. Each policy runs in its own process, so that peaks of
 memory are separate.
 
@@ -32,10 +33,11 @@ from haliax import Axis
 from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError, check_offload
-from stacked_remat.ops import causal_attention
+from stacked_remat._placement import platform_of
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
 from stacked_remat.training.throughput import peak_resident_bytes
 
+from . import attention_layer, expert_layer
 from .qwen3_context import CONFIG, POLICIES, forward_and_backward
 from .record import RESULTS, allocate_as_needed, write_results
 
@@ -59,6 +61,9 @@ def main(arguments: list[str] | None = None) -> Path | None:
         agreeing += [name] if fine else []
         print(f"{name}: gradients off by {difference:.1e}{'' if fine else ', not timed'}", flush=True)
     path = options.out / f"qwen3_step_{found['device']}.json"
+    found["layers"] = _in_a_process(options, "layers", options.policies, options.layers)
+    for row in [one for rows in found["layers"].values() for one in rows]:
+        print(json.dumps(row), flush=True)
     rows: list[dict[str, Any]] = []
     for tokens in options.tokens:
         for name in agreeing:
@@ -131,50 +136,23 @@ def random_parts(shapes: Any) -> Any:
     return jax.tree.unflatten(structure, arrays)
 
 
-def attention_differences(config: LmRunConfig, tokens: int) -> dict[str, float | str]:
-    """The error of attention in bfloat16 and its gradients, against the definition in float32, by kernel.
-
-    Returns:
-        The largest of the four relative errors, or why the kernel does not support the call.
-
-    Raises:
-        ArithmeticError: a kernel is wrong.
-    """
+def heads_of(config: LmRunConfig) -> tuple[int, int, int]:
+    """Heads of keys, query heads for each, and their width."""
     model = config.resolved(check_folder=False).model
     assert isinstance(model, Qwen3MoeConfig)
-    heads = Axis("kv_heads", model.num_kv_heads)
-    group = Axis("group", model.num_heads // model.num_kv_heads)
-    position = Axis(POSITION_AXIS, tokens)
-    axes = ((position, heads, group, model.HeadDim), *[(position, heads, model.HeadDim)] * 2)
-    keys = jax.random.split(jax.random.key(0), 4)
-    given = [hax.random.normal(key, own) for key, own in zip(keys, axes, strict=False)]
-    cotangent = hax.random.normal(keys[3], axes[0])
+    return model.num_kv_heads, model.num_heads // model.num_kv_heads, model.HeadDim.size
 
-    def results(backend: str, dtype: Any) -> list[Any]:
-        def attend(query: Any, key: Any, value: Any) -> Any:
-            return causal_attention(query, key, value, position, heads, model.HeadDim, backend=backend)
 
-        def run(*given: Any) -> Any:
-            *inputs, cotangent = (each.astype(jnp.bfloat16).astype(dtype) for each in given)
-            out, back = jax.vjp(attend, *inputs)
-            return [each.array.astype(jnp.float32) for each in (out, *back(cotangent))]
-
-        return jax.jit(run)(*given, cotangent)
-
-    with jax.default_matmul_precision("highest"):
-        expected = results("exact", jnp.float32)
-    found: dict[str, float | str] = {}
-    for backend in ("blockwise", "cudnn"):
-        try:
-            pairs = zip(results(backend, jnp.bfloat16), expected, strict=True)
-        except ValueError as error:
-            found[backend] = re.sub(r".* does not support this call: (.*)\. Use 'auto'\.", r"\1", str(error))
-            continue
-        off = max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
-        if not off <= 2e-2:
-            raise ArithmeticError(f"attention by {backend}: off by {off:.2g} of its norm")
-        found[backend] = off
-    return found
+def _experts(config: LmRunConfig, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """The experts of a layer by the backend for this device, beside the walk over blocks and a dense MLP."""
+    model = config.resolved(check_folder=False).model
+    assert isinstance(model, Qwen3MoeConfig)
+    chosen = model.experts
+    sizes = expert_layer.Sizes(
+        tokens, model.hidden_dim, chosen.intermediate_dim, chosen.num_experts, chosen.experts_per_token
+    )
+    backends = {"cuda": ["tokamax"], "tpu": ["megablox"]}.get(platform_of(jax.local_devices()[0]), [])
+    return expert_layer.timed_rows(sizes, ["block", *backends], rounds)
 
 
 def _in_a_process(
@@ -196,13 +174,20 @@ def _in_a_process(
 def _alone(config: LmRunConfig, options: argparse.Namespace) -> dict[str, Any]:
     model_flops(config, 1)  # refuses other models
     shapes = forward_and_backward(config, options.check)[1][1]
+    if options.alone == "layers":
+        found = {"attention": [], "experts": _experts(config, options.tokens[0], options.rounds)}
+        peak = matmul_peak(options.matmul)
+        found["attention"] = attention_layer.timed_rows(
+            heads_of(config), options.tokens, options.rounds, peak
+        )
+        return found
     if options.alone == "time":
         parts = random_parts(shapes)
         return _timed(config, parts, options.tokens[0], options.policies[0], options.rounds)
     return {
         "device": re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower()),
         "matmul_peak": matmul_peak(options.matmul),
-        "attention_differences": attention_differences(config, options.check),
+        "attention_differences": attention_layer.differences(heads_of(config), options.check),
         "offload_check": _offload_check(),
         "gradient_differences": _differences(config, random_parts(shapes), options.check, options.policies),
     }
@@ -278,12 +263,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", type=_at_least_one, default=4_096, help="context at which gradients are compared"
     )
+    parser.add_argument(
+        "--layers",
+        type=_at_least_one,
+        nargs="+",
+        default=[8_192, 65_536, 262_144],
+        help="contexts of attention alone; experts alone take the first",
+    )
     parser.add_argument("--rounds", type=_at_least_one, default=3)
     parser.add_argument(
         "--matmul", type=_at_least_one, default=8_192, help="size of the matrix products of the peak"
     )
     parser.add_argument(
-        "--alone", choices=("check", "time"), help="run one job in this process and print its result"
+        "--alone",
+        choices=("check", "layers", "time"),
+        help="run one job in this process and print its result",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--overrides", nargs=argparse.REMAINDER, default=[], help="keys of the config, last")

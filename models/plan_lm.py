@@ -39,6 +39,7 @@ from stacked_remat.memory import (
     parse_bytes,
     readable_bytes,
 )
+from stacked_remat.ops import backends_taken
 from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_entry, remat_policy
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
@@ -177,11 +178,15 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
             "No model to plan for: give --config_path FILE, such as one of models/configs, or the keys of a "
             "model, beginning with --model.type."
         )
-    if config.policy is None and config.budget is not None:
-        _find(config, console)
-    else:
-        config.step.check(streamed=config.step.can_stream)
-        _compare(config, console)
+    with backends_taken() as taken:
+        if config.policy is None and config.budget is not None:
+            _find(config, console)
+        else:
+            config.step.check(streamed=config.step.can_stream)
+            _compare(config, console)
+    if not config.json:
+        for what, backend in taken.items():
+            console.print(f"{what}: {backend}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

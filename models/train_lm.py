@@ -35,6 +35,7 @@ from models.run_state import (
 from models.step_memory import StepMemory
 from stacked_remat import check_offload
 from stacked_remat.memory import readable_bytes
+from stacked_remat.ops import backends_taken
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     Checkpoints,
@@ -260,8 +261,11 @@ def _prepared(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Par
 
 def _resolved(config: LmRunConfig, progress: Progress, partitioning: Partitioning) -> LmRunConfig:
     """The config with its final model, policy and streaming; refuses what can't fit or run here."""
-    config = _fitting(config.resolved(), progress)
-    check_step(config, partitioning)
+    with backends_taken() as taken:
+        config = _fitting(config.resolved(), progress)
+        check_step(config, partitioning)
+    for what, backend in taken.items():
+        progress.message(f"{what}: {backend}")
     if config.policy is not None and config.policy.offloads:
         check_offload()
     return config

@@ -32,7 +32,6 @@ TABLES = {
     "devices-weights": Table(("qwen3_context_h200_8.json",), rows=_STEP),
     "devices-experts": Table(("qwen3_context_h200_8_experts.json",), rows=_STEP),
     "devices-positions": Table(("qwen3_context_h200_8_positions.json",), rows=_STEP),
-    "devices-ring": Table(("qwen3_context_h200_8_ring.json",), rows=_STEP),
     "fused-updates": Table(
         tuple(
             f"{name}_{target}.json" for name in ("stack_memory", "streaming") for target in ("h200", "v5p")

@@ -11,6 +11,9 @@
   sharding: inside a `jax.shard_map` over the whole mesh it must have none. `no_axis_mapping` turns it off.
 - JAX (0.10.2, 0.12) has no public function that tells whether it found cuDNN, which its CUDA plugin does not
   include; calls of cuDNN then fail while tracing. `cudnn_is_installed` asks what JAX asks.
+- JAX (0.10.2, 0.12) has no public function that gives cuDNN's log-sum-exp in float32, nor one for the
+  gradients of attention from its results: `cudnn_attention`, `cudnn_attention_gradients`; nor one for those
+  of its splash kernels: `splash_gradients`.
 - JAX (0.10.2, 0.12) transposes a move of an array to the host without moving its cotangent back, and then
   refuses the cotangent. `move_cotangents_back` makes the transpose name the space that the array came from,
   without which offloaded residuals have no second derivatives.
@@ -53,6 +56,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import operator
 import tempfile
 import warnings
@@ -68,6 +72,7 @@ import jax._src.ad_util
 import jax._src.clusters
 import jax._src.config
 import jax._src.core
+import jax._src.cudnn.fused_attention_stablehlo
 import jax._src.distributed
 import jax._src.dtypes
 import jax._src.effects
@@ -83,6 +88,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import hijax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core.primitives import device_put_p, remat_p
 from jax.interpreters import ad, mlir
 
@@ -166,6 +172,55 @@ def cudnn_is_installed() -> bool:
         return versions is not None and versions.cudnn_get_version() > 0
     except RuntimeError:  # cuDNN not found
         return False
+
+
+def cudnn_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention of `[batch, position, heads, head_dim]`, and its log-sum-exp, positions last."""
+    fused: Any = jax._src.cudnn.fused_attention_stablehlo
+    options = {"scale": scale, "mask_type": fused.MaskType.CAUSAL, "sliding_window_length": window}
+    return fused.dot_product_attention(query, key, value, **options, return_residual=True)
+
+
+def cudnn_attention_gradients(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    output: jax.Array,
+    lse: jax.Array,
+    cotangent: jax.Array,
+    scale: float,
+    window: int | None,
+) -> Sequence[jax.Array]:
+    """The gradients of query, key and value."""
+    fused: Any = jax._src.cudnn.fused_attention_stablehlo
+    newer = inspect.signature(fused.dot_product_attention).parameters
+    return fused._dot_product_attention_bwd_p_wrapper.bind(
+        *(query, key, value, *[jnp.zeros(0, query.dtype)] * 7, lse, output, cotangent),
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),  # no bias
+        mask_type=fused.MaskType.CAUSAL,
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=window,
+        **({"score_mod": None} if "score_mod" in newer else {}),
+    )
+
+
+def splash_gradients(kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Array) -> Sequence[jax.Array]:
+    """The gradients of query, key and value.
+
+    Args:
+        kernel: from `make_splash_mqa`.
+        residuals: query, key, value, segments, sinks, output and log-sum-exp.
+        cotangent: of the output.
+    """
+    options = kernel.kwargs | {"mask_function": kernel.kwargs.get("mask_function")}
+    tables = kernel.dq_mask_info, kernel.dkv_mask_info
+    backward: Any = splash_attention_kernel._splash_attention_bwd
+    return backward(**options, res=(*residuals, *tables), do=cotangent)[3:6]
 
 
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:

@@ -33,9 +33,9 @@ def known_branches(taken: Sequence[int]) -> Named:
     return _named("branches", *taken)
 
 
-def known_blocks(count: int) -> Named:
-    """Within it, a splash kernel is called whose table has so many blocks in which anything is visible."""
-    return _named("blocks", count)
+def known_products(flops: int) -> Named:
+    """Within it, kernels are called whose matrix products take so many FLOPs each."""
+    return _named("products", flops)
 
 
 def trips_in(scopes: str) -> tuple[Fraction | None, bool]:
@@ -52,9 +52,9 @@ def branches_in(scopes: str) -> list[Fraction]:
     return [Fraction(each, max(1, sum(taken))) for each in taken]
 
 
-def blocks_in(scopes: str) -> int | None:
-    """How many blocks of a splash kernel's table are visible, by the named scopes around it."""
-    return next(iter(_numbers(scopes, "blocks", at_end=False)), None)
+def products_in(scopes: str) -> int | None:
+    """The FLOPs of a kernel's matrix products, by the named scopes around it; None if not known."""
+    return next(iter(_numbers(scopes, "products", at_end=False)), None)
 
 
 def _named(what: str, *numbers: int) -> Named:

@@ -55,7 +55,7 @@ class AttentionConfig:
     bias: bool = False
     window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
-    backend: Literal["auto", "cudnn", "splash", "blockwise", "exact", "ring"] = field(
+    backend: Literal["auto", "cudnn", "tokamax", "splash", "blockwise", "exact"] = field(
         default="auto", metadata=OF_RUN
     )
 

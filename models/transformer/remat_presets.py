@@ -41,9 +41,6 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
     `remat: false`, which keeps what each of their derivatives reads. Of experts it also keeps the router's
     logits, and a few integers a choice.
 
-    cuDNN's kernel keeps residuals that have no name (there is no `attention_lse`), so attention is
-    recomputed anyway: with it the policies that only keep attention cost memory for nothing, and the nested
-    one, which replays layers to fill it, also arithmetic. Choose `attention.backend: blockwise` with them.
     docs/long-context.md has the cost at 65,536 tokens.
     """
     # The probabilities come from the logits, and nothing reads the output.

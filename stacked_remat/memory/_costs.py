@@ -131,9 +131,10 @@ def _attention(products: int) -> Callable:
 
     def count(eqn: Any) -> int:
         (batch, queries, heads, head_size), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
-        full = products * 2 * batch * heads * queries * keys * head_size
-        mask = eqn.params.get("mask_type")
-        return full // 2 if "CAUSAL" in str(getattr(mask, "name", mask)).upper() else full
+        mask, window = eqn.params.get("mask_type"), eqn.params.get("sliding_window_length")
+        is_causal = "CAUSAL" in str(getattr(mask, "name", mask)).upper()
+        pairs = min(queries * keys // (2 if is_causal else 1), queries * (window or keys))
+        return products * 2 * batch * heads * head_size * pairs
 
     return count
 

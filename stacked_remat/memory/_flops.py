@@ -17,9 +17,10 @@ from jax.interpreters import partial_eval
 
 from .._activity import is_differentiable
 from .._static import PyTree
-from .._trips import blocks_in, branches_in, trips_in
+from .._trips import branches_in, products_in, trips_in
 from ._costs import Flops, leaf_cost
 
+_KERNELS = "pallas_call", "mpmd_map"
 _EXPANDED = "call_hi_primitive"  # what `jax.experimental.hijax` makes of a primitive that expands into others
 _MOST_GRADIENTS = 2  # of one product, which has two factors; fused attention has more operands
 
@@ -55,24 +56,24 @@ class _Counter:
         self._live: dict[int, tuple[Any, Any]] = {}
         self._expansions: dict[int, tuple[Any, Any]] = {}
         self._runs: dict[Any, _Count] = {}
-        self._blocks: int | None = None  # of splash kernels called by what is counted
+        self._products: int | None = None  # FLOPs of each kernel called by what is counted
 
     def run(self, jaxpr: Any, active: _Active) -> _Count:
         """Count a jaxpr, open or closed, given which of its inputs depend on what is trained."""
         live = self._without_dead_code(jaxpr)
-        key = id(jaxpr), self._blocks, *active
+        key = id(jaxpr), self._products, *active
         if key not in self._runs:
             known = {var for var, is_active in zip(live.invars, active, strict=True) if is_active}
             atoms = [*live.outvars, *(atom for eqn in live.eqns for atom in eqn.invars)]
             read, cost = {atom for atom in atoms if not isinstance(atom, Literal)}, Flops()
             for eqn in live.eqns:
-                around = self._blocks
+                around = self._products
                 scopes = str(eqn.source_info.name_stack)
-                self._blocks = blocks_in(scopes) or around
+                self._products = products_in(scopes) or around
                 called = self._called(eqn, read)
                 active_inputs = [_is_in(known, atom) for atom in eqn.invars]
                 added, outputs = self._eqn(eqn, called, scopes, active_inputs)
-                self._blocks, cost = around, cost + added
+                self._products, cost = around, cost + added
                 pairs = zip(eqn.outvars, outputs, strict=True)
                 known.update(var for var, is_active in pairs if is_active and _has_gradient(var))
             self._runs[key] = cost, [_is_in(known, atom) for atom in live.outvars]
@@ -113,9 +114,9 @@ class _Counter:
             shape, manual = params["mesh"].shape, params.get("manual_axes")
             body, outputs = self.run(params["jaxpr"], active)
             return body * math.prod(shape[axis] for axis in (manual or shape)), outputs
-        if called is not None and name != "pallas_call":
+        if called is not None and name not in _KERNELS:
             return self.run(called, active)
-        cost = self._kernel(eqn) if name == "pallas_call" else self._inside(eqn)
+        cost = self._kernel(eqn) if name in _KERNELS else self._inside(eqn)
         gradients = min(_MOST_GRADIENTS, sum(active))
         cost = dataclasses.replace(cost, matmul=cost.matmul * (1 + gradients))
         return cost, [any(active)] * len(eqn.outvars)
@@ -133,18 +134,15 @@ class _Counter:
         return self.run(jaxpr, [False] * len(getattr(jaxpr, "jaxpr", jaxpr).invars))[0]
 
     def _kernel(self, eqn: Any) -> Flops:
-        """A Pallas kernel: its body times the steps of its grid."""
+        """A Pallas kernel: what is known of it, or its body times the steps of its grid."""
+        if self._products is not None:
+            return Flops(matmul=self._products)
+        if "grid_mapping" not in eqn.params:
+            return self._inside(eqn)
         grid, body = eqn.params["grid_mapping"].grid, self._unknown(eqn.params["jaxpr"])
         if not all(isinstance(size, int) for size in grid):
             return body + Flops(too_low=(f"a kernel with a dynamic grid{_where(eqn)} is counted once",))
-        steps = math.prod(grid)
-        if (eqn.params.get("name") or "").startswith("splash_"):
-            # Its second argument is its table of blocks. All its matrix products are in the branch for those
-            # that are visible.
-            steps = steps // eqn.invars[1].aval.size * (self._blocks or eqn.invars[1].aval.size)
-            reason = "what a splash kernel does on the first and last block of a row counts on every block"
-            body = dataclasses.replace(body, too_high=(reason,))
-        return body * steps
+        return body * math.prod(grid)
 
     def _cond(self, eqn: Any, scopes: str, active: list[bool]) -> _Count:
         runs = [self.run(branch, active) for branch in eqn.params["branches"]]

@@ -1,6 +1,6 @@
 """Operations of long-context models: attention, rotary embedding, cross entropy, grouped matrix products."""
 
-from ._backends import UnsupportedCallError as UnsupportedCallError
+from ._backends import UnsupportedCallError as UnsupportedCallError, backends_taken as backends_taken
 from ._expert_backends import expert_backend as expert_backend
 from ._grouped_linear import ExpertLinear as ExpertLinear, apply_linear as apply_linear
 from ._rotary_scaling import (

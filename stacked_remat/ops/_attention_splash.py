@@ -7,6 +7,7 @@ block sizes, the mask, and the order of axes that they need.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Int
 
-from .._trips import known_blocks
-from ._attention_blockwise import Documents, Key, Query, Sinks
+from .._compat import splash_gradients
+from .._trips import known_products
+from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight
 
 LANES = 128
 """The width of a TPU's vector registers; block sizes are multiples of it."""
@@ -92,69 +94,110 @@ def splash_block_size(position: int, sequences: int, window: int | None, row_byt
     )
 
 
-def splash_attention(
-    query: Query,
-    key: Key,
-    value: Key,
-    documents: Documents | None,
-    scale: float,
-    window: int | None,
-    block_size: int,
-    *,
-    sinks: Sinks | None = None,
-    interpret: bool = False,
-) -> Query:
-    """Causal grouped-query attention; documents are integers, and positions see only their own document.
-
-    The output and the log-sum-exp are both named `attention_output`, because the kernels take one name. With
-    it saved, the backward pass of a checkpointed layer does not recompute attention.
+def splash_kernel(block_size: int | None = None, interpret: bool = False) -> Kernel:
+    """The kernels; documents are told apart by where they begin.
 
     Args:
-        query: this and the others as in `_attention_blockwise.py`.
-        block_size: from `splash_block_size`.
-        sinks: are rounded to the dtype of `query`, in which JAX 0.10 returns their gradient.
+        block_size: by default `splash_block_size`.
         interpret: whether to interpret the kernels on the CPU, for tests.
 
-    Returns:
-        Like `query`, in its dtype. Sums are in float32; matrix products of float32 have JAX's default
-        precision, which on a TPU is that of bfloat16 unless `jax.default_matmul_precision` says otherwise.
+    Matrix products of float32 have JAX's default precision, which on a TPU is that of bfloat16 unless
+    `jax.default_matmul_precision` says otherwise.
 
     Cost: `2 * heads * position**2 * head_dim` FLOPs forward and 3.5 times that backward, which computes
     scores twice; less for a window, but documents skip no blocks. Memory: the results, a copy of each array
-    with heads first, and while a gradient's forward kernel runs, 128 copies of one key head's log-sum-exp.
+    with heads first, and while a forward kernel runs, 128 copies of one key head's log-sum-exp.
     """
-    batch, position, kv_heads, group, head_dim = query.shape
-    # A kernel takes one key head of one sequence, and one vector of documents. Without documents the batch
-    # becomes more heads; with documents it becomes a longer sequence. lax.map over heads takes less memory
-    # than jax.vmap, under which JAX_REMAT3 finds no names.
-    sequences = 1 if documents is None else batch
-    length = sequences * position
+    options = {"block_size": block_size, "interpret": interpret}
+    return Kernel(functools.partial(_forward, **options), functools.partial(_backward, **options))
 
-    def heads_first(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(-1, length, *x.shape[2:]), 2, 1).reshape(-1, length, *x.shape[3:])
 
-    segments = None
-    if documents is not None:
-        ids = documents.reshape(-1).astype(jnp.int32)
-        segments = splash.SegmentIds(ids, ids)
-    kernel = _kernel(CausalWindow(position, window, sequences), group, block_size, interpret)
+class _Heads(NamedTuple):
+    """How a kernel is called, with one key head of one sequence at a time, and one vector of documents.
 
-    def attend(head: tuple[Array, Array, Array, Array | None]) -> Array:
-        query, key, value, sinks = head
+    Without documents the batch becomes more heads; with documents it becomes a longer sequence.
+
+    Attributes:
+        call: the kernel.
+        segments: its documents.
+        length: of a sequence.
+        products: FLOPs of a matrix product of all visible blocks.
+    """
+
+    call: Any
+    segments: splash.SegmentIds | None
+    length: int
+    products: int
+
+    @staticmethod
+    def of(query: Query, sight: Sight, blocks: Blocks, block_size: int | None, interpret: bool) -> "_Heads":
+        batch, position, _, group, head_dim = query.shape
+        sequences = 1 if sight.starts is None else batch
+        if block_size is None:
+            found = splash_block_size(position, sequences, blocks.window, head_dim * query.dtype.itemsize)
+            assert isinstance(found, int), found
+            block_size = found
+        segments = None
+        if sight.starts is not None:
+            ids = sight.starts.reshape(-1)
+            segments = splash.SegmentIds(ids, ids)
+        kernel = _kernel(CausalWindow(position, blocks.window, sequences), group, block_size, interpret)
+        seen = int(np.count_nonzero(kernel.fwd_mask_info.block_mask))
+        return _Heads(kernel, segments, sequences * position, 2 * seen * block_size**2 * head_dim)
+
+    def map(self, fn: Callable[..., tuple[Array, ...]], *arrays: Array) -> list[Array]:
+        """`fn` of each key head; arrays and results are `[batch, position, kv_heads, ...]`.
+
+        lax.map over heads takes less memory than jax.vmap.
+        """
+        batch, position, heads = arrays[0].shape[:3]
+
+        def first(x: Array) -> Array:
+            return jnp.moveaxis(x.reshape(-1, self.length, *x.shape[2:]), 2, 1).reshape(
+                -1, self.length, *x.shape[3:]
+            )
+
+        def last(x: Array) -> Array:
+            x = jnp.moveaxis(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
+            return x.reshape(batch, position, *x.shape[2:])
+
+        return [last(x) for x in jax.lax.map(lambda head: fn(*head), tuple(map(first, arrays)))]
+
+
+def _forward(
+    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks, **options: Any
+) -> tuple[Query, LogSumExp]:
+    heads = _Heads.of(query, sight, blocks, **options)
+
+    def attend(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         # The kernels take no scale, so queries are scaled, and rounded once more.
-        queries = jnp.moveaxis(query * scale, 1, 0)
-        with known_blocks(int(np.count_nonzero(kernel.fwd_mask_info.block_mask))):
-            return jnp.moveaxis(kernel(queries, key, value, segments, sinks=sinks), 0, 1)
+        queries = jnp.moveaxis(query * blocks.scale, 1, 0)
+        with known_products(2 * heads.products * len(queries)):
+            output, (lse,) = heads.call(queries, key, value, heads.segments)
+        return jnp.moveaxis(output, 0, 1), lse.T
 
-    if sinks is not None:
-        sinks = jnp.tile(sinks.astype(query.dtype), (batch // sequences, 1))
-    attended = jax.lax.map(attend, (heads_first(query), heads_first(key), heads_first(value), sinks))
-    attended = attended.reshape(batch // sequences, kv_heads, length, group, head_dim)
-    return jnp.moveaxis(attended, 1, 2).reshape(query.shape)
+    output, lse = heads.map(attend, query, key, value)
+    return output, lse
+
+
+def _backward(attended: Attended, cotangent: Query, blocks: Blocks, **options: Any) -> tuple[Query, Key, Key]:
+    query, key, value, _, sight, output, lse = attended
+    heads = _Heads.of(query, sight, blocks, **options)
+
+    def gradients(query: Array, key: Array, value: Array, *of_rows: Array) -> tuple[Array, ...]:
+        queries, output, cotangent = (jnp.moveaxis(x, 1, 0) for x in (query * blocks.scale, *of_rows[:2]))
+        residuals = queries, key, value, heads.segments, None, output, of_rows[2].T
+        # Scores again and two products in each of two kernels, and one more in one.
+        with known_products(7 * heads.products * len(queries) // 2):
+            of_query, of_key, of_value = splash_gradients(heads.call, residuals, cotangent)
+        return jnp.moveaxis(of_query, 0, 1) * blocks.scale, of_key, of_value
+
+    of_query, of_key, of_value = heads.map(gradients, query, key, value, output, cotangent, lse)
+    return of_query, of_key, of_value
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(mask: CausalWindow, group: int, size: int, interpret: bool) -> Callable[..., Array]:
+def _kernel(mask: CausalWindow, group: int, size: int, interpret: bool) -> Any:
     sizes = splash.BlockSizes(
         block_q=size,
         block_kv=size,
@@ -170,7 +213,7 @@ def _kernel(mask: CausalWindow, group: int, size: int, interpret: bool) -> Calla
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=1,
-            residual_checkpoint_name="attention_output",
+            save_residuals=True,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)

@@ -1,7 +1,9 @@
 """The choice among the backends of an operation: by name, or the first that supports the call."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -23,28 +25,59 @@ class Backend(Protocol):
 
 
 B = TypeVar("B", bound=Backend)
+ELSEWHERE = "it runs on "
+"""How a reason begins that is the platform."""
 
 
-def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any) -> B:
+_taken = ContextVar[dict[str, str] | None]("taken", default=None)
+
+
+@contextlib.contextmanager
+def backends_taken() -> Iterator[dict[str, str]]:
+    """Collect which backends are taken by the operations that are traced within it.
+
+    Yields:
+        By operation and kind of call, such as `attention, window 128`, the backend, and after it in brackets
+        why not one of those that are tried before it on this platform. What JAX has traced before is missing.
+    """
+    found: dict[str, str] = {}
+    token = _taken.set(found)
+    try:
+        yield found
+    finally:
+        _taken.reset(token)
+
+
+def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any, kind: str = "") -> B:
     """The backend of that name, or for `"auto"` the first that supports the call.
 
     Args:
-        of: what backends are called in errors, as in `"attention backend"`.
+        of: the operation, as in `"attention"`.
         backends: by name, in the order in which `"auto"` tries them.
         name: one of them, or `"auto"`.
         call: what their `reason_against` takes.
+        kind: of the call, as in `"window 128"`, for `backends_taken`.
 
     Raises:
         ValueError: no backend has that name.
         UnsupportedCallError: it does not support the call; says why.
     """
+    reasons: list[str] = []
     if name == "auto":
-        return next(one for one in backends.values() if one.reason_against(call) is None)
-    if name not in backends:
-        raise ValueError(f"Unknown {of} {name!r}. Use 'auto' or one of {', '.join(backends)}.")
-    reason = backends[name].reason_against(call)
-    if reason is not None:
-        raise UnsupportedCallError(f"The {of} {name!r} does not support this call: {reason}. Use 'auto'.")
+        for name, backend in backends.items():
+            if (reason := backend.reason_against(call)) is None:
+                break
+            if not reason.startswith(ELSEWHERE):
+                reasons.append(f"not {name}: {reason}")
+    elif name not in backends:
+        raise ValueError(f"Unknown backend of {of} {name!r}. Use 'auto' or one of {', '.join(backends)}.")
+    elif reason := backends[name].reason_against(call):
+        raise UnsupportedCallError(
+            f"The backend of {of} {name!r} does not support this call: {reason}. Use 'auto'."
+        )
+    if (taken := _taken.get()) is not None:
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        taken[f"{of}, {kind}" if kind else of] = name + why
     return backends[name]
 
 

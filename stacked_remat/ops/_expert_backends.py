@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._placement import compiled_for, platform
+from ._backends import ELSEWHERE
 from ._grouped_linear import Kernels
 from ._grouped_tokamax import against_tokamax, tokamax_kernels
 
@@ -51,7 +52,7 @@ class ExpertsBackend:
 def against_kernels(call: ExpertsFacts, platform: str, name: str, dtypes: Sequence[Any]) -> str | None:
     """Why kernels for some dtypes, on a platform that users know by this name, do not support a call."""
     if call.platform != platform:
-        return f"it runs on {name}, and the program is for {call.platform!r}"
+        return f"{ELSEWHERE}{name}, and the program is for {call.platform!r}"
     if call.dtype not in dtypes:
         *some, last = (jnp.dtype(one).name for one in dtypes)
         return f"it takes {', '.join(some)} and {last}, not {call.dtype}"

@@ -1,38 +1,18 @@
-"""Grouped products on Hopper GPUs, by tokamax's kernels in Mosaic.
+"""Grouped products on Hopper GPUs, by tokamax's kernels in Mosaic."""
 
-tokamax (Python 3.12 and later) has them in private modules, so the versions that were tried are listed, and
-others are refused.
-"""
-
-import contextlib
-import importlib.metadata
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import layout
-from jax.extend import backend
 from jaxtyping import Array
 
-from .._placement import target_device
 from ._grouped_linear import Kernels
-
-_VERSIONS = ("0.0.17",)
+from ._tokamax import calling_tokamax, why_not_tokamax
 
 
 def against_tokamax() -> str | None:
     """Why there are no kernels for the device that the program is for; None if there are."""
-    capability = getattr(target_device(), "compute_capability", "0")
-    if float(capability) != 9.0:
-        return f"all of its products are for GPUs of compute capability 9.0 (Hopper), not {capability}"
-    try:
-        version = importlib.metadata.version("tokamax")
-    except importlib.metadata.PackageNotFoundError:
-        return "it needs Python 3.12 or later and tokamax: pip install 'stacked_remat[tokamax]'"
-    if version not in _VERSIONS:
-        return f"it was tried with tokamax {', '.join(_VERSIONS)}, not {version}"
-    return None
+    return why_not_tokamax("all of its products", {9.0: "Hopper"})
 
 
 def tokamax_kernels() -> Kernels:
@@ -61,18 +41,7 @@ def _outer(x: Array, y: Array, sizes: Array) -> Array:
 def _ragged_dot(x: Array, w: Array, sizes: Array, names: Any) -> Array:
     from tokamax._src.ops.ragged_dot import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
 
-    with _default_device(target_device()), jax.numpy_dtype_promotion("standard"):
+    with calling_tokamax():
         return pallas_mosaic_gpu.PallasMosaicGpuRaggedDot()(
             x, w, group_sizes=sizes, ragged_dot_dimension_numbers=names
         )
-
-
-@contextlib.contextmanager
-def _default_device(device: Any) -> Iterator[None]:
-    """Make this the device that tokamax asks JAX for, which need not be attached."""
-    own = backend.get_default_device
-    backend.get_default_device = lambda: device
-    try:
-        yield
-    finally:
-        backend.get_default_device = own

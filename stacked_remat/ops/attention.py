@@ -1,5 +1,6 @@
 """Causal grouped-query attention on named axes: checks, the choice of a backend, and the order of axes."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from haliax import Axis, AxisSelector, NamedArray, axis_name
 from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._placement import platform
-from ._attention_backends import BACKENDS, AttentionCall
-from ._attention_blockwise import Blocks
+from ._attention_backends import BACKENDS, AttentionCall, exact_attention
+from ._attention_rule import Blocks, Key, Query, Sight, attend_by
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._context_parallel import attend_in_context
 from .per_device import mesh_axes, per_device
@@ -37,10 +38,9 @@ def causal_attention(
 ) -> NamedArray:
     """Softmax attention of every position to itself and those before it (Ainslie et al. 2023 for groups).
 
-    Names for remat policies: `attention_output`, and with the blockwise backend `attention_lse` (float32, a
-    number per head and position). With both saved, the backward pass of a checkpointed layer does not
-    recompute attention. The splash backend names both `attention_output`, which `JAX_REMAT3` does not find:
-    with that it recomputes. cuDNN's residuals have no names, so it always recomputes.
+    Names for remat policies: `attention_output` and `attention_lse` (float32, a number per head and
+    position), which `"exact"` lacks. With both saved, the backward pass of a checkpointed layer does not
+    recompute attention.
 
     Args:
         query: `[..., Pos, KVHeads, HeadsPerKV..., HeadDim]` in any order: the axes that `key` lacks are query
@@ -50,18 +50,18 @@ def causal_attention(
         Pos: the axis of positions.
         KVHeads: the axis of key and value heads.
         HeadDim: the axis that is contracted.
-        documents: integers `[..., Pos]`; a position sees only positions with its own. None for one document.
+        documents: integers `[..., Pos]`; consecutive positions with the same are a document, and a position
+            sees no other. None for one document.
         window: how many positions a query sees, itself included; None for all before it.
         sinks: a number for each query head, `[KVHeads, HeadsPerKV...]`, whose exponential is added to the sum
             of the exponentials of the scores, so that weights sum to less than one (Xiao et al. 2023,
             "attention sinks", with a learnt score and no value). None for none.
         scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not given. Multiply `query`
             by a factor that is learnt.
-        backend: `"auto"` for the first of `"cudnn"`, `"splash"` and `"blockwise"` that supports the call, or
-            one of these, `"exact"` or `"ring"` by name. `"ring"` is `"blockwise"` where positions are not
-            divided over devices.
-        block_size: positions in a block of the blockwise and ring backends; by default 512, and on a CPU 256,
-            so that scores stay in its caches. The other backends choose their own.
+        backend: `"auto"` for the first of `"cudnn"`, `"tokamax"`, `"splash"` and `"blockwise"` that supports
+            the call, or one of these or `"exact"` by name.
+        block_size: positions in a block of the blockwise backend; by default 512, and on a CPU 256, so that
+            scores stay in its caches. The other backends choose their own.
 
     Returns:
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
@@ -73,15 +73,15 @@ def causal_attention(
 
     Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
     window skip blocks; memory proportional to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
-    `"splash"`: 3.5 times backward, and documents skip no blocks.)
+    `"splash"` and `"tokamax"`: 3.5 times backward. Documents skip no blocks of splash, nor of tokamax
+    backward.)
 
     On several devices: if Haliax's axis mapping (`haliax.axis_mapping`) maps batch axes, `KVHeads` or `Pos`
     to axes of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
-    `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash does not
-    support. Where `Pos` is divided (context parallelism), each device gathers all keys and values, and the
-    devices exchange queries, so that each has as many to see; the backends are blockwise and exact. With
-    `"ring"` (Liu et al. 2023) a device has the keys and values of two devices at a time: they are passed on
-    as many times as there are devices, and in the backward pass their gradients (float32) with them.
+    `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash and
+    tokamax do not support. Where `Pos` is divided (context parallelism), each device gathers all keys and
+    values, and the devices exchange queries, so that each has as many to see; the backends are tokamax,
+    blockwise and exact.
     """
     position, heads = axis_name(Pos), axis_name(KVHeads)
     _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
@@ -100,6 +100,7 @@ def causal_attention(
     if block_size is None:
         block_size = 256 if platform() == "cpu" else 512
     factor = HeadDim.size**-0.5 if scale is None else scale
+    window = None if window is None else int(window)
     blocks = Blocks(factor, block_size, window, heads_first=platform() == "cpu")
 
     attend = functools.partial(
@@ -146,10 +147,10 @@ def _attend(
         blocks,
         size,
         devices_left_to_the_compiler(query.array),
-        sinks is not None,
         bool(context),
     )
-    chosen = choose_backend("attention backend", BACKENDS, backend, call)
+    kind = "" if blocks.window is None else f"window {blocks.window}"
+    kernel = choose_backend("attention", BACKENDS, backend, call, kind).kernel
     whole, shape = (*batch, Row, KVHeads, *group, HeadDim), (size, Row.size, KVHeads.size)
     query_array = query.rearrange(whole).array.reshape(*shape, groups, HeadDim.size)
     key_array, value_array = (
@@ -161,17 +162,18 @@ def _attend(
     sink_array = None
     if sinks is not None:
         sink_array = sinks.rearrange((KVHeads, *group)).array.reshape(KVHeads.size, groups)
-    attended = attend_in_context(
-        chosen.attend,
-        query_array,
-        key_array,
-        value_array,
-        document_array,
-        blocks,
-        sink_array,
-        context,
-        chosen.ring,
-    )
+
+    def attend(query: Query, key: Key, value: Key, sight: Sight, strips: int = 1) -> Query:
+        if kernel is None:
+            return exact_attention(query, key, value, sight, blocks, sink_array)
+        options = dataclasses.replace(blocks, strips=strips)
+        return attend_by(kernel, query, key, value, sight, options, sink_array)
+
+    arrays = query_array, key_array, value_array
+    if context:
+        attended = attend_in_context(attend, *arrays, document_array, context)
+    else:
+        attended = attend(*arrays, Sight.of(document_array))
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 

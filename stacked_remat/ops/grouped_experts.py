@@ -158,7 +158,7 @@ def grouped_experts(
         bool(jax.typeof(x).manual_axis_type.varying),
         all("linear" in inspect.signature(fn).parameters for fn in (expert, saved) if fn is not None),
     )
-    kernels = choose_backend("backend of experts", EXPERT_BACKENDS, backend, facts).kernels
+    kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts).kernels
     whole = functools.partial(layout.stacked, shared=shared)
     call = ExpertsCall(expert, saved, rebuild, Experts, block_size, blocks_at_once, kernels, whole)
     if exchange is not None:

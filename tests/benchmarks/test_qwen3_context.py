@@ -63,7 +63,8 @@ def test_saved_attention_is_kept_once_and_not_recomputed():
     assert nested_saved["temporaries"] - nested["temporaries"] <= 1.1 * 10 * kept
     assert saved["matmul_flops"] < 0.85 * plain["matmul_flops"]
     assert offloaded["host"] == pytest.approx(48 * kept, rel=0.01)
-    assert found["auto", "attention_saved"]["matmul_flops"] == found["auto", "True"]["matmul_flops"]
+    kernels = [found["auto", name]["matmul_flops"] for name in ("attention_saved", "True")]
+    assert kernels[0] < 0.83 * kernels[1]
 
 
 def test_a_million_tokens_take_a_quarter_of_each_of_eight_gpus():

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.attention_layer import CASES, differences
 from benchmarks.qwen3_context import CONFIG
-from benchmarks.qwen3_step import attention_differences, main, model_flops, random_parts
+from benchmarks.qwen3_step import heads_of, main, model_flops, random_parts
 from models.train_lm import LmRunConfig
-from stacked_remat.ops._attention_backends import BACKENDS, Backend, exact_attention
+from stacked_remat.ops._attention_backends import BACKENDS, Backend
+from stacked_remat.ops._attention_blockwise import BLOCKWISE
+from stacked_remat.ops._attention_rule import Kernel
 from stacked_remat.training import parse_config
 
 from ..jaxprs import equations_of
@@ -29,13 +32,19 @@ SMALL = ["--overrides", "--model.num_layers", "2", "--model.hidden_dim", "16", "
 
 @pytest.mark.deep
 def test_every_policy_has_a_row_with_its_own_peak(tmp_path):
-    path = main([*TINY, "--tokens", "16", "--policies", "nested", "--out", str(tmp_path), *SMALL])
+    path = main(
+        [*TINY, "--tokens", "16", "--layers", "16", "--policies", "nested", "--out", str(tmp_path), *SMALL]
+    )
     assert path is not None and path == tmp_path / "qwen3_step_cpu.json"
     found = json.loads(path.read_text())
     (row,) = found["rows"]
     assert (row["tokens"], row["policy"]) == (16, "nested")
     assert found["gradient_differences"] == {"nested": 0.0} and found["offload_check"] == "passed"
-    assert list(found["attention_differences"]) == ["blockwise", "cudnn"]
+    assert list(found["attention_differences"]["sinks"]) == ["cudnn", "tokamax", "splash", "blockwise"]
+    timed = [row for row in found["layers"]["attention"] if "seconds" in row]
+    assert [row["case"] for row in timed] == list(CASES)
+    assert all(row["kernel"] == "blockwise" and row["seconds"] > 0 for row in timed)
+    assert {row["backend"] for row in found["layers"]["experts"]} == {"block", "dense"}
     assert row["seconds"] > 0 and row["peak_bytes"] > 2**26 and row["utilisation_of_matmul_peak"] > 0
 
 
@@ -45,8 +54,8 @@ def test_a_policy_with_wrong_gradients_is_named_and_not_timed(tmp_path, monkeypa
     timed = []
 
     def in_a_process(options, job, policies, tokens):
-        if job == "check":
-            return check
+        if job != "time":
+            return dict(check) if job == "check" else {}
         timed.append((*policies, *tokens))
         return {"seconds": 1.0}
 
@@ -91,13 +100,15 @@ def config():
 
 
 def test_kernels_of_attention_are_compared_with_the_definition(config):
-    found = attention_differences(config, 16)
-    assert isinstance(found["blockwise"], float) and 0 < found["blockwise"] < 2e-2
-    assert found["cudnn"] == "it runs on NVIDIA GPUs, and the program is for 'cpu'"
+    found = differences(heads_of(config), 16)
+    assert list(found) == ["plain", "documents", "window", "sinks"]
+    for kernels in found.values():
+        assert isinstance(kernels["blockwise"], float) and 0 < kernels["blockwise"] < 2e-2
+        assert kernels["cudnn"] == "it runs on NVIDIA GPUs, and the program is for 'cpu'"
 
 
 def test_a_wrong_kernel_of_attention_ends_the_benchmark(config, monkeypatch):
-    wrong = Backend(lambda query, *rest: exact_attention(1.1 * query, *rest))
-    monkeypatch.setitem(BACKENDS, "blockwise", wrong)
-    with pytest.raises(ArithmeticError, match=r"attention by blockwise: off by 0\.\d+ of its norm"):
-        attention_differences(config, 16)
+    wrong = Kernel(lambda query, *rest: BLOCKWISE.forward(1.1 * query, *rest), BLOCKWISE.backward)
+    monkeypatch.setitem(BACKENDS, "blockwise", Backend(wrong))
+    with pytest.raises(ArithmeticError, match=r"attention by blockwise, plain: off by 0\.\d+ of its norm"):
+        differences(heads_of(config), 16)

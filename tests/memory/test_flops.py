@@ -18,7 +18,8 @@ from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat._policy import resolve_policy
 from stacked_remat._trips import expected_trips, known_branches, known_trips
 from stacked_remat.memory import Flops, count_flops
-from stacked_remat.ops._attention_splash import splash_attention
+from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
+from stacked_remat.ops._attention_splash import splash_kernel
 
 SQUARE = jnp.ones((8, 8))
 PRODUCT = 2 * 8**3  # FLOP of SQUARE @ SQUARE
@@ -40,7 +41,7 @@ def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
     query, key = jnp.ones((2, 640, 1, 3, 8)), jnp.ones((2, 640, 1, 8))  # six heads over five blocks of 128
 
     def attend(query, key, value):
-        return splash_attention(query, key, value, None, 1.0, window, 128)
+        return attend_by(splash_kernel(128), query, key, value, Sight(), Blocks(1.0, 128, window))
 
     product = 6 * 2 * blocks * 128**2 * 8
     forward = count(attend, query, key, key)
@@ -49,7 +50,7 @@ def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
     # each position times its cotangent.
     both = count(jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2)), query, key, key)
     assert both.matmul == (2 + 4 + 3) * product + 6 * 2 * 640 * 8
-    assert not both.too_low and "first and last block" in both.too_high[0]
+    assert both.exact
 
 
 def test_convolution():

@@ -24,7 +24,6 @@ from tests.models.random_weights import random_weights
 LAYERS, POSITIONS, HEAD_DIM = 5, 32, 12
 SIZES = {"hidden_dim": 16, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 1}
 DENSE = Qwen3Config(**SIZES, mlp_dim=6, attention=AttentionConfig(head_dim=HEAD_DIM))
-RING = dataclasses.replace(DENSE, attention=AttentionConfig(head_dim=HEAD_DIM, backend="ring"))
 WINDOWS = Qwen3Config(
     **SIZES | {"num_layers": 2 * LAYERS},
     mlp_dim=6,
@@ -131,21 +130,6 @@ def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, polic
     assert of_layers and all(of_layers)
     # Nothing of all positions is larger: no stack of gathered keys is kept for the backward pass.
     assert max(math.prod(shape) for shape in shapes_in(program) if POSITIONS in shape) == math.prod(of_keys)
-
-
-def test_in_a_ring_keys_and_values_are_passed_on_and_never_gathered():
-    program, found = compiled_on(MESHES["data, context, fsdp"], RING, "nested", POSITIONS)
-    assert_same(found, on_one_device(DENSE, POSITIONS))
-    in_all = collectives(program)
-    gathered = [shape for kind, shapes, _ in in_all for shape in shapes if kind == "all-gather"]
-    assert gathered and not [shape for shape in gathered if HEAD_DIM in shape and POSITIONS in shape]
-    of_positions, of_keys = [POSITIONS // 4], [ROWS // 2, POSITIONS // 4, 1, HEAD_DIM]
-    sent = [(shapes, name) for kind, shapes, name in in_all if kind == "collective-permute"]
-    sizes = {math.prod(shape) for shapes, _ in sent for shape in shapes}
-    assert sizes == {math.prod(shape) for shape in (of_keys, of_keys[:2], of_positions)}
-    # In the ring's loop within that over layers, and in the backward pass again.
-    assert all(name.count("while/body") > 1 for _, name in sent)
-    assert any("transpose" in name for _, name in sent) and any("transpose" not in name for _, name in sent)
 
 
 @pytest.mark.parametrize(("mesh", "policy", "lora"), EXPERT_CASES)

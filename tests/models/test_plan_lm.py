@@ -19,6 +19,8 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, TimeBound, Trial, arguments_on_host
+from stacked_remat.ops._attention_backends import Backend
+from stacked_remat.ops._backends import choose_backend
 from stacked_remat.training import (
     ConfigError,
     DataConfig,
@@ -124,7 +126,11 @@ def test_there_is_a_row_for_every_alias():
 
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
-    monkeypatch.setattr(StepMemory, "report", lambda self, remat, **_: reports["True"])
+    def report(self, remat, **_):
+        choose_backend("attention", {"kernel": Backend(None)}, "auto", None, "window 4")
+        return reports["True"]
+
+    monkeypatch.setattr(StepMemory, "report", report)
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
     monkeypatch.setattr(
         Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(save_block_internals=True)}
@@ -139,6 +145,7 @@ def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
     shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "2 x 8 tokens" in shown
     assert "config: True" in shown and lines_of(shown, ["kept"])
+    assert "attention, window 4: kernel\n" in shown
     assert main(["--config_path", str(path), "--remat", "{nested: 2}"], console) == 0
     shown = console.file.getvalue().partition("kept")[2]  # pyright: ignore[reportAttributeAccessIssue]
     assert "config: {'nested': 2}" in shown

@@ -14,14 +14,9 @@ from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._compat import cudnn_is_installed
 from stacked_remat.ops import _attention_backends, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
-from stacked_remat.ops._attention_blockwise import (
-    Blocks,
-    _overlap,
-    _Places,
-    _ranges_of,
-    blockwise_attention,
-)
-from stacked_remat.ops._backends import choose_backend
+from stacked_remat.ops._attention_blockwise import BLOCKWISE, _Cut, _Ranges
+from stacked_remat.ops._attention_rule import Attended, Blocks, Kernel, Sight, attend_by
+from stacked_remat.ops._backends import backends_taken, choose_backend
 
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
 KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
@@ -93,45 +88,108 @@ def test_it_equals_one_head_and_position_at_a_time(backend, window, sinks):
     np.testing.assert_allclose(attended.array, expected, atol=1e-5)
 
 
+def blockwise_attention(query, key, value, documents, blocks):
+    return attend_by(BLOCKWISE, query, key, value, Sight.of(documents), blocks)
+
+
+def _all_scores(query, key, sight, blocks):
+    scores = jnp.einsum("bqkgd,bskd->bqkgs", query, key) * blocks.scale
+    column, length = jnp.arange(key.shape[1], dtype=jnp.int32)[None, None], query.shape[1]
+    first = sight.first(length, blocks.window)
+    visible = jnp.asarray(sight.last(length))[None, :, None] >= column
+    if first is not None:
+        visible = visible & (jnp.asarray(first)[:, :, None] <= column)
+    return jnp.where(visible[:, :, None, None], scores, -jnp.inf)
+
+
+def _wide(*arrays):
+    return [x.astype(jnp.float32) for x in arrays]
+
+
+def _plain_forward(query, key, value, sight, blocks):
+    q, k, v = _wide(query, key, value)
+    scores = _all_scores(q, k, sight, blocks)
+    output = jnp.einsum("bqkgs,bskd->bqkgd", jax.nn.softmax(scores), v)
+    return output.astype(query.dtype), jax.nn.logsumexp(scores, axis=-1)
+
+
+def _plain_backward(attended: Attended, cotangent, blocks):
+    q, k, v, output, ct = _wide(attended.query, attended.key, attended.value, attended.output, cotangent)
+    weights = jnp.exp(_all_scores(q, k, attended.sight, blocks) - attended.lse[..., None])
+    of_weights = jnp.einsum("bqkgd,bskd->bqkgs", ct, v)
+    of_scores = weights * (of_weights - jnp.sum(ct * output, axis=-1, keepdims=True)) * blocks.scale
+    found = (
+        jnp.einsum("bqkgs,bskd->bqkgd", of_scores, k),
+        jnp.einsum("bqkgs,bqkgd->bskd", of_scores, q),
+        jnp.einsum("bqkgs,bqkgd->bskd", weights, ct),
+    )
+    return tuple(x.astype(cotangent.dtype) for x in found)
+
+
+PLAIN = Kernel(_plain_forward, _plain_backward)
+"""What is asked of a kernel, with all scores at once."""
+
+
 def random_documents(rng, length):
-    """Consecutive documents of random lengths, or any order."""
+    """Documents of random lengths, or any numbers."""
     rows = rng.integers(0, 4, (2, length))
     return jnp.asarray(np.sort(rows) if rng.random() < 0.7 else rows, jnp.int32)
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "window", "has_documents", "sinks"),
-    [(13, 4, None, True, None), (11, 2, 3, True, SINKS.array), (7, 8, 2, False, None)],
+    ("kernel", "length", "size", "window", "has_documents", "rows", "sinks", "dtype"),
+    [
+        (BLOCKWISE, 13, 4, None, True, None, None, jnp.float32),
+        (BLOCKWISE, 11, 2, 3, True, None, SINKS.array, jnp.float32),
+        (BLOCKWISE, 7, 8, 2, False, None, None, jnp.float32),
+        (BLOCKWISE, 16, 2, 5, True, (2, 3, 4, 10, 11, 15), SINKS.array, jnp.bfloat16),
+        (PLAIN, 13, 4, None, True, None, SINKS.array, jnp.float32),
+        (PLAIN, 11, 4, 3, True, (1, 2, 7, 10), SINKS.array, jnp.float32),
+        (PLAIN, 11, 4, 4, True, None, None, jnp.bfloat16),
+    ],
 )
-def test_blocks_give_the_values_and_gradients_of_the_whole(length, size, window, has_documents, sinks):
-    query, key, value, cotangent = arrays(length)
+def test_values_and_gradients_by_a_kernel_are_those_of_the_definition(
+    kernel, length, size, window, has_documents, rows, sinks, dtype
+):
+    rows = None if rows is None else jnp.asarray(rows, jnp.int32)
+    given = [x if rows is None or i in (1, 2) else x[:, rows] for i, x in enumerate(arrays(length))]
+    given = [*(x.astype(dtype) for x in given), sinks]
     blocks = Blocks(0.4, size, window)
 
-    @functools.partial(jax.jit, compiler_options=quick)
-    def both(documents):
-        def loss(inputs, of):
+    def both(of, given, documents):
+        def loss(inputs):
             query, key, value, sinks = inputs
-            attended = of(query, key, value, documents, blocks, sinks)
-            return jnp.sum(attended * cotangent), attended
+            attended = of(query, key, value, Sight.of(documents, rows), blocks, sinks)
+            return jnp.sum((attended * given[3]).astype(jnp.float64)), attended
 
-        return [
-            jax.value_and_grad(functools.partial(loss, of=of), has_aux=True)((query, key, value, sinks))
-            for of in (blockwise_attention, exact_attention)
-        ]
+        (_, attended), gradients = jax.value_and_grad(loss, has_aux=True)((*given[:3], given[4]))
+        return attended, gradients
+
+    def close(got, wanted):
+        atol, rtol = (3e-5, 1e-4) if dtype == jnp.float32 else (0.1, 0.1)
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=atol, rtol=rtol)
 
     rng = np.random.default_rng(0)
-    for _ in range(8 if has_documents else 1):
-        found, expected = both(random_documents(rng, length) if has_documents else None)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), given)
+        found, expected = (
+            jax.jit(functools.partial(both, of), compiler_options=quick)
+            for of in (functools.partial(attend_by, kernel), exact_attention)
+        )
+        for _ in range(8 if has_documents else 1):
+            documents = random_documents(rng, length) if has_documents else None
+            got, wanted = found(given, documents), expected(wide, documents)
+            jax.tree.map(close, got, wanted)
 
 
-def test_documents_in_any_order_are_respected():
+def test_a_document_is_consecutive_positions_of_one_number():
     query, key, value, _ = arrays(9)
     documents = jnp.array([[1, 0, 1, 0, 2, 0, 1, 2, 2], [3, 3, 0, 3, 0, 0, 3, 1, 1]])
     found = run(
         lambda q, k, v, d: blockwise_attention(q, k, v, d, Blocks(6**-0.5, 2)), query, key, value, documents
     )
-    expected = naive_attention(*(np.asarray(x) for x in (query, key, value, documents)))
+    in_order = np.cumsum(np.diff(np.asarray(documents), prepend=-1) != 0, axis=1)
+    expected = naive_attention(*(np.asarray(x) for x in (query, key, value, in_order)))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -155,9 +213,9 @@ def check_window(one):
 
 
 def seen_blocks(documents, size, rows=None, window=None, of=lambda seen: seen):
-    queries = 16 if rows is None else len(rows)
-    places, blocks = _Places.of(documents, rows), Blocks(1.0, size, window)
-    found = _ranges_of(of(_overlap(places, queries // size, 16 // size, blocks)))
+    query = jnp.zeros((1, 16 if rows is None else len(rows), 1, 1, 1))
+    cut = _Cut.of(query, jnp.zeros((1, 16, 1, 1)), Sight.of(documents, rows), Blocks(1.0, size, window))
+    found = _Ranges.of(of(cut.overlap()))
     return [found.first.tolist(), found.last.tolist()]
 
 
@@ -230,7 +288,7 @@ def test_no_group_axis_is_one_head_a_key_head():
     [
         (
             dict(backend="flash"),
-            "Unknown attention backend 'flash'. Use 'auto' or one of cudnn, splash, blockwise, exact",
+            "Unknown backend of attention 'flash'. Use 'auto' or one of cudnn, tokamax, splash, block",
         ),
         (
             dict(backend="cudnn"),
@@ -273,8 +331,7 @@ def test_arguments_are_checked(change, message):
         (dict(head_dim=136), "multiples of 8 up to 128, not 136"),
         (dict(head_dim=100), "multiples of 8 up to 128, not 100"),
         (dict(has_documents=True), "no document boundaries"),
-        (dict(blocks=Blocks(1.0, 8, window=4)), "windows are not supported"),
-        (dict(has_sinks=True), "takes no sinks"),
+        (dict(blocks=Blocks(1.0, 8, window=4)), None),
         (dict(has_rows=True), "the axis of positions is divided over devices"),
         ({}, None),
         (dict(installed=False), r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"),
@@ -289,10 +346,11 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
     whole = AttentionCall(**(call | change))
     reason = BACKENDS["cudnn"].reason_against(whole)
     assert reason is None if message is None else message in reason
-    assert (
-        choose_backend("attention backend", BACKENDS, "auto", whole)
-        is BACKENDS["blockwise" if message else "cudnn"]
-    )
+    taken = "blockwise" if message else "cudnn"
+    with backends_taken() as found:
+        assert choose_backend("attention", BACKENDS, "auto", whole, "window 4") is BACKENDS[taken]
+    assert found["attention, window 4"].startswith(taken)
+    assert message is None or f"not cudnn: {reason}" in found["attention, window 4"]
 
 
 @pytest.mark.target("cuda")

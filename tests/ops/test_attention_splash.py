@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat.ops import causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
-from stacked_remat.ops._attention_blockwise import Blocks
-from stacked_remat.ops._attention_splash import CausalWindow, splash_attention, splash_block_size
+from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
+from stacked_remat.ops._attention_splash import CausalWindow, splash_block_size, splash_kernel
 
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+INTERPRETED = splash_kernel(128, interpret=True)
 DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
 
 
@@ -46,14 +47,14 @@ def values_and_gradients(f, *inputs_and_cotangent):
     ],
 )
 def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, documents, sinks):
-    documents = None if documents is None else jnp.asarray(documents)
+    sight = Sight.of(None if documents is None else jnp.asarray(documents))
     *inputs, cotangent = arrays(head_dim)
-    size, options = 128, dict(interpret=True)
+    blocks = Blocks(0.3, 128, window)
     found, expected = (
         values_and_gradients(f, *inputs, sinks, cotangent)
         for f in (
-            lambda q, k, v, s: splash_attention(q, k, v, documents, 0.3, window, size, sinks=s, **options),
-            lambda q, k, v, s: exact_attention(q, k, v, documents, Blocks(0.3, size, window), s),
+            lambda q, k, v, s: attend_by(INTERPRETED, q, k, v, sight, blocks, s),
+            lambda q, k, v, s: exact_attention(q, k, v, sight, blocks, s),
         )
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
@@ -62,14 +63,16 @@ def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, doc
 def test_bfloat16_stays():
     query, key, value, cotangent = arrays(128, jnp.bfloat16)
     found = values_and_gradients(
-        lambda q, k, v: splash_attention(q, k, v, None, 0.125, None, 128, interpret=True),
+        lambda q, k, v: attend_by(INTERPRETED, q, k, v, Sight(), Blocks(0.125, 128)),
         query,
         key,
         value,
         cotangent,
     )
     wide = [x.astype(jnp.float32) for x in (query, key, value, cotangent)]
-    expected = values_and_gradients(lambda q, k, v: exact_attention(q, k, v, None, Blocks(0.125, 128)), *wide)
+    expected = values_and_gradients(
+        lambda q, k, v: exact_attention(q, k, v, Sight(), Blocks(0.125, 128)), *wide
+    )
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
 
     def close(found, expected):
@@ -151,13 +154,14 @@ def test_it_says_why_it_does_not_support_a_call(change, message):
     assert reason is None if message is None else message in reason
 
 
+@pytest.mark.remat3
 def test_with_its_output_saved_attention_is_not_recomputed():
     query, key, value, _ = arrays(8)
 
     def products(names):
         def layer(x, scale):
             inputs = x * scale, key * scale, value * scale
-            return x + splash_attention(*inputs, None, 0.4, None, 128, interpret=True)
+            return x + attend_by(INTERPRETED, *inputs, Sight(), Blocks(0.4, 128))
 
         def loss(scales):
             policy = ScanCheckpointPolicy(save_block_internals=names)
@@ -166,7 +170,7 @@ def test_with_its_output_saved_attention_is_not_recomputed():
         counted = memory.count_flops(jax.make_jaxpr(jax.grad(loss))(jnp.ones(3))).matmul
         return counted // (3 * 8 * 2 * 3 * 128**2 * 8)  # layers, heads, multiply-add, blocks
 
-    assert products(["attention_output"]) == 2 + 7
+    assert products(["attention_output", "attention_lse"]) == 2 + 7
     assert products(["nothing"]) == 2 + 2 + 7
 
 

@@ -346,11 +346,11 @@ def test_an_expert_that_applies_its_maps_by_itself_is_computed_block_by_block():
 def test_backends_say_why_they_do_not_support_a_call(name, change, message):
     call = ExpertsFacts(**(dict(platform="tpu", dtype=jnp.dtype("bfloat16")) | change))
     if message in EXPERT_BACKENDS:
-        found = choose_backend("backend of experts", EXPERT_BACKENDS, name, call)
+        found = choose_backend("experts", EXPERT_BACKENDS, name, call)
         assert found is EXPERT_BACKENDS[message]
         return
     with pytest.raises(ValueError, match=message):
-        choose_backend("backend of experts", EXPERT_BACKENDS, name, call)
+        choose_backend("experts", EXPERT_BACKENDS, name, call)
 
 
 def test_vmap_over_weights_alone(backend):

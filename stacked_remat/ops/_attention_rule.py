@@ -1,0 +1,183 @@
+"""Attention and its derivative by any kernel that gives the log-sum-exp of the scores beside the output.
+
+The derivative needs these two alone (Dao et al. 2022, "FlashAttention"), so they carry names for remat
+policies, and sinks are exact without the kernel's knowing them.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from .per_device import divided_alike
+
+Query = Float[Array, "batch row kv_heads group head_dim"]
+Key = Float[Array, "batch position kv_heads head_dim"]
+LogSumExp = Float[Array, "batch row kv_heads group"]
+Documents = Int[Array, "batch position"]
+Sinks = Float[Array, "kv_heads group"]
+
+
+class Sight(NamedTuple):
+    """Which keys queries see: from where their document begins to their own position.
+
+    Attributes:
+        rows: the position of each query, `[row]`, ascending; None for all positions, in order.
+        starts: where the document of each query begins, `[batch, row]`; None for one document.
+    """
+
+    rows: Int[Array, " row"] | None = None
+    starts: Int[Array, "batch row"] | None = None
+
+    @staticmethod
+    def of(documents: Documents | None, rows: Int[Array, " row"] | None = None) -> "Sight":
+        """A document is a number that consecutive positions have."""
+        if documents is None:
+            return Sight(rows)
+        position = jnp.arange(documents.shape[1], dtype=jnp.int32)
+        begins = jnp.concatenate(
+            [jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1
+        )
+        starts = lax.cummax(jnp.where(begins, position[None], 0), axis=1)
+        return Sight(rows, starts if rows is None else jnp.take(starts, rows, axis=1))
+
+    def last(self, length: int) -> Any:
+        """The last key that each query sees, `[row]`; a NumPy array where it is known while tracing."""
+        return np.arange(length, dtype=np.int32) if self.rows is None else self.rows
+
+    def first(self, length: int, window: int | None) -> Any:
+        """The first, `[batch or 1, row]`; likewise, and None where that is the first of all."""
+        if window is None:
+            return self.starts
+        first = (self.last(length) - (window - 1))[None]
+        return first if self.starts is None else jnp.maximum(self.starts, first)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The static arguments of a call.
+
+    Attributes:
+        scale: factor of the scores.
+        size: positions in a block of queries, and of keys, for kernels that do not choose it.
+        window: how many positions a query sees, its own included; None for all before it.
+        heads_first: whether heads come before positions within blocks, so that products have the order of
+            scores: XLA for CPUs otherwise transposes scores. Others copy blocks for it.
+        strips: how many equal strips the queries are; strip i is in part i of as many of all positions.
+    """
+
+    scale: float
+    size: int
+    window: int | None = None
+    heads_first: bool = False
+    strips: int = 1
+
+
+class Attended(NamedTuple):
+    """The inputs and results of attention, which its backward pass needs."""
+
+    query: Query
+    key: Key
+    value: Key
+    sinks: Sinks | None
+    sight: Sight
+    output: Query
+    lse: LogSumExp
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of attention without sinks.
+
+    Attributes:
+        forward: the output, like the query, and the log-sum-exp of each row of scores, in float32.
+        backward: the gradients of query, key and value, like these, from weights that are the exponentials of
+            scores less `lse`, whatever else than scores of these keys that sums up.
+    """
+
+    forward: Callable[[Query, Key, Key, Sight, Blocks], tuple[Query, LogSumExp]]
+    backward: Callable[[Attended, Query, Blocks], tuple[Query, Key, Key]]
+
+
+def attend_by(
+    kernel: Kernel,
+    query: Query,
+    key: Key,
+    value: Key,
+    sight: Sight,
+    blocks: Blocks,
+    sinks: Sinks | None = None,
+) -> Query:
+    """Causal grouped-query attention; a head's sink adds its exponential to the sum of those of scores.
+
+    Names for remat policies: `attention_output`, and `attention_lse`, the log-sum-exp of each row of scores
+    in float32. With both saved, the backward pass of a checkpointed layer does not recompute attention.
+
+    Returns:
+        Like `query`, in its dtype.
+    """
+    given = query, key, value, sight, sinks
+    query, key, value, sight, sinks = divided_alike("causal_attention", given)
+    # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
+    output, lse = kernel.forward(*lax.stop_gradient((query, key, value)), sight, blocks)
+    if sinks is not None:
+        total = jnp.logaddexp(lse, lax.stop_gradient(sinks).astype(jnp.float32)[None, None])
+        output = (output.astype(jnp.float32) * jnp.exp(lse - total)[..., None]).astype(query.dtype)
+        lse = total
+    # With one axis after that of positions: with several, XLA copied the stack of saved outputs into another
+    # layout, 20 GiB at 65,536 tokens of 48 layers.
+    output = checkpoint_name(output.reshape(*output.shape[:2], -1), "attention_output").reshape(output.shape)
+    lse = checkpoint_name(lse.reshape(*lse.shape[:2], -1), "attention_lse").reshape(lse.shape)
+    return _with_derivative(Attended(query, key, value, sinks, sight, output, lse), kernel, blocks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _with_derivative(attended: Attended, kernel: Kernel, blocks: Blocks) -> Query:
+    """`attended.output`, with the derivative of attention."""
+    return attended.output
+
+
+def _forward_rule(attended: Attended, kernel: Kernel, blocks: Blocks) -> tuple[Query, Attended]:
+    return attended.output, attended
+
+
+def _backward_rule(kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query) -> tuple[Any]:
+    nothing: Any = None
+    query, key, value, sinks = _once_only(kernel, blocks, attended, cotangent)
+    return (Attended(query, key, value, sinks, nothing, nothing, nothing),)
+
+
+_with_derivative.defvjp(_forward_rule, _backward_rule)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _once_only(
+    kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query
+) -> tuple[Query, Key, Key, Sinks | None]:
+    """The backward pass. Its derivative is an error: it would treat the output as a constant."""
+    of_sinks = None
+    if attended.sinks is not None:
+        weights = jnp.exp(attended.sinks.astype(jnp.float32)[None, None] - attended.lse)
+        of_sinks = -jnp.sum(weights * of_normalisation(attended, cotangent), axis=(0, 1))
+        of_sinks = of_sinks.astype(attended.sinks.dtype)
+    return *kernel.backward(attended, cotangent, blocks), of_sinks
+
+
+@_once_only.defjvp
+def _refuse(kernel: Kernel, blocks: Blocks, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "This attention backend has first derivatives only. For derivatives of gradients (Hessians, "
+        "Hessian-vector products, gradient penalties) call causal_attention with backend='exact'."
+    )
+
+
+def of_normalisation(attended: Attended, cotangent: Query) -> LogSumExp:
+    """The gradient of the softmax's normalisation, for each row."""
+    return jnp.sum(cotangent.astype(jnp.float32) * attended.output.astype(jnp.float32), axis=-1)

@@ -1,0 +1,149 @@
+"""Attention on Hopper and Blackwell GPUs, by tokamax's flash kernels in Mosaic.
+
+Every query has a first and a last key. The forward kernel skips blocks of keys outside of these; the
+backward kernels compute all blocks that causality leaves, and with the positions of some queries all blocks.
+So queries with a window are cut into chunks, which see two chunks of keys, and strips of queries go with the
+keys that they may see.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from .._trips import known_products
+from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight
+from ._tokamax import calling_tokamax, why_not_tokamax
+
+_CHUNK, _PARTS = 512, 24
+
+
+def against_tokamax() -> str | None:
+    """Why there are no kernels for the device that the program is for; None if there are."""
+    return why_not_tokamax("its kernels", {9.0: "Hopper", 10.0: "Blackwell"})
+
+
+def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
+    from tokamax._src.ops.attention import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+
+    shape, mask = query.shape, _mask(sight, query.shape[1], blocks.window)
+    seen = min(key.shape[1] // 2, blocks.window or key.shape[1])  # by a query in the mean, at most
+    with calling_tokamax(), known_products(4 * seen * query.size):
+        output, (highest, total) = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()(
+            _heads_as_one(query), key, value, logits_scale=blocks.scale, mask=mask, return_residuals=True
+        )
+    lse = jnp.moveaxis(highest + jnp.log(total), 1, 2)
+    return output.reshape(shape), lse.reshape(shape[:-1])
+
+
+def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+    length, window, sight = attended.query.shape[1], blocks.window, attended.sight
+    if window is not None and sight.rows is None:
+        chunk = -(-window // _CHUNK) * _CHUNK
+        if 2 * chunk < length:
+            return _in_chunks(attended, cotangent, blocks, chunk)
+    if blocks.strips > 1:
+        return _in_strips(attended, cotangent, blocks)
+    return _gradients(attended, cotangent, _mask(sight, length, window), blocks.scale)
+
+
+TOKAMAX = Kernel(_forward, _backward)
+
+
+def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+    """The gradients of parts of the queries, each with the keys up to its last strip's."""
+    parts = math.gcd(_PARTS, blocks.strips)
+    rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
+    of_query: list[Query] = []
+    of_keys = [jnp.zeros(x.shape, jnp.float32) for x in (attended.key, attended.value)]
+    for part in range(parts):
+        own, seen = slice(part * rows, (part + 1) * rows), slice((part + 1) * columns)
+        some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])  # noqa: B023
+        sight = Sight(*(None if x is None else x[..., own] for x in attended.sight))
+        mask = _mask(sight, rows, blocks.window)
+        found, *of_seen = _gradients(some, cotangent[:, own], mask, blocks.scale)
+        of_query.append(found)
+        pairs = zip(of_keys, of_seen, strict=True)
+        of_keys = [x.at[:, seen].add(more.astype(jnp.float32)) for x, more in pairs]
+    of_key, of_value = (x.astype(attended.key.dtype) for x in of_keys)
+    return jnp.concatenate(of_query, axis=1), of_key, of_value
+
+
+def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int) -> tuple[Query, Key, Key]:
+    """The gradients of chunks of queries, each with its own keys and those of the chunk before it."""
+    length = attended.query.shape[1]
+    chunks = -(-length // chunk)
+
+    def cut(x: Array, fill: float = 0) -> Array:
+        widths = [(0, 0), (0, chunks * chunk - length), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, widths, constant_values=fill).reshape(-1, chunk, *x.shape[2:])
+
+    def with_before(x: Array) -> Array:
+        own = cut(x).reshape(-1, chunks, chunk, *x.shape[2:])
+        before = jnp.roll(own, 1, axis=1)  # the first chunk's is not seen
+        return jnp.concatenate([before, own], axis=2).reshape(-1, 2 * chunk, *x.shape[2:])
+
+    def joined(x: Array) -> Array:
+        return x.reshape(-1, chunks * chunk, *x.shape[2:])[:, :length]
+
+    def summed(x: Array) -> Array:
+        x = x.reshape(-1, chunks, 2, chunk, *x.shape[2:])
+        return joined((x[:, :, 1] + jnp.roll(x[:, :, 0], -1, axis=1)).reshape(-1, chunk, *x.shape[4:]))
+
+    first = jnp.broadcast_to(attended.sight.first(length, blocks.window), attended.lse.shape[:2])
+    begins = chunk * (jnp.arange(chunks, dtype=jnp.int32) - 1)
+    first = cut(first).reshape(-1, chunks, chunk) - begins[None, :, None]
+    mask = _between(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
+    some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))  # no weights
+    of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks.scale)
+    return joined(of_query), summed(of_key), summed(of_value)
+
+
+def _cut(
+    attended: Attended, of_queries: Callable[[Array], Array], of_keys: Callable[[Array], Array]
+) -> Attended:
+    key, value = map(of_keys, (attended.key, attended.value))
+    query, output, lse = map(of_queries, (attended.query, attended.output, attended.lse))
+    return attended._replace(query=query, key=key, value=value, output=output, lse=lse)
+
+
+def _gradients(attended: Attended, cotangent: Query, mask: Any, scale: float) -> tuple[Query, Key, Key]:
+    from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
+        pallas_mosaic_gpu,
+        pallas_mosaic_gpu_vjp,
+    )
+
+    query, key, value, _, _, output, lse = attended
+    one, output, cotangent = map(_heads_as_one, (query, output, cotangent))
+    # The highest score and the sum of the exponentials of others less that, of which it has the logarithm.
+    highest = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 2, 1)
+    forward = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
+    pairs = key.shape[1] // 2 if mask.is_causal else key.shape[1]
+    with calling_tokamax(), known_products(7 * pairs * query.size):  # seven products by two kernels
+        bound = forward.bind(one, key, value, logits_scale=scale, mask=mask)
+        found = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp()(
+            (highest, jnp.ones_like(highest)), output, cotangent, *bound.args, **bound.kwargs
+        )
+    return found["q"].reshape(query.shape), found["k"], found["v"]
+
+
+def _mask(sight: Sight, length: int, window: int | None) -> Any:
+    """Tokamax's mask; without positions of queries it is causal, which skips blocks backward too."""
+    from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
+
+    first = sight.first(length, window)
+    if sight.rows is not None:
+        return _between(jnp.zeros_like(sight.rows)[None] if first is None else first, sight.rows)
+    return base.Mask(is_causal=True, k_start=None if first is None else jnp.asarray(first)[:, None])
+
+
+def _between(first: Int[Array, "batch row"], last: Int[Array, " row"]) -> Any:
+    from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
+
+    return base.Mask(k_start=first[:, None], k_end=last[None, None] + 1)
+
+
+def _heads_as_one(x: Query) -> Array:
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])

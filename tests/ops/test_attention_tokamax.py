@@ -1,0 +1,153 @@
+"""tokamax's attention kernels: what is asked of them, by its own definition, and compiled for a GPU."""
+
+import functools
+import re
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from stacked_remat import ScanCheckpointPolicy, fold, memory
+from stacked_remat._placement import compiled_for
+from stacked_remat.ops import _attention_tokamax, causal_attention
+from stacked_remat.ops._attention_backends import exact_attention
+from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
+from stacked_remat.ops._attention_tokamax import TOKAMAX
+
+from .test_attention import SINKS, arrays, quick, random_documents
+from .test_attention_splash import shapes
+from .test_grouped_tokamax import Hopper
+
+
+@pytest.fixture
+def by_definition(monkeypatch):
+    """JAX has no interpreter for these kernels (0.12)."""
+    pytest.importorskip("tokamax")
+    from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
+        base,
+        pallas_mosaic_gpu,
+        pallas_mosaic_gpu_vjp,
+    )
+
+    def gradients(residuals, output, cotangent, q, k, v, **options):
+        mask = options["mask"].as_array(q.shape[-3], k.shape[-3])
+        return _gradients(residuals, output, cotangent, q, k, v, mask, options["logits_scale"])
+
+    monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuFlashAttention", base.DotProductAttention)
+    monkeypatch.setattr(pallas_mosaic_gpu_vjp, "PallasMosaicGpuFlashAttentionVjp", lambda: gradients)
+    monkeypatch.setattr(_attention_tokamax, "_CHUNK", 4)
+
+
+def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
+    """As the kernels compute them: from the highest score and the sum."""
+    highest, total = residuals
+    group = q.shape[-2] // k.shape[-2]
+    keys, values = (jnp.repeat(x, group, axis=-2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bshd->bhqs", q, keys) * scale
+    weights = jnp.where(mask, jnp.exp(scores - highest[..., None]) / total[..., None], 0.0)
+    kept = jnp.einsum("bqhd,bqhd->bhq", output, cotangent)
+    of_scores = weights * (jnp.einsum("bqhd,bshd->bhqs", cotangent, values) - kept[..., None]) * scale
+
+    def by_key_head(x):
+        return x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(axis=3)
+
+    return {
+        "q": jnp.einsum("bhqs,bshd->bqhd", of_scores, keys),
+        "k": by_key_head(jnp.einsum("bhqs,bqhd->bshd", of_scores, q)),
+        "v": by_key_head(jnp.einsum("bhqs,bqhd->bshd", weights, cotangent)),
+    }
+
+
+@pytest.mark.target("cuda")
+@pytest.mark.parametrize(
+    ("window", "has_documents", "rows"),
+    [
+        (None, True, None),
+        (3, True, None),
+        (5, False, None),
+        (3, True, (2, 3, 9, 12)),
+        (None, True, (2, 3, 6, 7, 10, 11)),
+    ],
+)
+def test_queries_see_keys_from_a_first_to_a_last(window, has_documents, rows, by_definition):
+    rows = None if rows is None else jnp.asarray(rows, jnp.int32)
+    length, strips = (12, 3) if rows is not None and len(rows) == 6 else (13, 1)
+    given = [x if rows is None or i in (1, 2) else x[:, rows] for i, x in enumerate(arrays(length))]
+
+    def both(of, documents):
+        def loss(inputs):
+            *inputs, sinks = inputs
+            attended = of(*inputs, Sight.of(documents, rows), Blocks(0.4, 4, window, strips=strips), sinks)
+            return jnp.sum(attended * given[3]), attended
+
+        return jax.value_and_grad(loss, has_aux=True)((*given[:3], SINKS.array))
+
+    rng = np.random.default_rng(0)
+    with compiled_for(Hopper()):
+        found, expected = (
+            jax.jit(functools.partial(both, of), compiler_options=quick)
+            for of in (functools.partial(attend_by, TOKAMAX), exact_attention)
+        )
+        for _ in range(4):
+            documents = random_documents(rng, length) if has_documents else None
+            close = functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4)
+            jax.tree.map(close, found(documents), expected(documents))
+
+
+def layers(names):
+    """The gradient of attention in layers with documents, windows and sinks, with these names kept."""
+
+    def layer(x, scale):
+        query, key, value = (x.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for x in inputs(x))
+        Pos, KVHeads, HeadDim = key.axes
+        documents, sinks = hax.arange(Pos) // 100, hax.ones((KVHeads, Axis("heads_per_kv", 2)))
+        axes = Pos, KVHeads, HeadDim
+        attended = causal_attention(query, key, value, *axes, documents=documents, window=128, sinks=sinks)
+        return x + attended.astype(jnp.float32)
+
+    def inputs(x):
+        return x, *[x["heads_per_kv", 0]] * 2
+
+    def loss(scales, x):
+        policy = ScanCheckpointPolicy(save_block_internals=names)
+        return hax.sum(fold(layer, Axis("layers", 3), remat=policy)(x, scales) ** 2).scalar()
+
+    return jax.grad(loss)
+
+
+@pytest.mark.target("cuda")
+def test_on_a_gpu_attention_is_kernels_and_saved_it_is_not_recomputed():
+    pytest.importorskip("tokamax")
+    (device,) = memory.find_target("h200").devices()
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    x = shapes(2048, 2, 2, 64, jnp.float32, sharding=sharding)[0]
+    scales = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=sharding)
+
+    def kernels(names):
+        with compiled_for(device):
+            text = str(jax.jit(layers(names)).lower(scales, x).compile().as_text())
+        assert text.count(" while(") <= 2  # over layers, forward and backward
+        return len(re.findall(r'custom_call_target="mosaic_gpu', text))
+
+    assert kernels(["attention_output", "attention_lse"]) == 3
+    assert kernels(["attention_output"]) == 4
+
+
+@pytest.mark.target("cuda")
+@pytest.mark.parametrize(("head_dim", "dtype"), [(80, jnp.float16), (256, jnp.bfloat16)])
+def test_a_gpu_takes_any_width_and_divided_positions(head_dim, dtype):
+    pytest.importorskip("tokamax")
+    mesh = memory.target_mesh("h200", {"context": 2})
+    spec = jax.sharding.PartitionSpec("context")
+    query, key, _, _ = shapes(1024, 1, 2, head_dim, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    def gradients(query, key):
+        axes = key.axes
+        attend = functools.partial(causal_attention, backend="tokamax")
+        return jax.vjp(lambda q, k: attend(q, k, k, *axes), query, key)[1](query)
+
+    with jax.set_mesh(mesh), hax.axis_mapping({"position": "context"}):
+        assert memory.report(gradients, query, key, target="h200").flops.exact

@@ -46,9 +46,7 @@ TABLES = {
         ("ghost_memory_h200.json",),
         rows=("layers", "trained", "examples", "tokens", "plain: temporaries", "scored: temporaries"),
     ),
-    "ghost-influence": Table(
-        ("influence.json",), rows=("task", "rate", "method", "score_0.5", "score_0.9", "auc")
-    ),
+    "ghost-influence": Table(("influence.json",), rows=("task", "rate", "method", "score_0.5", "score_0.9")),
     "ghost-planted": Table(
         ("planted_examples.json",),
         rows=(

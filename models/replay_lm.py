@@ -26,7 +26,7 @@ from haliax import Axis, NamedArray
 from rich.console import Console
 
 from models.command import local_path, run_command, shown_on
-from models.lm import example_losses, next_token_loss
+from models.lm import auxiliary_of_sums, example_losses, next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, present_name, saved_arrays
 from models.trained_run import read_run_config
@@ -168,8 +168,8 @@ def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
 
     def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
         def loss(model: Any, batch: TokenBatch) -> Any:
-            (parts, auxiliary), metrics = example_losses(model, batch)
-            return hax.sum(parts * weights).scalar() + auxiliary, metrics
+            (parts, sums), metrics = example_losses(model, batch)
+            return hax.sum(parts * weights).scalar() + auxiliary_of_sums(model, sums)[0], metrics
 
         options = {"optimizer": optimizer, "gradient_dtype": config.trainer.precision.gradients}
         return train_step(batch, state, loss_function=loss, **options)[0]

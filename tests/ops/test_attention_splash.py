@@ -155,6 +155,10 @@ def test_it_says_why_it_does_not_support_a_call(change, message):
 
 
 @pytest.mark.remat3
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_remat3", False) and jax.__version_info__ < (0, 11),
+    reason="with JAX_REMAT3=1 JAX 0.10 keeps kernels whose results nothing reads",
+)
 def test_with_its_output_saved_attention_is_not_recomputed():
     query, key, value, _ = arrays(8)
 

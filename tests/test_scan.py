@@ -315,6 +315,11 @@ class TestErrors:
                 r"The carry\['state'\]\['mean'\] changes structure: float32.. goes in, None comes out",
             ),
             (
+                {"h": eqx.filter(hax.zeros(Width), False)},
+                lambda c, x: {"h": hax.zeros(Width)},
+                r"goes in as NamedArray axes \(width=3\), without its array and comes out as NamedArray axes",
+            ),
+            (
                 {"h": (jnp.zeros(3), 0.0)},
                 lambda c, x: {"h": c["h"][:1]},
                 r"The carry\['h'\] changes structure: a tuple of 2 .* goes in, a tuple of 1 .*out\.\n",

@@ -70,18 +70,17 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry") -> None:
         raise ValueError(f"{_structural_change(what, before, after)}.{hint}")
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The {what}{jtu.keystr(path)}"
-        if is_named(a) != is_named(b) or eqx.is_array_like(a) != eqx.is_array_like(b):
+        is_array_like = eqx.is_array_like(raw_array(a))
+        if is_named(a) != is_named(b) or is_array_like != eqx.is_array_like(raw_array(b)):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
         if is_named(a) and a.axes != b.axes:
             fix = f" Rearrange it: {what}.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
             raise ValueError(f"{where} goes in with {describe(a)} and comes out with {describe(b)}.{fix}")
-        if not is_named(a) and eqx.is_array_like(a) and jnp.shape(a) != jnp.shape(b):
+        if not is_named(a) and is_array_like and jnp.shape(a) != jnp.shape(b):
             raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
-        if raw_array(a) is None and raw_array(b) is None:  # of a tree that was partitioned
-            continue
-        if eqx.is_array_like(a) or is_named(a):
+        if is_array_like:
             _check_dtype(f"{what}{jtu.keystr(path)}", raw_array(a), raw_array(b))
-        elif a != b:
+        elif not is_named(a) and a != b:
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
             )
@@ -154,7 +153,7 @@ def describe(x: PyTree) -> str:
     if x is None:
         return "None"
     if is_named(x):
-        return f"NamedArray axes ({axes_text(x.axes)})"
+        return f"NamedArray axes ({axes_text(x.axes)}){', without its array' if x.array is None else ''}"
     if is_array(x):
         return f"{x.dtype}[{','.join(str(size) for size in x.shape)}]"
     if isinstance(x, tuple | list):

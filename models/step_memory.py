@@ -10,7 +10,7 @@ import jax
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from models.transformer.config import DecoderConfig, ExpertsConfig
+from models.transformer.config import DecoderConfig, ExpertsConfig, SparseDecoderConfig
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.memory import (
     MemoryReport,
@@ -266,5 +266,4 @@ class StepMemory:
 
 
 def _experts(model: Any) -> ExpertsConfig | None:
-    found = getattr(model, "experts", None)
-    return found if isinstance(found, ExpertsConfig) else None
+    return model.experts if isinstance(model, SparseDecoderConfig) else None

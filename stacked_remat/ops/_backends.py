@@ -48,6 +48,22 @@ def backends_taken() -> Iterator[dict[str, str]]:
         _taken.reset(token)
 
 
+def first_supported(backends: Mapping[str, Backend], call: Any) -> tuple[str, list[str]]:
+    """The name of what `"auto"` is for a call, and why not those before it that run on this platform.
+
+    Args:
+        backends: by name, in the order in which they are tried; the last supports every call.
+        call: what their `reason_against` takes.
+    """
+    reasons: list[str] = []
+    for name, backend in backends.items():
+        if (reason := backend.reason_against(call)) is None:
+            return name, reasons
+        if not reason.startswith(ELSEWHERE):
+            reasons.append(f"not {name}: {reason}")
+    raise AssertionError("the last backend supports every call")
+
+
 def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any, kind: str = "") -> B:
     """The backend of that name, or for `"auto"` the first that supports the call.
 
@@ -64,11 +80,7 @@ def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any, kin
     """
     reasons: list[str] = []
     if name == "auto":
-        for name, backend in backends.items():
-            if (reason := backend.reason_against(call)) is None:
-                break
-            if not reason.startswith(ELSEWHERE):
-                reasons.append(f"not {name}: {reason}")
+        name, reasons = first_supported(backends, call)
     elif name not in backends:
         raise ValueError(f"Unknown backend of {of} {name!r}. Use 'auto' or one of {', '.join(backends)}.")
     elif reason := backends[name].reason_against(call):

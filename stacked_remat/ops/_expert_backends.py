@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._placement import compiled_for, platform
-from ._backends import ELSEWHERE
+from ._backends import ELSEWHERE, first_supported
 from ._grouped_linear import Kernels
 from ._grouped_tokamax import against_tokamax, tokamax_kernels
 
@@ -134,5 +134,4 @@ def expert_backend(dtype: Any, device: Any) -> str:
         device: as `stacked_remat.memory.find_target(...).devices()` has them.
     """
     with compiled_for(device):
-        call = ExpertsFacts(platform(), jnp.dtype(dtype))
-        return next(name for name, one in EXPERT_BACKENDS.items() if one.reason_against(call) is None)
+        return first_supported(EXPERT_BACKENDS, ExpertsFacts(platform(), jnp.dtype(dtype)))[0]

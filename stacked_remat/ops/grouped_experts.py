@@ -78,9 +78,10 @@ def grouped_experts(
             Like `expert`, it may not close over traced values.
         backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
             at once, products of each row with the matrix of its expert (grouped products): `"megablox"`, by
-            JAX's kernels for TPUs, which have been compiled and interpreted, but not yet run on a device.
-            They give an expert with an argument `linear` the weights of all experts, and a `linear` that
-            maps each row by its own. `"auto"` is `"megablox"` where that supports the call, or `"block"`.
+            JAX's kernels for TPUs, and `"tokamax"`, by its kernels for Hopper GPUs, both of which have been
+            compiled, and not yet run on a device. They give an expert with an argument `linear` the weights
+            of all experts, and a `linear` that maps each row by its own. `"auto"` is the one of them that
+            supports the call, or `"block"`.
         block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
             padding is at most an eighth, if there are enough rows, and on a CPU half. From 64 on, a CPU takes
             half as many in an expert's last block where its rows fit.

@@ -5,13 +5,12 @@
 
 Trains again from a checkpoint of `models.train_lm` to its last one, on the same batches, and differentiates
 the held-out loss through all these steps (`stacked_remat.ghost.replay`). Writes a log of scores as the
-`ghost` section of a config does, with the leaf `replay`; a score is by how much the loss would be higher
-without the sequence in that step, to first order.
+`ghost` section of a config does, with the leaf `replay` and no losses; a score is by how much the loss would
+be higher without the sequence in that step, to first order.
 """
 
 import argparse
 import dataclasses
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
@@ -28,7 +26,7 @@ from rich.console import Console
 from models.command import local_path, run_command, shown_on
 from models.lm import auxiliary_of_sums, example_losses, next_token_loss
 from models.run_config import LmRunConfig
-from models.run_state import initial_state, present_name, saved_arrays
+from models.run_state import initial_state, present_name, saved_arrays, state_shapes
 from models.trained_run import read_run_config
 from models.transformer.config import DecoderConfig
 from stacked_remat import ghost
@@ -64,7 +62,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 def _replay(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
-    config = _checked(read_run_config(options.run_dir, first))
+    config, log = _checked(read_run_config(options.run_dir, first)), _log(options.run_dir, options.out)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_date)
     progress = ConsoleProgress(console)
     data = open_training_data(config.data, tokenizer, seed=config.trainer.seed, progress=progress)
@@ -75,12 +73,9 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     finally:
         data.training.close()
     Steps = Axis("steps", last - first)
-    stacked = jax.tree.map(lambda *each: hax.stack(Steps, each), *batches, is_leaf=_is_named)
+    stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
     weights = jnp.asarray([one.weight for one in held_out])
     loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
-    out = options.out or options.run_dir / "replay"
-    shutil.rmtree(out, ignore_errors=True)
-    log = ghost.ScoreLog(out)
     for index, batch in enumerate(batches):
         ids, shown = named_examples(batch, tokenizer.decode)
         own = -np.asarray(found[index])
@@ -89,7 +84,7 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     log.close()
     shown_on(console)(
         f"replayed steps {first + 1} to {last}; held-out loss {float(loss):.4f} after them\n"
-        f"  python -m stacked_remat.ghost top {out}"
+        f"  python -m stacked_remat.ghost top {log.folder}"
     )
     return 0
 
@@ -102,9 +97,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
     add("--from_step", type=int, help="of the checkpoint to begin with; the one before the latest by default")
     add("--batches", type=int, default=1, help="of held-out text (default 1)")
-    add("--out", type=local_path, help="folder of the log, replaced; `replay` in the run folder by default")
+    add("--out", type=local_path, help="folder of the log, a new one; `replay` in the run folder by default")
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser
+
+
+def _log(run_dir: Path, out: Path | None) -> ghost.ScoreLog:
+    """The log to write: that of the run folder without the rows of an earlier replay, or a new one.
+
+    Raises:
+        ConfigError: the new one has rows.
+    """
+    try:
+        return ghost.ScoreLog(run_dir / "replay", resumed_after=0) if out is None else ghost.ScoreLog(out)
+    except ghost.ScoreLogError as error:
+        raise ConfigError(f"--out: {error}") from error
 
 
 def _span(folder: Path, first: int | None) -> tuple[int, int]:
@@ -145,7 +152,9 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
 
 def _state(config: LmRunConfig, run_dir: Path, step: int) -> TrainState:
     """The state of a checkpoint."""
-    folder, like = run_dir / "checkpoints", initial_state(config)
+    # Frozen weights are in no checkpoint.
+    make = state_shapes if config.lora is None else initial_state
+    folder, like = run_dir / "checkpoints", make(config)
     saved, rest = eqx.partition(like, saved_arrays(like))
     check_unsaved(folder, rest, step=step, present_name=present_name)
     return eqx.combine(load_checkpoint(folder, saved, step=step, present_name=present_name), rest)
@@ -185,10 +194,6 @@ def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
         return found.loss, found.examples.array
 
     return run
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ FOR_ANY_ARCHITECTURE = (
     "models/lora.py",
     "models/plan_lm.py",
     "models/plot.py",
+    "models/replay_lm.py",
     "models/run_state.py",
     "models/step_memory.py",
     "models/train_lm.py",

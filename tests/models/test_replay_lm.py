@@ -49,6 +49,8 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
     # again, over the log that is there, from the checkpoint before the latest
     assert main(["--run_dir", str(run)]) == 0
     assert scores_of(run / "replay", 4) and not scores_of(run / "replay", 3)
+    assert main(["--run_dir", str(run), "--out", str(run / "ghost")]) == 1  # which has other scores
+    assert "--out:" in capsys.readouterr().out and scores_of(run / "ghost", 4)
     assert main(["--run_dir", str(run), "--from_step", "1"]) == 1
     assert "has checkpoints of the steps 2, 3, 4; a replay goes from" in capsys.readouterr().out.replace(
         "\n", " "

@@ -201,10 +201,12 @@ def measured(task: Task, runs: int, **sizes: int) -> list[dict[str, Any]]:
         }
         for name, of_target in scores.items()
     }
-    for share in SHARES:
-        most = round(share * task.count)
-        kept = np.stack([generator.permutation(task.count) < most for _ in range(runs)])
-        found = training.losses(kept[:, training.order])
+    orders = np.stack([generator.permutation(task.count) for _ in range(len(SHARES) * runs)])
+    most = np.repeat([round(share * task.count) for share in SHARES], runs)
+    every_kept = orders < most[:, None]
+    every_found = training.losses(every_kept[:, training.order])
+    parts = zip(SHARES, np.split(every_kept, len(SHARES)), np.split(every_found, len(SHARES)), strict=True)
+    for share, kept, found in parts:
         for name, of_target in scores.items():
             pairs = zip((kept @ of_target.T).T, found.T, strict=True)
             rows[name][f"score_{share}"] = round(float(np.mean([_correlation(*pair) for pair in pairs])), 4)
@@ -227,15 +229,11 @@ def _auc(harm: np.ndarray, wrong: np.ndarray | None) -> float | None:
 
 def _stacked(batches: Sequence[Any], axis: Axis) -> Any:
     """Batches with an axis in front of their arrays."""
-    return jax.tree.map(lambda *each: hax.stack(axis, each), *batches, is_leaf=_is_named)
+    return hax.tree_util.tree_map(lambda *each: hax.stack(axis, each), *batches)
 
 
 def _entry(stacked: Any, index: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[leaf.axes[0], index], stacked, is_leaf=_is_named)
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)
+    return hax.tree_util.tree_map(lambda leaf: leaf[leaf.axes[0], index], stacked)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

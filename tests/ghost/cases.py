@@ -12,9 +12,9 @@ from models.gpt_oss import GptOssConfig
 from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
 from models.transformer.config import AttentionConfig, ExpertsConfig
 from models.transformer.decoder import Decoder
-from stacked_remat import BlockSeq, Stacked
+from stacked_remat import BlockSeq, Stacked, ghost
 from stacked_remat._scan.marks import is_named, raw_array
-from stacked_remat.ghost._losses import leaves_with_paths
+from stacked_remat.ghost._losses import leaves_with_paths, without_marks
 from stacked_remat.ghost._probed import places
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import chunked_cross_entropy
@@ -240,3 +240,23 @@ CASES = {
     "plain": lambda: (made(PlainModel.init), plain_losses, plain_batch()),
     "merged": lambda: (made(PlainModel.init), merged_losses, plain_batch()),
 }
+
+
+def assert_exact(losses_of, model, batch, direction=None, *, check=True):
+    """Scores of several losses are the derivatives along a direction of the losses of each example."""
+    direction = jax.tree.map(jnp.cos, model) if direction is None else direction
+
+    @jax.jit
+    def both(model, batch):
+        found, expected = {}, {}
+        for name, losses in losses_of.items():
+            found[name] = ghost.grad_dot(model, losses, batch, direction=direction, check=check)[
+                1
+            ].total.array
+            own = without_marks(losses)
+            expected[name] = jax.jvp(lambda m, own=own: own(m, batch), (model,), (direction,))[1]
+        return found, expected
+
+    found, expected = both(model, batch)
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(found[name], wanted, 1e-4, 1e-5 * np.abs(wanted).max(), err_msg=name)

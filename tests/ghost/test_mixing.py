@@ -15,6 +15,7 @@ from stacked_remat import Stacked, ghost, shared
 from stacked_remat.ops import chunked_cross_entropy
 
 from ..random_arrays import normal
+from .cases import assert_exact
 
 Batch, Layers = Axis("batch", 4), Axis("layers", 3)
 
@@ -160,20 +161,7 @@ DERIVED = {
 
 @pytest.mark.deep
 def test_what_a_loss_may_do_is_scored_exactly():
-    model, batch = Model.init(), data()
-    direction = jax.tree.map(jnp.cos, model)
-
-    @jax.jit
-    def both(model, batch):
-        found, expected = {}, {}
-        for name, losses in (SCORED | DERIVED).items():
-            found[name] = ghost.grad_dot(model, losses, batch, direction=direction)[1].total.array
-            expected[name] = jax.jvp(lambda m, fn=losses: fn(m, batch), (model,), (direction,))[1]
-        return found, expected
-
-    found, expected = both(model, batch)
-    for name, wanted in expected.items():
-        np.testing.assert_allclose(found[name], wanted, 1e-4, 1e-5 * np.abs(wanted).max(), err_msg=name)
+    assert_exact(SCORED | DERIVED, Model.init(), data(), check=False)
 
 
 def test_a_stack_without_direction_is_an_ordinary_part_of_the_loss():

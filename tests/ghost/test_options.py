@@ -13,7 +13,6 @@ from haliax import Axis
 
 from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, ghost, shared, unsliced
 from stacked_remat.ghost import _weights
-from stacked_remat.ghost._losses import without_marks
 
 from ..random_arrays import normal
 from .cases import (
@@ -23,6 +22,7 @@ from .cases import (
     PlainModel,
     Pos,
     assert_equal,
+    assert_exact,
     decoder,
     looped_scores,
     made,
@@ -293,24 +293,6 @@ class Mapped(eqx.Module):
 
     def __call__(self, x):
         return jnp.tanh(x @ self.weight)
-
-
-def assert_exact(losses_of, model, batch, direction=None):
-    """Scores of several losses are the derivatives along a direction of the losses of each example."""
-    direction = jax.tree.map(jnp.cos, model) if direction is None else direction
-
-    @jax.jit
-    def both(model, batch):
-        found, expected = {}, {}
-        for name, losses in losses_of.items():
-            found[name] = ghost.grad_dot(model, losses, batch, direction=direction, check=True)[1].total.array
-            own = without_marks(losses)
-            expected[name] = jax.jvp(lambda m, own=own: own(m, batch), (model,), (direction,))[1]
-        return found, expected
-
-    found, expected = both(model, batch)
-    for name, wanted in expected.items():
-        np.testing.assert_allclose(found[name], wanted, 1e-4, 1e-5 * np.abs(wanted).max(), err_msg=name)
 
 
 def test_what_is_the_same_for_all_examples_has_scores_of_each():

@@ -271,14 +271,20 @@ def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
     assert refused["refused"] == "too large" and fitting["temporaries"] == reports["nested"].temporaries
 
 
-def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monkeypatch, tmp_path, reports):
-    console = Console(file=io.StringIO(), width=200)
-    path = tmp_path / "plan.yaml"
+def small_config(folder, kind):
+    """A config file of a small model of a type."""
+    path = folder / "plan.yaml"
     path.write_text(
-        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
+        f"model: {{type: {kind}, hidden_dim: 8, num_layers: 2, num_heads: 2}}\n"
         "data: {batch_size: 2, seq_len: 8}\n"
         "trainer: {mesh: {axes: {data: 1}}}"
     )
+    return path
+
+
+def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monkeypatch, tmp_path, reports):
+    console = Console(file=io.StringIO(), width=200)
+    path = small_config(tmp_path, "qwen3")
     compiled, budgets = [], []
 
     def report(step, remat, **_):
@@ -309,12 +315,7 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
 
 def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, tmp_path, reports):
     console = Console(file=io.StringIO(), width=200)
-    path = tmp_path / "plan.yaml"
-    path.write_text(
-        "model: {type: qwen3_moe, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
-        "data: {batch_size: 2, seq_len: 8}\n"
-        "trainer: {mesh: {axes: {data: 1}}}"
-    )
+    path = small_config(tmp_path, "qwen3_moe")
     planned = []
 
     def plan(step, **_):

@@ -30,7 +30,7 @@ class Block(eqx.Module):
 
 
 def losses(model, batch):
-    """Of each example: is the first number above the mean of the others?"""
+    """Of each example: is the first number above the mean of all?"""
     x, label = batch
     logit = model.fold(x)["embed", 0]
     return hax.nn.softplus(-logit * (2 * label - 1))
@@ -39,8 +39,8 @@ def losses(model, batch):
 # %% [markdown]
 # ## The run
 #
-# Each step has a batch of its own, and a quarter of the labels is wrong. `weighted_step` makes the step: the
-# mean of the losses times their weights, and an Optax optimizer.
+# Each step has a batch of its own, and about a quarter of the labels is wrong. `weighted_step` makes the
+# step: the mean of the losses times their weights, and an Optax optimizer.
 
 # %%
 keys = jax.random.split(jax.random.key(0), 4)
@@ -92,8 +92,9 @@ def trained(weights):
 
 
 kept = hax.named(jnp.ones(harm.size).at[worst].set(0.0).reshape(Steps.size, -1), (Steps, Batch))
-print(f"held-out loss {trained(kept):.3f} without them")
-assert trained(kept) < found.loss
+without = trained(kept)
+print(f"held-out loss {without:.3f} without them")
+assert without < found.loss
 
 # %% [markdown]
 # ## Learning rates, and memory

@@ -1,5 +1,7 @@
 """Influence of examples by replay of a training run, against unrolled loops and retraining."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -10,7 +12,7 @@ import optax
 import pytest
 from haliax import Axis
 
-from stacked_remat import ScanCheckpointPolicy, Stacked
+from stacked_remat import ScanCheckpointPolicy, Stacked, fold, memory
 from stacked_remat.ghost import replay, weighted_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam raises a float to an integer power
@@ -29,8 +31,8 @@ class Block(eqx.Module):
         return x + hax.tanh(self.map(x)).rename({"out": "embed"})
 
 
-def network():
-    return Stacked.init(Layers, Block.init, remat="nested")(jax.random.split(jax.random.key(0), Layers.size))
+def network(remat="nested"):
+    return Stacked.init(Layers, Block.init, remat=remat)(jax.random.split(jax.random.key(0), Layers.size))
 
 
 def losses(model, batch):
@@ -142,20 +144,35 @@ def test_plain_arrays_and_losses_and_a_number_of_steps():
     np.testing.assert_allclose(found.array, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_nested_keeps_fewer_states_than_a_plain_scan():
+def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_arithmetic_of_the_run():
     optimizer, Long = optax.sgd(0.1), Axis("steps", 100)
-    model = network()
+    model, batches = network(), data(2, Long, Examples)
+    step = weighted_step(losses, optimizer)
+
+    def trained(model, batches):
+        return fold(step, Long)((model, optimizer.init(model)), batches, hax.ones((Long, Examples)))
+
+    def replayed(remat, model, batches):
+        state = model, optimizer.init(model)
+        return replay(step, state, batches, held_out, Long, Examples, remat=remat).examples
 
     def temporaries(remat):
-        def run(model, batches):
-            state = model, optimizer.init(model)
-            step = weighted_step(losses, optimizer)
-            return replay(step, state, batches, held_out, Long, Examples, remat=remat).examples
-
-        compiled = jax.jit(run).lower(model, data(2, Long, Examples)).compile()
+        compiled = jax.jit(functools.partial(replayed, remat)).lower(model, batches).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
+    def times_of_run(remat, within):
+        run = functools.partial(replayed, remat)
+        found, plain = (jax.make_jaxpr(fn)(network(within), batches) for fn in (run, trained))
+        return memory.count_flops(found).matmul / memory.count_flops(plain).matmul
+
     assert 3 * temporaries("nested") < temporaries(False)
+    for remat, within, times in (
+        (False, False, 3),
+        (True, False, 4),
+        ("nested", False, 5),
+        (False, "nested", 4.5),
+    ):
+        assert abs(times_of_run(remat, within) - times) < 0.5
 
 
 def test_mistakes_are_named():

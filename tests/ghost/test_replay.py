@@ -12,7 +12,7 @@ import optax
 import pytest
 from haliax import Axis
 
-from stacked_remat import ScanCheckpointPolicy, Stacked, fold, memory
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, fold, memory
 from stacked_remat.ghost import replay, weighted_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam raises a float to an integer power
@@ -31,7 +31,7 @@ class Block(eqx.Module):
         return x + hax.tanh(self.map(x)).rename({"out": "embed"})
 
 
-def network(remat="nested"):
+def network(remat: ScanCheckpointSpec = "nested"):
     return Stacked.init(Layers, Block.init, remat=remat)(jax.random.split(jax.random.key(0), Layers.size))
 
 

@@ -13,6 +13,7 @@ from haliax import NamedArray
 from jaxtyping import Array, Bool, Float, Int
 
 from .._scan.marks import is_array
+from .._trips import known_products
 from ..lora import LoraLinear
 from ._perturbed_vjp import perturbed_vjp
 
@@ -88,7 +89,8 @@ class _Dot(NamedTuple):
 
 def _dot(dot: _Dot, operands: tuple[Array, Array], sizes: Sizes) -> Array:
     def product(x: Array, w: Array, sizes: Sizes) -> Array:
-        return dot.kernels.product(x, w, sizes, dot.transposed)
+        with known_products(2 * x.size * w.shape[1 if dot.transposed else 2]):
+            return dot.kernels.product(x, w, sizes, dot.transposed)
 
     return _in_sequence(product, *operands, sizes)
 
@@ -103,7 +105,11 @@ def _dot_backward(dot: _Dot, wanted: tuple[bool, ...], residuals: Any, ct: Array
 
 
 def _outer(kernels: Kernels, operands: tuple[Array, Array], sizes: Sizes) -> Array:
-    return _in_sequence(kernels.outer, *operands, sizes)
+    def outer(x: Array, y: Array, sizes: Sizes) -> Array:
+        with known_products(2 * x.size * y.shape[1]):
+            return kernels.outer(x, y, sizes)
+
+    return _in_sequence(outer, *operands, sizes)
 
 
 def _outer_backward(kernels: Kernels, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:

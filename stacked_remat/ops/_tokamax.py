@@ -6,14 +6,17 @@ others are refused.
 
 import contextlib
 import importlib.metadata
+import logging
 from collections.abc import Iterator, Mapping
 
 import jax
 from jax.extend import backend
 
 from .._placement import target_device
+from ._backends import UnsupportedCallError
 
 _VERSIONS = ("0.0.17",)
+_called_for: dict[str, str] = {}
 
 
 def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
@@ -38,11 +41,30 @@ def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
 
 @contextlib.contextmanager
 def calling_tokamax() -> Iterator[None]:
-    """Within it, kernels are for the program's device, which need not be attached, and may mix dtypes."""
+    """Within it, kernels are for the program's device, which need not be attached, and may mix dtypes.
+
+    Raises:
+        UnsupportedCallError: this process has called them for another kind of GPU. jaxlib (0.12) compiles
+            Mosaic for the first one only.
+    """
     own, device = backend.get_default_device, target_device()
+    capability = _called_for.setdefault("capability", device.compute_capability)
+    if capability != device.compute_capability:
+        raise UnsupportedCallError(
+            f"A process compiles tokamax's kernels for one kind of GPU, here of compute capability "
+            f"{capability}, not {device.compute_capability} too: compile for {device.device_kind} in another."
+        )
     backend.get_default_device = lambda: device
+    log = logging.getLogger("absl")
+    log.addFilter(_says_more_than_tuning)
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             yield
     finally:
+        log.removeFilter(_says_more_than_tuning)
         backend.get_default_device = own
+
+
+def _says_more_than_tuning(record: logging.LogRecord) -> bool:
+    """False for tokamax's word, a page for every kernel, that it takes its own guess of a tiling."""
+    return not str(record.msg).startswith("Autotuning cache miss")

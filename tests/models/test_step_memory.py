@@ -4,6 +4,8 @@ What they take is not compared: `tests/benchmarks` does that, with the compiler 
 """
 
 import dataclasses
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import equinox as eqx
 import jax
@@ -47,6 +49,11 @@ def config_of(kind):
     ).resolved()
 
 
+def compiled(kind, target):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return StepMemory(config_of(kind), target).report(True)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
     "target",
@@ -56,7 +63,11 @@ def config_of(kind):
     ],
 )
 def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
-    found = StepMemory(config_of(kind), target).report(True)
+    if target == "b200":  # a process compiles Mosaic's kernels for one kind of GPU
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as another:
+            found = another.submit(compiled, kind, target).result()
+    else:
+        found = compiled(kind, target)
     assert found.target == target and found.temporaries > 0 and found.flops.matmul > 0
     assert not [reason for reason in found.flops.too_low if "is not counted" in reason]
 

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stacked_remat import memory
 from stacked_remat._placement import compiled_for
-from stacked_remat.ops import _grouped_tokamax
+from stacked_remat.ops import _grouped_tokamax, _tokamax
 from stacked_remat.ops._backends import choose_backend
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts
+from stacked_remat.ops._grouped_linear import _Dot, grouped_dot, grouped_outer
 
 from .test_grouped_linear import _outer, _product
 
@@ -54,7 +56,7 @@ def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
             choose_backend("backend", EXPERT_BACKENDS, "tokamax", call)
 
 
-def test_products_mean_what_tokamax_says_whatever_rows_of_no_expert_hold(monkeypatch):
+def test_products_mean_what_tokamax_says_whatever_rows_of_no_expert_hold(monkeypatch, hopper):
     """By tokamax's own definition: JAX has no interpreter for these kernels (0.12)."""
     pytest.importorskip("tokamax")
     from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
@@ -62,13 +64,42 @@ def test_products_mean_what_tokamax_says_whatever_rows_of_no_expert_hold(monkeyp
     monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuRaggedDot", base.RaggedDot)
     sizes = jnp.asarray([70, 0, 150, 20], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
-    x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys[:2], (32, 16), strict=True))
+    x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys[:2], (32, 10), strict=True))
     x, y = (one.at[240:].set(jnp.nan).astype(jnp.bfloat16) for one in (x, y))
     for transposed in (False, True):
-        w = jax.random.normal(keys[2], (4, 16, 32) if transposed else (4, 32, 16), jnp.bfloat16)
+        w = jax.random.normal(keys[2], (4, 10, 32) if transposed else (4, 32, 10), jnp.bfloat16)
         found = jax.jit(_grouped_tokamax._product, static_argnums=3)(x, w, sizes, transposed)
         wanted = _product(x, w, sizes, transposed).astype(jnp.float32)
         np.testing.assert_allclose(found.astype(jnp.float32)[:240], wanted[:240], rtol=0.01, atol=0.05)
     found = jax.jit(_grouped_tokamax._outer)(x, y, sizes)
     wanted = _outer(x, y, sizes).astype(jnp.float32)
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=0.01, atol=0.05)
+
+
+@pytest.mark.target("cuda")
+@pytest.mark.parametrize("rank", [2, 8])
+def test_products_compile_for_every_rank_and_their_arithmetic_is_counted(rank):
+    pytest.importorskip("tokamax")
+    kernels = _grouped_tokamax.tokamax_kernels()
+    wide, narrow = (jax.ShapeDtypeStruct((256, width), jnp.bfloat16) for width in (128, rank))
+    down = jax.ShapeDtypeStruct((4, 128, rank), jnp.bfloat16)
+
+    def products(x, low, w, sizes):
+        into = grouped_dot(_Dot(kernels, False), (x, w), sizes)
+        outof = grouped_dot(_Dot(kernels, True), (low, w), sizes)
+        return into, outof, grouped_outer(kernels, (x, low), sizes), grouped_outer(kernels, (low, x), sizes)
+
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    found = memory.report(products, wide, narrow, down, sizes, target="h200").flops
+    assert found.exact and found.matmul == 4 * 2 * 256 * 128 * rank
+
+
+def test_a_process_calls_the_kernels_for_one_kind_of_gpu(monkeypatch, hopper):
+    monkeypatch.setattr(_tokamax, "_called_for", {})
+    for _ in range(2):
+        with _tokamax.calling_tokamax():
+            pass
+    hopper.compute_capability = "10.0"
+    with pytest.raises(ValueError, match="one kind of GPU, here of compute capability 9.0, not 10.0"):
+        with _tokamax.calling_tokamax():
+            pass

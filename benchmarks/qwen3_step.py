@@ -1,14 +1,14 @@
 """Runs Qwen3-30B-A3B at long context: gradients checked, then time, throughput and allocated memory.
 
-    python -m benchmarks.qwen3_step --tokens 8192 32768 65536
+    python -m benchmarks.qwen3_step --tokens 16384 65536 --minutes 10
 
-For a GPU that holds the weights (an H200), which are random. First, at a context where all policies fit, the
-kernels of attention are compared with its definition, with documents, a window and sinks, and the gradients
-of each policy with those of the first; a policy whose gradients differ is not timed. Then attention and
-experts of one layer are timed, then forward and backward of the model, and medians, tokens per second, the
-share of the measured bf16 matrix-product peak and the peak of allocated memory are written to
-`results/qwen3_step_<device>.json` after every policy. Each policy runs in its own process, so that peaks of
-memory are separate.
+For a GPU that holds the weights (an H200), which are random. First the kernels of attention are compared with
+its definition, with documents, a window and sinks; then attention and experts of one layer are timed. At a
+context where all policies fit, the gradients of each are compared with those of the first, and a policy whose
+gradients differ is not timed. Last, forward and backward of the model are timed. Medians, tokens per second,
+the share of the measured bf16 matrix-product peak and the peak of allocated memory are written to
+`results/qwen3_step_<device>.json` after every job. Each job runs in its own process, so that peaks of memory
+are separate, and is stopped when `--minutes` are over; what it has found until then is kept.
 
 Utilisation counts three forward passes and no recomputation, 96 GFLOP per token at 65,536 tokens.
 """
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from models.qwen3_moe import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError, check_offload
 from stacked_remat._placement import platform_of
+from stacked_remat.ops import backends_taken
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
 from stacked_remat.training.throughput import peak_resident_bytes
 
@@ -41,42 +42,53 @@ from . import attention_layer, expert_layer
 from .qwen3_context import CONFIG, POLICIES, forward_and_backward
 from .record import RESULTS, allocate_as_needed, write_results
 
+_TOLERANCE = 1e-2  # of gradients in bfloat16: other fusions round otherwise
+_LONGEST_ROUNDS = 20  # seconds, after which no other round begins
+
 
 def main(arguments: list[str] | None = None) -> Path | None:
     options = _parser().parse_args(arguments)
     config = parse_config(LmRunConfig, ["--config_path", str(options.config), *options.overrides])
     if options.alone:
-        print(json.dumps(_alone(config, options)))
+        for row in JOBS[options.alone](config, options):
+            print(json.dumps(row), flush=True)
         return None
     allocate_as_needed()
-    found = _in_a_process(options, "check", options.policies, options.tokens)
-    if "refused" in found:
-        raise SystemExit(f"the gradients could not be compared: {found['refused']}")
-    print(f"bf16 matrix products: {found['matmul_peak'] / 1e12:.3g} TFLOP/s", flush=True)
-    print(f"attention off by {found['attention_differences']}", flush=True)
-    print(f"offloading on this device: {found['offload_check']}", flush=True)
-    agreeing = []
-    for name, difference in found["gradient_differences"].items():
-        fine = difference <= 1e-2  # bfloat16: other fusions round otherwise
-        agreeing += [name] if fine else []
-        print(f"{name}: gradients off by {difference:.1e}{'' if fine else ', not timed'}", flush=True)
-    path = options.out / f"qwen3_step_{found['device']}.json"
-    found["layers"] = _in_a_process(options, "layers", options.policies, options.layers)
-    for row in [one for rows in found["layers"].values() for one in rows]:
-        print(json.dumps(row), flush=True)
-    rows: list[dict[str, Any]] = []
-    for tokens in options.tokens:
-        for name in agreeing:
-            row = {"tokens": tokens, "policy": name, **_in_a_process(options, "time", [name], [tokens])}
-            if "seconds" in row:
-                useful = model_flops(config, tokens) * tokens / row["seconds"]
-                row["utilisation_of_matmul_peak"] = useful / found["matmul_peak"]
-            rows.append(row)
+    until = time.monotonic() + 60 * options.minutes
+    found: dict[str, Any] = {"check_tokens": options.check}
+    path = options.out
+
+    def job(name: str, policies: list[str], tokens: list[int]) -> list[dict[str, Any]]:
+        rows = _in_a_process(options, name, policies, tokens, until - time.monotonic())
+        for row in rows:
             print(json.dumps(row), flush=True)
-            write_results(path, check_tokens=options.check, **found, rows=rows)
+        return rows
+
+    for row in job("device", options.policies, options.tokens):
+        found |= row
+    if "device" not in found:
+        raise SystemExit(f"nothing runs here: {found['refused']}")
+    path = options.out / f"qwen3_step_{found['device']}.json"
+    for name in ("kernels", "attention", "experts", "gradients"):
+        found[name] = job(name, options.policies, options.layers)
+        write_results(path, **found)
+    agreeing = [row["policy"] for row in found["gradients"] if row.get("off", 1) <= _TOLERANCE]
+    found["steps"] = []
+    for tokens in options.tokens:
+        for policy in agreeing:
+            for row in job("step", [policy], [tokens]):
+                if "seconds" in row:
+                    useful = model_flops(config, tokens) * tokens / row["seconds"]
+                    row["utilisation_of_matmul_peak"] = useful / found["matmul_peak"]
+                found["steps"].append({"tokens": tokens, "policy": policy, **row})
+            write_results(path, **found)
     print(f"wrote {path}")
+    for row in found["kernels"]:
+        if not row.get("agrees", True):
+            raise SystemExit("attention by {kernel}, {case}: off by {off:.2g} of its norm".format_map(row))
     if wrong := [name for name in options.policies if name not in agreeing]:
-        raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
+        refused = [row["refused"] for row in found["gradients"] if "refused" in row]
+        raise SystemExit(f"gradients differ or are missing, not timed: {', '.join([*wrong, *refused])}")
     return path
 
 
@@ -143,54 +155,84 @@ def heads_of(config: LmRunConfig) -> tuple[int, int, int]:
     return model.num_kv_heads, model.num_heads // model.num_kv_heads, model.HeadDim.size
 
 
-def _experts(config: LmRunConfig, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def _in_a_process(
+    options: argparse.Namespace, job: str, policies: list[str], tokens: list[int], seconds: float
+) -> list[dict[str, Any]]:
+    """The rows of a job; the last one says under `refused` what ended it early."""
+    command = [sys.executable, "-m", "benchmarks.qwen3_step", "--alone", job, "--config", str(options.config)]
+    command += [f"--{key}={getattr(options, key)}" for key in ("check", "rounds", "matmul")]
+    command += ["--policies", *policies, "--tokens", *map(str, tokens)]
+    command += ["--overrides", *options.overrides]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ended = ""
+    try:
+        printed, said = running.communicate(timeout=max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        running.kill()
+        printed, _ = running.communicate()
+        ended = "no time was left"
+    else:
+        lines = [line for line in said.splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exit|Fit)\b", line)] or lines
+        if running.returncode != 0:
+            ended = (errors or [f"exit status {running.returncode}"])[-1][:300]
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return [*rows, {"refused": ended}] if ended else rows
+
+
+Rows = Iterator[dict[str, Any]]
+
+
+def _device(config: LmRunConfig, options: argparse.Namespace) -> Rows:
+    model_flops(config, 1)  # refuses other models
+    name = re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower())
+    yield {"device": name, "matmul_peak": matmul_peak(options.matmul)}
+    yield {"offload_check": _offload_check()}
+
+
+def _kernels(config: LmRunConfig, options: argparse.Namespace) -> Rows:
+    return attention_layer.differences(heads_of(config), options.check)
+
+
+def _attention(config: LmRunConfig, options: argparse.Namespace) -> Rows:
+    peak = matmul_peak(options.matmul)
+    return attention_layer.timed_rows(heads_of(config), options.tokens, options.rounds, peak)
+
+
+def _experts(config: LmRunConfig, options: argparse.Namespace) -> Rows:
     """The experts of a layer by the backend for this device, beside the walk over blocks and a dense MLP."""
     model = config.resolved(check_folder=False).model
     assert isinstance(model, Qwen3MoeConfig)
     chosen = model.experts
     sizes = expert_layer.Sizes(
-        tokens, model.hidden_dim, chosen.intermediate_dim, chosen.num_experts, chosen.experts_per_token
+        options.tokens[0],
+        model.hidden_dim,
+        chosen.intermediate_dim,
+        chosen.num_experts,
+        chosen.experts_per_token,
     )
     backends = {"cuda": ["tokamax"], "tpu": ["megablox"]}.get(platform_of(jax.local_devices()[0]), [])
-    return expert_layer.timed_rows(sizes, ["block", *backends], rounds)
+    yield from expert_layer.timed_rows(sizes, ["block", *backends], options.rounds)
 
 
-def _in_a_process(
-    options: argparse.Namespace, job: str, policies: list[str], tokens: list[int]
-) -> dict[str, Any]:
-    """The job's result, or its last error under `refused`."""
-    command = [sys.executable, "-m", "benchmarks.qwen3_step", "--alone", job, "--config", str(options.config)]
-    command += [f"--{key}={getattr(options, key)}" for key in ("check", "rounds", "matmul")]
-    command += ["--policies", *policies, "--tokens", *map(str, tokens)]
-    command += ["--overrides", *options.overrides]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in said if re.match(r"[\w.]*(Error|Exit|Fit)\b", line)] or said
-        return {"refused": (errors or [f"exit status {done.returncode}"])[-1][:300]}
-    return json.loads(done.stdout.splitlines()[-1])
+def _gradients(config: LmRunConfig, options: argparse.Namespace) -> Rows:
+    """The relative difference between the gradients of each policy and of the first.
 
-
-def _alone(config: LmRunConfig, options: argparse.Namespace) -> dict[str, Any]:
-    model_flops(config, 1)  # refuses other models
-    shapes = forward_and_backward(config, options.check)[1][1]
-    if options.alone == "layers":
-        found = {"attention": [], "experts": _experts(config, options.tokens[0], options.rounds)}
-        peak = matmul_peak(options.matmul)
-        found["attention"] = attention_layer.timed_rows(
-            heads_of(config), options.tokens, options.rounds, peak
-        )
-        return found
-    if options.alone == "time":
-        parts = random_parts(shapes)
-        return _timed(config, parts, options.tokens[0], options.policies[0], options.rounds)
-    return {
-        "device": re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower()),
-        "matmul_peak": matmul_peak(options.matmul),
-        "attention_differences": attention_layer.differences(heads_of(config), options.check),
-        "offload_check": _offload_check(),
-        "gradient_differences": _differences(config, random_parts(shapes), options.check, options.policies),
-    }
+    Raises:
+        ArithmeticError: the gradients of the first are zero or not finite.
+    """
+    reference = None
+    parts = random_parts(forward_and_backward(config, options.check)[1][1])
+    for name in options.policies:
+        run, batch = _compiled(config, options.check, name)
+        gradients = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(run(batch, parts)[1])]
+        reference = gradients if reference is None else reference
+        squares = [(jnp.sum((a - b) ** 2), jnp.sum(b**2)) for a, b in zip(gradients, reference, strict=True)]
+        off, whole = (float(sum(column)) ** 0.5 for column in zip(*squares, strict=True))
+        if not 0 < whole < float("inf"):
+            raise ArithmeticError(f"the norm of the gradients of {name} is {whole}")
+        # NaN can't be written as JSON.
+        yield {"policy": name, "off": off / whole if off < float("inf") else 1e300}
 
 
 def _offload_check() -> str:
@@ -209,41 +251,37 @@ def _compiled(config: LmRunConfig, tokens: int, name: str) -> tuple[Callable[...
     return eqx.filter_jit(fn(POLICIES[name])), batch
 
 
-def _differences(config: LmRunConfig, parts: Any, tokens: int, policies: list[str]) -> dict[str, float]:
-    """The relative difference between the gradients of each policy and of the first.
-
-    Raises:
-        ArithmeticError: the gradients of the first are zero or not finite.
-    """
-    reference, differences = None, {}
-    for name in policies:
-        run, batch = _compiled(config, tokens, name)
-        gradients = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(run(batch, parts)[1])]
-        reference = gradients if reference is None else reference
-        squares = [(jnp.sum((a - b) ** 2), jnp.sum(b**2)) for a, b in zip(gradients, reference, strict=True)]
-        off, whole = (float(sum(column)) ** 0.5 for column in zip(*squares, strict=True))
-        if not 0 < whole < float("inf"):
-            raise ArithmeticError(f"the norm of the gradients of {policies[0]} is {whole}")
-        # NaN can't be written as JSON.
-        differences[name] = off / whole if off < float("inf") else 1e300
-    return differences
-
-
-def _timed(config: LmRunConfig, parts: Any, tokens: int, name: str, rounds: int) -> dict[str, Any]:
+def _step(config: LmRunConfig, options: argparse.Namespace) -> Rows:
+    (tokens,), (name,) = options.tokens, options.policies
+    parts = random_parts(forward_and_backward(config, tokens)[1][1])
     run, batch = _compiled(config, tokens, name)
-    jax.block_until_ready(run(batch, parts))
-    seconds = []
-    for _ in range(rounds):
+    began = time.perf_counter()
+    with backends_taken() as backends:
+        jax.block_until_ready(run(batch, parts))
+    first, seconds = time.perf_counter() - began, []
+    while len(seconds) < options.rounds and sum(seconds) < _LONGEST_ROUNDS:
         before = time.perf_counter()
         jax.block_until_ready(run(batch, parts))
         seconds.append(time.perf_counter() - before)
     median = statistics.median(seconds)
     allocated = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return {
+    yield {
         "seconds": median,
         "tokens_per_second": tokens / median,
         "peak_bytes": allocated if allocated is not None else peak_resident_bytes(),
+        "first_seconds": first,
+        "backends": backends,
     }
+
+
+JOBS: dict[str, Callable[[LmRunConfig, argparse.Namespace], Rows]] = {
+    "device": _device,
+    "kernels": _kernels,
+    "attention": _attention,
+    "experts": _experts,
+    "gradients": _gradients,
+    "step": _step,
+}
 
 
 def _at_least_one(text: str) -> int:
@@ -274,11 +312,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--matmul", type=_at_least_one, default=8_192, help="size of the matrix products of the peak"
     )
-    parser.add_argument(
-        "--alone",
-        choices=("check", "layers", "time"),
-        help="run one job in this process and print its result",
-    )
+    parser.add_argument("--minutes", type=float, default=10, help="after which nothing more is run")
+    parser.add_argument("--alone", choices=list(JOBS), help="run one job in this process and print its rows")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--overrides", nargs=argparse.REMAINDER, default=[], help="keys of the config, last")
     return parser

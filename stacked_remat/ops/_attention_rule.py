@@ -56,7 +56,7 @@ class Sight(NamedTuple):
         """The first, `[batch or 1, row]`; likewise, and None where that is the first of all."""
         if window is None:
             return self.starts
-        first = (self.last(length) - (window - 1))[None]
+        first = (self.last(length) - (window - 1)).clip(0)[None]
         return first if self.starts is None else jnp.maximum(self.starts, first)
 
 

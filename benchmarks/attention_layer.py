@@ -96,7 +96,7 @@ def differences(heads: tuple[int, int, int], tokens: int) -> Iterator[dict[str, 
 def timed_rows(
     heads: tuple[int, int, int], tokens: list[int], rounds: int, peak: float
 ) -> Iterator[dict[str, Any]]:
-    """The median seconds of forward and backward by each kernel that supports the call.
+    """The median time of forward and backward by each kernel that supports the call.
 
     A kernel that would take more than two seconds, by what it took at the context before, is left out.
 
@@ -127,7 +127,11 @@ def timed_rows(
                     continue
                 last[case, kernel] = length, seconds
                 share = useful / seconds / peak
-                yield row | {"seconds": seconds, "flops": counted, "utilisation_of_matmul_peak": share}
+                yield row | {
+                    "milliseconds": 1e3 * seconds,
+                    "flops": counted,
+                    "utilisation_of_matmul_peak": share,
+                }
 
 
 def _median(run: Any, arguments: list[NamedArray], rounds: int) -> float:

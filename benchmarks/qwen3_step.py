@@ -55,40 +55,44 @@ def main(arguments: list[str] | None = None) -> Path | None:
         return None
     allocate_as_needed()
     until = time.monotonic() + 60 * options.minutes
-    found: dict[str, Any] = {"check_tokens": options.check}
-    path = options.out
+    rows: list[dict[str, Any]] = []
 
     def job(name: str, policies: list[str], tokens: list[int]) -> list[dict[str, Any]]:
-        rows = _in_a_process(options, name, policies, tokens, until - time.monotonic())
-        for row in rows:
+        found = _in_a_process(options, name, policies, tokens, until - time.monotonic())
+        for row in found:
             print(json.dumps(row), flush=True)
-        return rows
+        return found
 
-    for row in job("device", options.policies, options.tokens):
-        found |= row
-    if "device" not in found:
-        raise SystemExit(f"nothing runs here: {found['refused']}")
-    path = options.out / f"qwen3_step_{found['device']}.json"
+    (device,) = job("device", options.policies, options.tokens)
+    if "refused" in device:
+        raise SystemExit(f"nothing runs here: {device['refused']}")
+    path = options.out / f"qwen3_step_{device['device']}.json"
+
+    def keep(name: str, found: list[dict[str, Any]]) -> None:
+        rows.extend({"job": name, **row} for row in found)
+        write_results(path, check_tokens=options.check, **device, rows=rows)
+
     for name in ("kernels", "attention", "experts", "gradients"):
-        found[name] = job(name, options.policies, options.layers)
-        write_results(path, **found)
-    agreeing = [row["policy"] for row in found["gradients"] if row.get("off", 1) <= _TOLERANCE]
-    found["steps"] = []
+        keep(name, job(name, options.policies, options.layers))
+    agreeing = [
+        row["policy"] for row in rows if row["job"] == "gradients" and row.get("off", 1) <= _TOLERANCE
+    ]
     for tokens in options.tokens:
         for policy in agreeing:
-            for row in job("step", [policy], [tokens]):
+            found = job("step", [policy], [tokens])
+            for row in found:
+                row |= {"tokens": tokens, "policy": policy}
                 if "seconds" in row:
                     useful = model_flops(config, tokens) * tokens / row["seconds"]
-                    row["utilisation_of_matmul_peak"] = useful / found["matmul_peak"]
-                found["steps"].append({"tokens": tokens, "policy": policy, **row})
-            write_results(path, **found)
+                    row["utilisation_of_matmul_peak"] = useful / device["matmul_peak"]
+            keep("step", found)
     print(f"wrote {path}")
-    for row in found["kernels"]:
+    for row in rows:
         if not row.get("agrees", True):
             raise SystemExit("attention by {kernel}, {case}: off by {off:.2g} of its norm".format_map(row))
     if wrong := [name for name in options.policies if name not in agreeing]:
-        refused = [row["refused"] for row in found["gradients"] if "refused" in row]
-        raise SystemExit(f"gradients differ or are missing, not timed: {', '.join([*wrong, *refused])}")
+        reasons = [row["refused"] for row in rows if row["job"] == "gradients" and "refused" in row]
+        raise SystemExit(f"gradients differ or are missing, not timed: {', '.join([*wrong, *reasons])}")
     return path
 
 
@@ -186,8 +190,8 @@ Rows = Iterator[dict[str, Any]]
 def _device(config: LmRunConfig, options: argparse.Namespace) -> Rows:
     model_flops(config, 1)  # refuses other models
     name = re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower())
-    yield {"device": name, "matmul_peak": matmul_peak(options.matmul)}
-    yield {"offload_check": _offload_check()}
+    peak = matmul_peak(options.matmul)
+    yield {"device": name, "matmul_peak": peak, "offload_check": _offload_check()}
 
 
 def _kernels(config: LmRunConfig, options: argparse.Namespace) -> Rows:

@@ -59,6 +59,13 @@ TABLES = {
         ),
     ),
     "long-context": Table(("qwen3_context_h200.json",), rows=(*_CONTEXT, _TO_TRUE)),
+    "long-context-attention": Table(
+        ("qwen3_step_nvidia_h200.json",),
+        rows=("case", "kernel"),
+        columns=("tokens",),
+        cells=("milliseconds",),
+        only={"job": "attention", "milliseconds": r"\d.*"},
+    ),
     "long-context-cpu": Table(
         ("long_context_cpu.json",), rows=("policy", "tokens", "seconds", "peak_resident_bytes")
     ),

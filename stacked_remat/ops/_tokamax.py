@@ -47,22 +47,23 @@ def calling_tokamax() -> Iterator[None]:
         UnsupportedCallError: this process has called them for another kind of GPU. jaxlib (0.12) compiles
             Mosaic for the first one only.
     """
-    own, device = backend.get_default_device, target_device()
+    device = target_device()
     capability = _called_for.setdefault("capability", device.compute_capability)
     if capability != device.compute_capability:
         raise UnsupportedCallError(
             f"A process compiles tokamax's kernels for one kind of GPU, here of compute capability "
             f"{capability}, not {device.compute_capability} too: compile for {device.device_kind} in another."
         )
-    backend.get_default_device = lambda: device
     log = logging.getLogger("absl")
     log.addFilter(_says_more_than_tuning)
+    own = backend.get_default_device, jax.devices
+    backend.get_default_device, jax.devices = lambda: device, lambda *_: [device]
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             yield
     finally:
+        backend.get_default_device, jax.devices = own
         log.removeFilter(_says_more_than_tuning)
-        backend.get_default_device = own
 
 
 def _says_more_than_tuning(record: logging.LogRecord) -> bool:

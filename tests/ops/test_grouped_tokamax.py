@@ -56,12 +56,18 @@ def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
             choose_backend("backend", EXPERT_BACKENDS, "tokamax", call)
 
 
-def test_products_mean_what_tokamax_says_whatever_rows_of_no_expert_hold(monkeypatch, hopper):
-    """By tokamax's own definition: JAX has no interpreter for these kernels (0.12)."""
+def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(monkeypatch, hopper):
+    """By the kernels' own definitions: JAX has no interpreter for them (0.12)."""
     pytest.importorskip("tokamax")
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as of_jax
     from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
 
+    def outer(x, y, *, group_sizes, block_m, block_n, block_k, **options):
+        assert x.shape[1] % block_m == y.shape[1] % block_n == len(x) % block_k == 0
+        return of_jax.ref_transposed_ragged_dot(x, y, group_sizes)
+
     monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuRaggedDot", base.RaggedDot)
+    monkeypatch.setattr(of_jax, "transposed_ragged_dot", outer)
     sizes = jnp.asarray([70, 0, 150, 20], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys[:2], (32, 10), strict=True))

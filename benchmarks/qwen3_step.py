@@ -1,6 +1,6 @@
 """Runs Qwen3-30B-A3B at long context: gradients checked, then time, throughput and allocated memory.
 
-    python -m benchmarks.qwen3_step --tokens 16384 65536 --minutes 10
+    python -m benchmarks.qwen3_step --tokens 16384 65536 --minutes 10 --profile
 
 For a GPU that holds the weights (an H200), which are random. First the kernels of attention are compared with
 its definition, with documents, a window and sinks; then attention and experts of one layer are timed. At a
@@ -14,12 +14,15 @@ Utilisation counts three forward passes and no recomputation, 96 GFLOP per token
 """
 
 import argparse
+import gzip
 import json
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +168,7 @@ def _in_a_process(
     """The rows of a job; the last one says under `refused` what ended it early."""
     command = [sys.executable, "-m", "benchmarks.qwen3_step", "--alone", job, "--config", str(options.config)]
     command += [f"--{key}={getattr(options, key)}" for key in ("check", "rounds", "matmul")]
+    command += ["--profile"] if options.profile else []
     command += ["--policies", *policies, "--tokens", *map(str, tokens)]
     command += ["--overrides", *options.overrides]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -276,6 +280,24 @@ def _step(config: LmRunConfig, options: argparse.Namespace) -> Rows:
         "first_seconds": first,
         "backends": backends,
     }
+    if options.profile:
+        yield from _longest(lambda: run(batch, parts))
+
+
+def _longest(call: Callable[[], Any]) -> Rows:
+    """The programs of a device, or on a CPU the operations, in which a call spends most time."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(call())
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    named = [event for event in events if event.get("name") == "thread_name"]
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
+    took: Counter[str] = Counter()
+    for event in events:
+        if "dur" in event and re.match("Stream|tf_XLA", threads.get((event["pid"], event["tid"]), "")):
+            took[event["name"]] += event["dur"]
+    yield from ({"longest": name, "profiled_seconds": spent / 1e6} for name, spent in took.most_common(20))
 
 
 JOBS: dict[str, Callable[[LmRunConfig, argparse.Namespace], Rows]] = {
@@ -317,6 +339,7 @@ def _parser() -> argparse.ArgumentParser:
         "--matmul", type=_at_least_one, default=8_192, help="size of the matrix products of the peak"
     )
     parser.add_argument("--minutes", type=float, default=10, help="after which nothing more is run")
+    parser.add_argument("--profile", action="store_true", help="say where the time of steps goes")
     parser.add_argument("--alone", choices=list(JOBS), help="run one job in this process and print its rows")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--overrides", nargs=argparse.REMAINDER, default=[], help="keys of the config, last")

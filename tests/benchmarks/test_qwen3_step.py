@@ -33,12 +33,25 @@ SMALL = ["--overrides", "--model.num_layers", "2", "--model.hidden_dim", "16", "
 @pytest.mark.deep
 def test_every_policy_has_a_row_with_its_own_peak(tmp_path):
     path = main(
-        [*TINY, "--tokens", "16", "--layers", "16", "--policies", "nested", "--out", str(tmp_path), *SMALL]
+        [
+            *TINY,
+            "--tokens",
+            "16",
+            "--layers",
+            "16",
+            "--policies",
+            "nested",
+            "--profile",
+            "--out",
+            str(tmp_path),
+            *SMALL,
+        ]
     )
     assert path is not None and path == tmp_path / "qwen3_step_cpu.json"
     found = json.loads(path.read_text())
     of = {job: [row for row in found["rows"] if row["job"] == job] for job in JOBS}
-    (row,), (gradients,) = of["step"], of["gradients"]
+    (row, *longest), (gradients,) = of["step"], of["gradients"]
+    assert longest and all(one["longest"] and one["profiled_seconds"] > 0 for one in longest)
     assert (row["tokens"], row["policy"]) == (16, "nested")
     assert (gradients["policy"], gradients["off"], found["offload_check"]) == ("nested", 0.0, "passed")
     compared = [row["kernel"] for row in of["kernels"] if row["case"] == "sinks"]

@@ -4,6 +4,7 @@ What they take is not compared: `tests/benchmarks` does that, with the compiler 
 """
 
 import dataclasses
+import importlib.util
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
@@ -20,6 +21,7 @@ from models.step_memory import StepMemory
 from models.transformer.config import AttentionConfig, ExpertsConfig
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import count_flops
+from stacked_remat.ops import backends_taken
 from stacked_remat.training import DataConfig, MeshConfig, Partitioning, TrainerConfig, build_step
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -50,8 +52,9 @@ def config_of(kind):
 
 
 def compiled(kind, target):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return StepMemory(config_of(kind), target).report(True)
+    """The report of a step with several documents, and the kernels that it takes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
+        return StepMemory(config_of(kind), target).report(True), taken
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -65,11 +68,14 @@ def compiled(kind, target):
 def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
     if target == "b200":  # a process compiles Mosaic's kernels for one kind of GPU
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as another:
-            found = another.submit(compiled, kind, target).result()
+            found, taken = another.submit(compiled, kind, target).result()
     else:
-        found = compiled(kind, target)
+        found, taken = compiled(kind, target)
     assert found.target == target and found.temporaries > 0 and found.flops.matmul > 0
     assert not [reason for reason in found.flops.too_low if "is not counted" in reason]
+    on_gpu, has_tokamax = target in ("h200", "b200"), importlib.util.find_spec("tokamax") is not None
+    kernels = "tokamax" if on_gpu and has_tokamax else "blockwise" if on_gpu else "splash"
+    assert taken and {name.split(" ")[0] for of, name in taken.items() if "attention" in of} == {kernels}
 
 
 FLOPS = {"qwen3": 662_831_104, "qwen3_moe": 640_811_056, "gpt_oss": 526_123_056}

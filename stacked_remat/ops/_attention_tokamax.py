@@ -2,15 +2,17 @@
 
 Every query has a first and a last key. The forward kernel skips blocks of keys outside of these; the
 backward kernels compute all blocks that causality leaves, and with the positions of some queries all blocks.
-So queries with a window are cut into chunks, which see two chunks of keys, and strips of queries go with the
-keys that they may see.
+So queries with a window, or in documents that are all short, are cut into chunks, which see two chunks of
+keys, and strips of queries go with the keys that they may see.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from .._trips import known_products
@@ -18,6 +20,7 @@ from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Si
 from ._tokamax import calling_tokamax, why_not_tokamax
 
 _CHUNK, _PARTS = 512, 24
+_PARTS_OF_LENGTH = 32, 8  # documents no longer than these parts of all positions are in chunks backward
 
 
 def against_tokamax() -> str | None:
@@ -40,13 +43,23 @@ def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -
 
 def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
     length, window, sight = attended.query.shape[1], blocks.window, attended.sight
-    if window is not None and sight.rows is None:
-        chunk = -(-window // _CHUNK) * _CHUNK
-        if 2 * chunk < length:
-            return _in_chunks(attended, cotangent, blocks, chunk)
     if blocks.strips > 1:
         return _in_strips(attended, cotangent, blocks)
-    return _gradients(attended, cotangent, _mask(sight, length, window), blocks.scale)
+
+    def whole(attended: Attended, cotangent: Query) -> tuple[Query, Key, Key]:
+        return _gradients(attended, cotangent, _mask(attended.sight, length, window), blocks.scale)
+
+    if sight.rows is not None or (window is None and sight.starts is None):
+        return whole(attended, cotangent)
+    seen = [window] if window is not None else [length // part for part in _PARTS_OF_LENGTH]
+    chunks = sorted({-(-each // _CHUNK) * _CHUNK for each in seen})
+    chunks = [chunk for chunk in chunks if 2 * chunk < length]
+    ways = [functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks]
+    if window is not None or sight.starts is None:
+        return (ways or [whole])[0](attended, cotangent)
+    longest = 1 + jnp.max(jnp.arange(length, dtype=jnp.int32)[None] - sight.starts)
+    fitting = jnp.sum(longest > jnp.asarray(chunks, jnp.int32))
+    return lax.switch(fitting, [*ways, whole], attended, cotangent)
 
 
 TOKAMAX = Kernel(_forward, _backward)
@@ -72,7 +85,10 @@ def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
 
 
 def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int) -> tuple[Query, Key, Key]:
-    """The gradients of chunks of queries, each with its own keys and those of the chunk before it."""
+    """The gradients of chunks of queries, each with its own keys and those of the chunk before it.
+
+    No query sees more than a chunk.
+    """
     length = attended.query.shape[1]
     chunks = -(-length // chunk)
 

@@ -39,6 +39,7 @@ def by_definition(monkeypatch):
     monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuFlashAttention", base.DotProductAttention)
     monkeypatch.setattr(pallas_mosaic_gpu_vjp, "PallasMosaicGpuFlashAttentionVjp", lambda: gradients)
     monkeypatch.setattr(_attention_tokamax, "_CHUNK", 4)
+    monkeypatch.setattr(_attention_tokamax, "_PARTS_OF_LENGTH", (6, 3))
 
 
 def _gradients(residuals, output, cotangent, q, k, v, mask, scale):

@@ -16,9 +16,9 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+from models.decoder.config import DecoderConfig
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
-from models.transformer.config import DecoderConfig
 from stacked_remat import memory
 from stacked_remat.training import parse_config
 

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from models.decoder.config import DecoderConfig, ExpertsConfig
 from models.lm import LanguageModel, build_model
 from models.lora import with_adapters
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.transformer.config import DecoderConfig, ExpertsConfig
 from stacked_remat import ScanCheckpointSpec, ghost, memory
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.ops import chunked_cross_entropy

@@ -29,8 +29,8 @@ import scipy.stats
 from haliax import Axis, NamedArray
 
 from models.architectures import Qwen3Config
+from models.decoder.config import AttentionConfig
 from models.lm import build_model, example_losses as sequence_losses
-from models.transformer.config import AttentionConfig
 from stacked_remat import fold, ghost, scan
 from stacked_remat.training import TokenBatch
 from stacked_remat.training.data.files import standard_library_files

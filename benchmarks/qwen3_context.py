@@ -35,10 +35,10 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
+from models.decoder.config import DecoderConfig, SparseDecoderConfig
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
-from models.transformer.config import DecoderConfig, SparseDecoderConfig
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
 from stacked_remat.training import (
     BATCH_AXIS,

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError, check_offload
 from stacked_remat._placement import platform_of

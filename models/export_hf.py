@@ -16,13 +16,13 @@ from typing import Any
 from rich.console import Console
 
 from models.command import escaped, local_path, run_command, shown_on
+from models.decoder.decoder import Decoder
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.pretrained import GENERATION_CONFIG
 from models.hf_io.safetensors_folder import WeightsError, check_new_folder
 from models.run_config import LmRunConfig
 from models.trained_run import base_folder, ends_of_run, read_run_config, trained_model
-from models.transformer.decoder import Decoder
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import lasting_console, load_tokenizer, read_tokenizer_files
 

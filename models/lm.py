@@ -129,7 +129,9 @@ class LmConfig(draccus.ChoiceRegistry):
 
     def num_weights(self, vocab_size: int) -> int:
         """How many numbers the model has, computed without making it."""
-        raise NotImplementedError(f"{type(self).__name__} has no num_weights.")
+        make = functools.partial(build_model, self, Axis("vocab", vocab_size), remat=True)
+        shapes = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         """The size of the cache that `LanguageModel.prefill` makes of so many sequences."""

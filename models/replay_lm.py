@@ -24,11 +24,11 @@ from haliax import Axis, NamedArray
 from rich.console import Console
 
 from models.command import local_path, run_command, shown_on
+from models.decoder.config import DecoderConfig
 from models.lm import auxiliary_of_sums, example_losses, next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, present_name, saved_arrays, state_shapes
 from models.trained_run import read_run_config
-from models.transformer.config import DecoderConfig
 from stacked_remat import ghost
 from stacked_remat.training import (
     BATCH_AXIS,

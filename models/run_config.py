@@ -8,10 +8,10 @@ from typing import Any, Self
 from haliax import Axis
 
 from models.architectures import Qwen3MoeConfig
+from models.decoder.config import DecoderConfig, differing_fields
 from models.hf_io.hub import model_folder
-from models.hf_io.pretrained import differing_fields, pretrained_config
+from models.hf_io.pretrained import pretrained_config
 from models.lm import LmConfig, check_remat_levels, check_remat_names
-from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (

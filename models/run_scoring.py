@@ -4,9 +4,9 @@ import math
 
 import jax
 
+from models.decoder.config import DecoderConfig, SparseDecoderConfig
 from models.lm import auxiliary_of_sums, example_losses
 from models.run_config import LmRunConfig
-from models.transformer.config import DecoderConfig, SparseDecoderConfig
 from stacked_remat.ghost import ScoreLog, ScoreLogError
 from stacked_remat.ghost.log import import_pyarrow
 from stacked_remat.training import (

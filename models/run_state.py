@@ -14,12 +14,12 @@ import optax
 from haliax import Axis, NamedArray
 from jax.sharding import Sharding
 
+from models.decoder.config import DecoderConfig
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
 from models.lm import LanguageModel, build_model, next_token_loss
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
-from models.transformer.config import DecoderConfig
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
 from stacked_remat.ops import UnsupportedCallError
 from stacked_remat.training import (

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from models.decoder.config import DecoderConfig, ExpertsConfig, SparseDecoderConfig
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from models.transformer.config import DecoderConfig, ExpertsConfig, SparseDecoderConfig
 from stacked_remat import ScanCheckpointSpec
 from stacked_remat.memory import (
     MemoryReport,

@@ -20,7 +20,7 @@ from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.lm import build_model, next_token_loss
-from models.qwen3_moe import Qwen3Config
+from models.qwen3 import Qwen3Config
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch
 

@@ -1,28 +1,31 @@
-"""Reads the fields of a `config.json` in Hugging Face's format, and those that all decoders share.
+"""Tables of the fields of a `config.json` in Hugging Face's format, by which it is read and written.
 
-Every field that changes what a model computes is used, or refused by name. Fields that are known not to
-change it are skipped, and any other field is refused.
+An architecture's table is `DECODER_FIELDS` with its own entries. A field that no table has gives a warning;
+those that are known to change what a model computes are refused.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import functools
+import typing
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from models.transformer.config import DecoderConfig, RotaryConfig
+from models.decoder.config import DecoderConfig, RotaryConfig
 from stacked_remat._messages import printable, shortened, shown
-from stacked_remat.ops import DefaultRotary, RotaryScaling, rotary_from_hf, rotary_to_hf
+from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
 
 _WITHOUT_EFFECT = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _experts_implementation _name_or_path
-    architectures bos_token_id do_sample dtype eos_token_id finetuning_task id2label initializer_range
-    is_decoder is_encoder_decoder label2id max_length name_or_path output_attentions output_hidden_states
-    output_router_logits pad_token_id problem_type return_dict task_specific_params temperature
-    tokenizer_class top_k top_p torch_dtype torchscript transformers_version unsloth_version use_bfloat16
-    use_cache
+    _sliding_window_pattern architectures auto_map bos_token_id cache_implementation do_sample dtype
+    eos_token_id ep_size finetuning_task id2label initializer_range is_decoder is_encoder_decoder
+    label2id max_length name_or_path output_attentions output_hidden_states output_router_logits pad_token_id
+    pretraining_tp problem_type return_dict task_specific_params temperature tokenizer_class
+    top_k top_p torch_dtype torchscript transformers_version unsloth_version use_bfloat16 use_cache
     """.split()
 )
 """Fields that do not change logits; some are read all the same, such as `eos_token_id` for generation.
@@ -31,32 +34,29 @@ _WITHOUT_EFFECT = frozenset(
 padding, and a token that occurs in the text is trained.
 """
 
-_BUILT_IN: Mapping[str, Any] = {
-    "attention_dropout": 0,
-    "chunk_size_feed_forward": 0,
-    "cross_attention_hidden_size": None,
-    "add_cross_attention": False,
-    "hidden_act": "silu",
-    "pruned_heads": {},
-    "tie_encoder_decoder": False,
-}
-"""Fields that change logits, with the value that every decoder has built in; null counts as absent."""
-
-_USUAL: Mapping[str, Any] = {
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": {},
-    "rope_theta": 10_000.0,
-}
-"""The values of fields that are absent, where the architecture has no other."""
+_MUST_BE_OFF = frozenset(
+    """
+    add_cross_attention alibi attention_chunk_size attn_logit_softcapping chunk_size_feed_forward clip_qkv
+    cross_attention_hidden_size final_logit_softcapping kv_lora_rank logit_softcap mlp_bias n_shared_experts
+    no_rope_layers num_kv_shared_layers parallel_attn pruned_heads q_lora_rank qkv_bias router_jitter_noise
+    shared_expert_intermediate_size tie_encoder_decoder use_bidirectional_attention use_qk_norm
+    """.split()
+)
+_MUST_BE_ONE = frozenset(
+    """
+    attention_multiplier embedding_multiplier logit_scale logits_scaling partial_rotary_factor
+    residual_multiplier rotary_pct
+    """.split()
+)
+"""Fields that change logits and that no decoder implements, unless its own table has them."""
 
 _QUANTIZATION = {"quant_method", "modules_to_not_convert", "dequantize"}
-_MOST_LAYERS = 10_000
 _LARGEST = float(np.finfo(np.float32).max)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ANY_HEAD = 64
-_ROTARY_NUMBERS = {field.name for kind in RotaryScaling.__subclasses__() for field in fields(kind)}
-_ROTARY_NUMBERS -= {"truncate"}
+
+Found: TypeAlias = dict[str, Any]
+"""Values that were read, by the path of the attribute of the config: `attention.window`."""
 
 
 class ConfigFields:
@@ -66,8 +66,8 @@ class ConfigFields:
     `ValueError` for a field that is missing or has another type or value than expected.
     """
 
-    def __init__(self, document: Mapping[str, Any]):
-        self._left = dict(document)
+    def __init__(self, document: Mapping[str, Any], config_class: type[DecoderConfig] = DecoderConfig):
+        self._left, self.config_class = dict(document), config_class
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
@@ -79,20 +79,20 @@ class ConfigFields:
             raise ValueError(f"{name} is missing.")
         return default if value is None else value
 
-    def size(self, name: str, default: Any = ..., at_least: int = 1, at_most: int = 2**31 - 1) -> Any:
+    def size(self, name: str, default: Any = ..., at_least: int = 1) -> Any:
         """A whole number."""
-        value = self(name, default)
+        value, most = self(name, default), 2**31 - 1
         if value is not None and (type(value) is not int or value < at_least):
             raise ValueError(f"{name} is {shown(value)}; a whole number of at least {at_least} is expected.")
-        if value is not None and value > at_most:
-            raise ValueError(f"{name} is {shown(value)}; a whole number of at most {at_most} is expected.")
+        if value is not None and value > most:
+            raise ValueError(f"{name} is {shown(value)}; a whole number of at most {most} is expected.")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: Any = ...) -> float:
         """A number that is not negative."""
         return _number(name, self(name, default))
 
-    def boolean(self, name: str, default: bool) -> bool:
+    def boolean(self, name: str, default: Any = ...) -> bool:
         """`true` or `false`."""
         value = self(name, default)
         if not isinstance(value, bool):
@@ -108,11 +108,6 @@ class ConfigFields:
             raise ValueError(f"{name} is {shown(value)}; a list of {kind.__name__} is expected.")
         return value
 
-    def load_balance_weight(self) -> float:
-        """`router_aux_loss_coef`; 0 where `output_router_logits` is false, which turns the loss off."""
-        weight = self.number("router_aux_loss_coef", 0.001)
-        return weight if self.boolean("output_router_logits", True) else 0.0
-
     def check_quantization(self, quant_methods: Sequence[str]) -> None:
         """Refuses weights that are quantized in other ways than these; the tensors say which of them are."""
         given = self("quantization_config", None)
@@ -122,113 +117,295 @@ class ConfigFields:
         only = f"quant_method {' or '.join(map(repr, quant_methods))}" if quant_methods else "None"
         raise ValueError(f"quantization_config is {shown(given)}; only {only} is supported.")
 
-    def decoder(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        """The arguments of `DecoderConfig` that every architecture's `config.json` names alike.
-
-        `defaults` has other values than usual for fields that are absent: `rms_norm_eps`, `rope_theta`,
-        `rope_scaling`, `max_position_embeddings`.
-        """
-        usual = {**_USUAL, **defaults}
-        self.check_built_in(_BUILT_IN)
+    def check_dtype(self) -> None:
+        """Refuses a dtype that no file of weights has."""
         dtype = agreed("dtype", self("dtype", None), "torch_dtype", self("torch_dtype", None))
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"dtype is {shown(dtype)}; one of {', '.join(_DTYPES)} is expected.")
-        return {
-            "hidden_dim": self.size("hidden_size"),
-            "num_layers": self.size("num_hidden_layers", at_most=_MOST_LAYERS),
-            "num_heads": self.size("num_attention_heads"),
-            "mlp_dim": self.size("intermediate_size"),
-            "rotary": self._rotary(usual),
-            "rms_norm_eps": self.number("rms_norm_eps", usual["rms_norm_eps"]),
-            "initializer_range": self.number("initializer_range", 0.02),
-            "tie_word_embeddings": self.boolean("tie_word_embeddings", False),
-        }
 
-    def check_built_in(self, values: Mapping[str, Any]) -> None:
-        """Refuses fields with another value than the only one that is supported."""
-        for name, only in values.items():
-            value = self(name, only)
-            # False == 0, but one is a switch and the other a number.
-            if value != only or isinstance(value, bool) != isinstance(only, bool):
-                raise ValueError(f"{name} is {shown(value)}; only {only!r} is supported.")
+    def only(self, name: str, supported: Any) -> None:
+        """Refuses a field that has another value than the only one that is supported."""
+        value = self(name, supported)
+        # False == 0, but one is a switch and the other a number.
+        if value != supported or isinstance(value, bool) != isinstance(supported, bool):
+            raise ValueError(f"{name} is {shown(value)}; only {supported!r} is supported.")
 
-    def check_unknown(self, model_type: str) -> None:
-        """Refuses fields that were not read, unless they are known to have no effect."""
-        left = sorted(name for name, value in self._left.items() if value is not None)
-        if unknown := [printable(name) for name in left if name not in _WITHOUT_EFFECT]:
-            raise ValueError(
-                f"{shortened(unknown)}: unknown fields of a {model_type} decoder. Remove them if they do not "
-                f"change what the model computes."
+    def check_left(self, model_type: str) -> None:
+        """Refuses fields that change the model and were not read, and warns of others that are unknown."""
+        left = {name: value for name, value in self._left.items() if value not in (None, False, [], {})}
+        for name in sorted(left.keys() & _MUST_BE_ONE):
+            self.only(name, 1)
+        for name in sorted(left.keys() & _MUST_BE_OFF):
+            raise ValueError(f"{name} is {shown(left[name])}; this is not supported.")
+        known = _WITHOUT_EFFECT | _MUST_BE_ONE | _MUST_BE_OFF
+        if unknown := [printable(name) for name in sorted(left.keys() - known)]:
+            warnings.warn(
+                f"{shortened(unknown)}: unknown fields of a {model_type} decoder, which are not used. Check "
+                f"that they do not change what the model computes.",
+                stacklevel=3,
             )
 
-    def windowed_layers(self, usual: Sequence[str]) -> tuple[int, ...]:
-        """The numbers of the layers with a window by `layer_types`, which is `usual` where it is absent."""
-        kinds = self.sequence("layer_types", str, usual)
-        strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-        if strange:
+
+@dataclass(frozen=True)
+class SameAs:
+    """The value of another attribute of the config, by its path."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field that is an attribute of the config.
+
+    Attributes:
+        path: of the attribute.
+        default: where the field is absent or null, as in transformers; `...` if it may not be.
+        aliases: other names that are read.
+        written: the path of what is written, where it is another.
+    """
+
+    path: str
+    default: Any = ...
+    aliases: tuple[str, ...] = ()
+    written: str | None = None
+
+    def read(self, name: str, given: ConfigFields, found: Found) -> None:
+        """Reads it into `found`."""
+        default = found[self.default.path] if isinstance(self.default, SameAs) else self.default
+        value = given(name, None)
+        for alias in self.aliases:
+            value = agreed(name, value, alias, given(alias, None))
+        own = ConfigFields({name: value})
+        read = {int: own.size, float: own.number, bool: own.boolean}[_kind(given.config_class, self.path)]
+        found[self.path] = read(name, default)
+
+    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
+        """What is written of this config."""
+        return {name: functools.reduce(getattr, (self.written or self.path).split("."), config)}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A field of which a single value is supported.
+
+    Attributes:
+        value: null and an absent field count as it.
+        written: whether it is written.
+    """
+
+    value: Any
+    written: bool = False
+
+    def read(self, name: str, given: ConfigFields, found: Found) -> None:
+        """Reads it into `found`."""
+        given.only(name, self.value)
+
+    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
+        """What is written of this config."""
+        return {name: self.value} if self.written else {}
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Fields from which attributes of the config are computed, and the other way round."""
+
+    reading: Callable[[ConfigFields, Found], None]
+    writing: Callable[[Any], dict[str, Any]]
+
+    def read(self, name: str, given: ConfigFields, found: Found) -> None:
+        """Reads it into `found`."""
+        self.reading(given, found)
+
+    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
+        """What is written of this config."""
+        return self.writing(config)
+
+
+FieldTable: TypeAlias = dict[str, Field | Only | Computed]
+
+
+def rope(
+    *,
+    theta: float = 10_000.0,
+    scaling: Mapping[str, Any] = MappingProxyType({}),
+    longest: int = 32_768,
+    by_kind: bool = False,
+    local: str | None = None,
+) -> Computed:
+    """The rotary embedding: `rope_theta`, and `rope_scaling` or `rope_parameters`.
+
+    Args:
+        theta, scaling, longest: the defaults of transformers.
+        by_kind: whether `rope_parameters` are written for layers with and without a window.
+        local: the path of the theta of layers with a window, where these have one of their own.
+    """
+    usual = {"rope_theta": theta, "rope_scaling": scaling}
+
+    def read(given: ConfigFields, found: Found) -> None:
+        length = given.size("max_position_embeddings", longest)
+        parameters = given("rope_parameters", None)
+        is_by_kind = isinstance(parameters, Mapping) and "full_attention" in parameters
+        of_kinds = parameters if is_by_kind else {"full_attention": parameters}
+        sections = {
+            "rope_scaling": given("rope_scaling", None),
+            "rope_parameters": of_kinds["full_attention"],
+        }
+        found["rotary"] = _rotary(sections, given("rope_theta", None), usual, length)
+        if not is_by_kind and local is None:
+            return
+        section = of_kinds.get("sliding_attention")
+        own = {"rope_theta": 10_000.0 if local else found["rotary"].theta, "rope_scaling": {}}
+        theta_of_windows = given("rope_local_base_freq", None)
+        of_windows = _rotary({"rope_parameters": section}, theta_of_windows, own, length)
+        if of_windows.scaling is not None or (local is None and of_windows.theta != found["rotary"].theta):
+            raise ValueError(f"rope_parameters of sliding_attention are {shown(section)}; not supported.")
+        if local is not None:
+            found[local] = of_windows.theta
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        rotary = config.rotary
+        # Where transformers has a scaling by default, none has to be written too.
+        used = rotary.scaling or (DefaultRotary() if scaling else None)
+        written = {
+            "max_position_embeddings": rotary.max_position_embeddings,
+            "rope_theta": rotary.theta,
+            "rope_scaling": rotary_to_hf(used),
+        }
+        if local is not None:
+            written["rope_local_base_freq"] = getattr(config, local)
+        if by_kind:
+            whole = {**(rotary_to_hf(rotary.scaling or DefaultRotary()) or {}), "rope_theta": rotary.theta}
+            base = rotary.theta if local is None else getattr(config, local)
+            of_windows = {"rope_type": "default", "rope_theta": base}
+            written["rope_parameters"] = {"full_attention": whole, "sliding_attention": of_windows}
+        return written
+
+    return Computed(read, write)
+
+
+Usual: TypeAlias = Callable[[ConfigFields, int | None, int], tuple[int | None, Sequence[bool]]]
+"""(fields, `sliding_window`, number of layers) to the window and which layers have it by default."""
+
+
+def full_every(period: int | None) -> Usual:
+    """Windows in all layers but every `period`-th; None for all layers without exception."""
+
+    def usual(given: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, list[bool]]:
+        layers = range(1, num_layers + 1)
+        return window, [window is not None and (period is None or layer % period != 0) for layer in layers]
+
+    return usual
+
+
+def layer_types(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of windows: a number even if no layer has a window, since some classes need one."""
+    kinds = ["full_attention" if spec.window is None else "sliding_attention" for spec in config.specs]
+    return {"sliding_window": config.attention.window or 4096, "layer_types": kinds}
+
+
+def sliding_window(config: DecoderConfig) -> dict[str, Any]:
+    """The field of an architecture with a window in all layers or in none."""
+    return {"sliding_window": config.attention.window}
+
+
+def windows(
+    default: int | None, usual: Usual, write: Callable[[DecoderConfig], dict[str, Any]] = layer_types
+) -> Computed:
+    """The layers with a window: `sliding_window`, whose default is this, and `layer_types`."""
+
+    def read(given: ConfigFields, found: Found) -> None:
+        window = given.size("sliding_window", None if "sliding_window" in given else default)
+        window, without = usual(given, window, found["num_layers"])
+        names = ["sliding_attention" if one else "full_attention" for one in without]
+        kinds = given.sequence("layer_types", str, names)
+        if strange := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
             raise ValueError(
                 f"layer_types has {shown(strange)}; full_attention and sliding_attention are supported."
             )
-        if len(kinds) != len(usual):
+        if len(kinds) != len(names):
             raise ValueError(
-                f"layer_types has {len(kinds)} entries for {len(usual)} layers; give one for each."
+                f"layer_types has {len(kinds)} entries for {len(names)} layers; give one for each."
             )
-        return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        if windowed and window is None:
+            raise ValueError("layer_types has sliding_attention, but there is no sliding_window.")
+        found["attention.window"] = window if windowed else None
+        found["attention.windowed_layers"] = windowed if 0 < len(windowed) < len(kinds) else None
 
-    def _rotary(self, usual: Mapping[str, Any]) -> RotaryConfig:
-        longest = self.size("max_position_embeddings", usual["max_position_embeddings"])
-        given = any(self._left.get(name) is not None for name in ("rope_scaling", "rope_parameters"))
-        theta = self("rope_theta", None)
-        scaling, theta = self._rotary_section("rope_scaling", theta)
-        parameters, theta = self._rotary_section("rope_parameters", theta)
-        if scaling and parameters.get("rope_type", "default") != "default":
-            agreed("rope_scaling", scaling, "rope_parameters", parameters)
-        # What transformers takes where a config has both.
-        used = (scaling or parameters) if given else usual["rope_scaling"]
-        theta = _number("rope_theta", usual["rope_theta"] if theta is None else theta)
-        try:
-            _check_rotary_types(used)
-            found = rotary_from_hf(used, max_position_embeddings=longest)
-            if not np.isfinite(found.frequencies(_ANY_HEAD, theta)).all():
-                raise ValueError("the frequencies that it gives are not finite")
-        except (TypeError, ArithmeticError, ValueError) as error:
-            raise ValueError(
-                f"rope_scaling is {shown(used)} and rope_theta {theta}: {printable(str(error))}"
-            ) from error
-        return RotaryConfig(theta, None if isinstance(found, DefaultRotary) else found, longest)
-
-    def _rotary_section(self, name: str, theta: Any) -> tuple[dict[str, Any], Any]:
-        """`rope_scaling` or `rope_parameters`, and theta, which may be in it or beside it."""
-        found = self(name, {})
-        if not isinstance(found, Mapping):
-            raise ValueError(f"{name} is {shown(found)}; a mapping with rope_type is expected.")
-        found = dict(found)
-        theta = agreed("rope_theta", theta, f"{name}.rope_theta", found.pop("rope_theta", None))
-        kind, older = found.get("rope_type"), found.pop("type", None)
-        kind = agreed(f"{name}.rope_type", kind, f"{name}.type", older)
-        return found if kind is None else {**found, "rope_type": kind}, theta
+    return Computed(read, write)
 
 
-def decoder_fields(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[str, Any]:
-    """The fields of `config.json` that `ConfigFields.decoder` reads."""
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": config.hidden_dim,
-        "intermediate_size": config.Mlp.size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.HeadDim.size,
-        "hidden_act": "silu",
-        "attention_bias": config.attention.bias,
-        "max_position_embeddings": config.rotary.max_position_embeddings,
-        "rope_theta": config.rotary.theta,
-        "rope_scaling": rotary_to_hf(config.rotary.scaling),
-        "rms_norm_eps": config.rms_norm_eps,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": dtype,
-    }
+def _read_load_balance(given: ConfigFields, found: Found) -> None:
+    """`router_aux_loss_coef`; 0 where `output_router_logits` is false, which turns the loss off."""
+    weight = given.number("router_aux_loss_coef", 0.001)
+    is_on = given.boolean("output_router_logits", True)
+    found["experts.load_balance_weight"] = weight if is_on else 0.0
+
+
+LOAD_BALANCE = Computed(
+    _read_load_balance, lambda config: {"router_aux_loss_coef": config.experts.load_balance_weight_used}
+)
+"""The weight of the load-balance loss."""
+
+DECODER_FIELDS: FieldTable = {
+    "hidden_size": Field("hidden_dim"),
+    "intermediate_size": Field("mlp_dim", written="Mlp.size"),
+    "num_hidden_layers": Field("num_layers"),
+    "num_attention_heads": Field("num_heads"),
+    "num_key_value_heads": Field("num_kv_heads", SameAs("num_heads")),
+    "head_dim": Field("attention.head_dim", None, written="HeadDim.size"),
+    "hidden_act": Only("silu", written=True),
+    "attention_bias": Field("attention.bias", False),
+    "attention_dropout": Only(0),
+    "rotary": rope(),
+    "rms_norm_eps": Field("rms_norm_eps", 1e-6),
+    "initializer_range": Field("initializer_range", 0.02),
+    "tie_word_embeddings": Field("tie_word_embeddings", False),
+}
+"""The fields that most architectures have."""
+
+
+def _kind(config_class: type, path: str) -> type:
+    """The type of an attribute, None left out."""
+    hint: Any = functools.reduce(
+        lambda one, part: typing.get_type_hints(one)[part], path.split("."), config_class
+    )
+    return next((one for one in typing.get_args(hint) if one is not type(None)), hint)
+
+
+def _rotary(sections: Mapping[str, Any], theta: Any, usual: Mapping[str, Any], longest: int) -> RotaryConfig:
+    """The rotary embedding of one kind of layers from `rope_scaling` and `rope_parameters`."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, section in sections.items():
+        if section is not None:
+            found[name], theta = _rotary_section(name, section, theta)
+    scaled = [one for one in found.values() if one.get("rope_type", "default") != "default"]
+    if len(scaled) > 1:
+        agreed("rope_scaling", scaled[0], "rope_parameters", scaled[1])
+    # What transformers takes where a config has both.
+    used = next(filter(None, found.values()), {}) if found else usual["rope_scaling"]
+    theta = _number("rope_theta", usual["rope_theta"] if theta is None else theta)
+    try:
+        scaling = rotary_from_hf(used, max_position_embeddings=longest)
+        hash(scaling)  # as a part of the config
+        if not np.isfinite(scaling.frequencies(_ANY_HEAD, theta)).all():
+            raise ValueError("the frequencies that it gives are not finite")
+    except (TypeError, ArithmeticError, ValueError) as error:
+        raise ValueError(
+            f"rope_scaling is {shown(used)} and rope_theta {theta}: {printable(str(error))}"
+        ) from error
+    return RotaryConfig(theta, None if isinstance(scaling, DefaultRotary) else scaling, longest)
+
+
+def _rotary_section(name: str, section: Any, theta: Any) -> tuple[dict[str, Any], Any]:
+    """`rope_scaling` or `rope_parameters`, and theta, which may be in it or beside it."""
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{name} is {shown(section)}; a mapping with rope_type is expected.")
+    found = dict(section)
+    theta = agreed("rope_theta", theta, f"{name}.rope_theta", found.pop("rope_theta", None))
+    kind, older = found.get("rope_type"), found.pop("type", None)
+    kind = agreed(f"{name}.rope_type", kind, f"{name}.type", older)
+    return found if kind is None else {**found, "rope_type": kind}, theta
 
 
 def agreed(name: str, value: Any, alias: str, other: Any) -> Any:
@@ -249,13 +426,3 @@ def _number(name: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
         raise ValueError(f"{name} is {shown(value)}; a number that is not negative is expected.")
     return float(value)
-
-
-def _check_rotary_types(parameters: Mapping[str, Any]) -> None:
-    if not isinstance(parameters.get("rope_type", "default"), str):
-        raise ValueError("rope_type is not a string")
-    if not isinstance(parameters.get("truncate", True), bool):
-        raise ValueError("truncate is not true or false")
-    for name in _ROTARY_NUMBERS & parameters.keys():
-        if parameters[name] is not None:
-            _number(name, parameters[name])

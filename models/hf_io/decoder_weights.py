@@ -22,11 +22,12 @@ from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import DTypeLike
 
+from models.decoder.config import DecoderConfig
+from models.decoder.decoder import Decoder
+from models.decoder.layers import Norm
 from models.hf_io.formats import config_to_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError, write_safetensors
 from models.hf_io.stacked_weights import FusedTensor, Place, check_tensors, pending_tensors, read_array
-from models.transformer.config import DecoderConfig
-from models.transformer.decoder import Decoder
 from stacked_remat import ScanCheckpointSpec, StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
 
@@ -61,11 +62,11 @@ def read_decoder(
     """
     folder = SafetensorsFolder.open(root)
     _check_separate_experts(folder, config)
-    _check_size(folder, config, Vocab)
     shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
+    _check_size(folder, shapes)
     places = decoder_places(shapes)
     embedding = places[".embedding.weight"]
-    head = replace(embedding, name=f"{format_of(config).tensor_names['head']}.weight")
+    head = replace(embedding, name=f"{format_of(config).name_of('head')}.weight")
     copied = config.tie_word_embeddings and head.name in folder.shapes
     check_tensors([*places.values(), *([head] if copied else [])], folder)
     if copied:
@@ -122,7 +123,7 @@ def write_decoder(
 def decoder_places(decoder: Decoder) -> dict[str, Place]:
     """The tensors of a checkpoint for every array of a decoder, by the array's path; shapes are enough."""
     known = format_of(decoder.config)
-    names, is_mixed = known.tensor_names, isinstance(decoder.layers, StackedPattern)
+    is_mixed = isinstance(decoder.layers, StackedPattern)
     modules = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_module)
     places = {}
     for keys, module in modules:
@@ -131,13 +132,13 @@ def decoder_places(decoder: Decoder) -> dict[str, Place]:
         if parts[0] == "layers" and is_mixed:  # .layers.stacks['dense'].stacked
             layers = tuple(decoder.config.layers_of(parts[2]))
             parts = ["layers", *parts[3:]]
-        name = ".".join("{}" if part == "stacked" else names.get(part, part) for part in parts)
+        name = ".".join("{}" if part == "stacked" else known.name_of(part) for part in parts)
         for kind, named in _arrays(module).items():
             sizes = tuple(axis.size for axis in named.axes)
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
             place = Place(f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers)
-            places[place.path] = _in_fused_tensors(place, known.fused_tensors)
+            places[place.path] = _in_fused_tensors(place, known.fused)
     return places
 
 
@@ -153,7 +154,7 @@ def _in_fused_tensors(place: Place, fused_tensors: Mapping[str, FusedTensor]) ->
 
 
 def _is_module(node: Any) -> bool:
-    return isinstance(node, hnn.Linear | hnn.RmsNorm | hnn.Embedding) or is_named_array(node)
+    return isinstance(node, hnn.Linear | hnn.Embedding | Norm) or is_named_array(node)
 
 
 def _arrays(module: Any) -> dict[str, NamedArray]:
@@ -165,35 +166,23 @@ def _arrays(module: Any) -> dict[str, NamedArray]:
 
 
 def _tensor_shape(module: Any, kind: str, layer_shape: tuple[int, ...]) -> tuple[int, ...]:
-    if kind != ".weight" or isinstance(module, hnn.RmsNorm):
+    if kind != ".weight" or isinstance(module, Norm):
         return (math.prod(layer_shape),)
     rows = len(ensure_tuple(module.Out)) if isinstance(module, hnn.Linear) else 1
     return math.prod(layer_shape[:rows]), math.prod(layer_shape[rows:])
 
 
-def num_tensors(config: DecoderConfig) -> int:
-    """How many tensors a checkpoint of this architecture has, computed without a list of them."""
-    total = 2 if config.tie_word_embeddings else 3
-    fused = len({one.name for one in format_of(config).fused_tensors.values()})
-    for kind, count in config.kinds.items():
-        attention = 4 + 4 * config.attention.bias + 2 * config.qk_norm + config.sinks
-        mlp = 3 * (1 + config.mlp_bias)
-        if kind.sparse and config.sparse is not None:
-            mlp = (fused or mlp * config.sparse.num_experts) + 1 + config.mlp_bias
-        total += count * (2 + attention + mlp)
-    return total
-
-
-def _check_size(folder: SafetensorsFolder, config: DecoderConfig, Vocab: Axis) -> None:
-    """Refuses a config of another order of magnitude before its layers or a list of its tensors are made."""
-    num_weights = config.num_weights(Vocab.size)
+def _check_size(folder: SafetensorsFolder, shapes: Decoder) -> None:
+    """Refuses a config of another order of magnitude before a list of its tensors is made."""
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     found = sum(math.prod(shape) for shape in folder.shapes.values())
     if num_weights > 100 * (found + 2**20):
         raise WeightsError(
             f"The config describes a model of {num_weights:,} weights, and the tensors in {folder.root} have "
             f"{found:,}. Check that the model's config is the checkpoint's own."
         )
-    expected, there = num_tensors(config), len(folder.shapes) + len(folder.absent)
+    expected = sum(place.num_tensors for place in decoder_places(shapes).values())
+    there = len(folder.shapes) + len(folder.absent)
     if expected > 2 * there + _FEW_TENSORS:
         raise WeightsError(
             f"The config describes a model of {expected:,} tensors, and {folder.root} has {there:,}. Check "
@@ -202,10 +191,9 @@ def _check_size(folder: SafetensorsFolder, config: DecoderConfig, Vocab: Axis) -
 
 
 def _check_separate_experts(folder: SafetensorsFolder, config: DecoderConfig) -> None:
-    known = format_of(config)
-    if known.fused_tensors:
+    if format_of(config).fused:
         return
-    if fused := [name for name in folder.shapes if known.experts_layout(name) == "fused"]:
+    if fused := [name for name in folder.shapes if re.search(r"\.experts\.[a-z]", name)]:
         raise WeightsError(
             f"{folder.root} has the experts of a layer in one tensor, {fused[0]}. Load it with transformers "
             f"and save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."

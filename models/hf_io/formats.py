@@ -1,66 +1,75 @@
-"""The registry of architectures in Hugging Face's formats: each package of `models` registers its own."""
+"""The registry of architectures in Hugging Face's formats; the file of each registers it."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-from models.hf_io.config_fields import ConfigFields, decoder_fields
+from models.decoder.config import DecoderConfig, differing_fields
+from models.hf_io.config_fields import ConfigFields, FieldTable, Found
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import FusedTensor
-from models.transformer.config import DecoderConfig
-from stacked_remat._messages import shown
-from stacked_remat.lora import PeftNames
+from stacked_remat._messages import shortened, shown
 
-ExpertsLayout: TypeAlias = Literal["fused", "separate"]
-"""How adapters of experts are written: `fused`, as PEFT writes them for transformers 5, whose experts are two
-parameters (`target_parameters`), or `separate`, a pair of tensors for every expert, as for transformers 4."""
+TensorTable: TypeAlias = dict[str, str | FusedTensor]
+
+DECODER_TENSORS: TensorTable = {
+    "embedding": "model.embed_tokens",
+    "layers": "model.layers",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+}
+"""The names that most architectures have."""
 
 
 @dataclass(frozen=True)
 class HfFormat:
-    """What Hugging Face's files call the parts of one architecture.
+    """An architecture in Hugging Face's files.
 
     Attributes:
         model_type: its name in `config.json`.
+        class_name: of transformers' model.
         config_class: of its decoders.
-        read_config: makes the config from the arguments of `DecoderConfig` that all architectures share and
-            the fields that are left; raises `ValueError` for a value that is not supported.
-        write_config: the fields of `config.json` that are this architecture's own; raises `WeightsError` for
-            a config that this format can't express.
-        tensor_names: names of the parts of a decoder, where they differ from the attribute's name: of
-            `embedding`, `layers`, `norm` and `head`, and of a layer's attributes (`experts`).
-        peft_names: names of the adapters of a decoder.
-        fused_tensors: the tensors that hold all experts of a layer, by what a single expert's tensor would be
-            called (`down_proj.weight`); empty where every expert has its own.
-        defaults: values of the fields that all architectures share where they are absent, for those that
-            differ from other architectures'; see `ConfigFields.decoder`.
+        fields: the entries of its `config.json`.
+        tensors: names of the parts of a decoder in the names of tensors, where they differ from the
+            attribute's name; and by what the tensor of an expert would be called (`down_proj.weight`) the
+            tensor that holds those of all experts.
+        loaded: parts of names that transformers has otherwise in memory, as adapters have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are read.
     """
 
     model_type: str
+    class_name: str
     config_class: type[DecoderConfig]
-    read_config: Callable[[ConfigFields, dict[str, Any]], DecoderConfig]
-    write_config: Callable[[Any], dict[str, Any]]
-    tensor_names: Mapping[str, str]
-    peft_names: Callable[[DecoderConfig, ExpertsLayout], PeftNames]
-    fused_tensors: Mapping[str, FusedTensor] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fields: FieldTable
+    tensors: TensorTable = field(default_factory=lambda: DECODER_TENSORS)
+    loaded: Mapping[str, str] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
 
-    def experts_layout(self, tensor: str) -> ExpertsLayout | None:
-        """The layout of experts that the name of a tensor shows; None where it is not of experts."""
-        _, found, rest = tensor.partition(f".{self.tensor_names.get('experts', 'experts')}.")
-        return None if not found else "separate" if rest.partition(".")[0].isdecimal() else "fused"
+    def name_of(self, part: str) -> str:
+        """What an attribute is called in the names of tensors."""
+        name = self.tensors.get(part, part)
+        assert isinstance(name, str)
+        return name
+
+    @property
+    def fused(self) -> Mapping[str, FusedTensor]:
+        """The tensors that hold all experts of a layer; empty where every expert has its own."""
+        return {part: name for part, name in self.tensors.items() if isinstance(name, FusedTensor)}
 
 
 _FORMATS: dict[str, HfFormat] = {}
 _NONE = "no architecture is registered: import models.architectures"
 
 
-def register_format(*formats: HfFormat) -> None:
-    """Registers formats for reading and writing."""
-    _FORMATS.update({one.model_type: one for one in formats})
+def register_format(known: HfFormat) -> None:
+    """Registers a format for reading and writing."""
+    _FORMATS[known.model_type] = known
 
 
 def format_of(config: DecoderConfig) -> HfFormat:
@@ -96,19 +105,25 @@ def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
 def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     """The architecture that a `config.json` describes, and its vocabulary's size.
 
+    A field that is not known gives a warning.
+
     Raises:
-        ValueError: an unknown `model_type`; a field that is missing, unknown, or has an unsupported value.
+        ValueError: an unknown `model_type`; a field that is missing or has an unsupported value.
     """
-    fields = ConfigFields(document)
-    model_type = fields("model_type", None)
+    given = ConfigFields(document)
+    model_type = given("model_type", None)
     if not isinstance(model_type, str) or model_type not in _FORMATS:
         readable = f"{', '.join(sorted(_FORMATS))} are read" if _FORMATS else _NONE
         raise ValueError(f"model_type is {shown(model_type)}; {readable}.")
     known = _FORMATS[model_type]
-    fields.check_quantization(known.quant_methods)
-    shared, vocab_size = fields.decoder(known.defaults), fields.size("vocab_size")
-    config = known.read_config(fields, shared)
-    fields.check_unknown(model_type)
+    given.config_class = known.config_class
+    given.check_quantization(known.quant_methods)
+    given.check_dtype()
+    vocab_size, found = given.size("vocab_size"), Found()
+    for name, entry in known.fields.items():
+        entry.read(name, given, found)
+    config = _assembled(known.config_class, found)
+    given.check_left(model_type)
     return config, vocab_size
 
 
@@ -118,6 +133,42 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
     Raises:
         WeightsError: no format is registered for it, or this can't express it.
     """
-    found = format_of(config)
-    own = found.write_config(config)
-    return {"model_type": found.model_type, **decoder_fields(config, vocab_size, dtype=dtype), **own}
+    known = format_of(config)
+    document = {
+        "model_type": known.model_type,
+        "architectures": [known.class_name],
+        "vocab_size": vocab_size,
+        "torch_dtype": dtype,
+    }
+    for name, entry in known.fields.items():
+        document |= entry.write(name, config)
+    again, _ = config_from_hf(document)
+    if differing := differing_fields("model", _plain(config), _plain(again)):
+        raise WeightsError(
+            f"Hugging Face's {known.model_type} can't have this decoder; its config.json has no such "
+            f"{shortened([line.partition(':')[0] for line in differing])}."
+        )
+    return document
+
+
+def _plain(config: DecoderConfig) -> DecoderConfig:
+    """The config with sizes and windows written out, so that equal decoders have equal configs."""
+    windowed = tuple(i for i, spec in enumerate(config.specs) if spec.window is not None)
+    attention = dataclasses.replace(
+        config.attention,
+        head_dim=config.HeadDim.size,
+        window=config.attention.window if windowed else None,
+        windowed_layers=windowed or None,
+    )
+    has_mlp = any(not spec.sparse for spec in config.kinds)
+    return dataclasses.replace(config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None)
+
+
+def _assembled(config_class: type, found: Found) -> Any:
+    """The dataclass with these values, by their paths."""
+    own, sections = {}, {}
+    for path, value in found.items():
+        section, _, rest = path.rpartition(".")
+        (sections.setdefault(section, {}) if section else own)[rest] = value
+    hints = typing.get_type_hints(config_class)
+    return config_class(**own, **{name: hints[name](**values) for name, values in sections.items()})

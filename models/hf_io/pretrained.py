@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from models.decoder.config import DecoderConfig
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.lm import LmConfig
-from models.transformer.config import DecoderConfig
 from stacked_remat._messages import shown
 
 GENERATION_CONFIG = "generation_config.json"
@@ -33,9 +33,10 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
         longest = config.rotary.max_position_embeddings
         rotary = replace(found.rotary, scaling=config.rotary.scaling, max_position_embeddings=longest)
         found = replace(found, rotary=rotary)
-    # A size that the config leaves to its default equals the same size written out.
-    if config.attention.head_dim is None and found.HeadDim.size * found.num_heads == found.hidden_dim:
-        found = replace(found, attention=replace(found.attention, head_dim=None))
+    # A size that either leaves to its default equals the same size written out.
+    wide, given = found.HeadDim.size, config.attention.head_dim
+    if given == wide or (given is None and wide * found.num_heads == found.hidden_dim):
+        found = replace(found, attention=replace(found.attention, head_dim=given))
     if config.mlp_dim is None and found.Mlp == replace(found, mlp_dim=None).Mlp:
         found = replace(found, mlp_dim=None)
     return found, vocab_size
@@ -51,23 +52,6 @@ def _with_fields_of_run(found: Any, config: object) -> Any:
         elif dataclasses.is_dataclass(own) and dataclasses.is_dataclass(other):
             changes[field.name] = _with_fields_of_run(other, own)
     return replace(found, **changes)
-
-
-def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
-    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
-
-    Fields that a run decides are left out.
-    """
-    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
-    if not (alike and dataclasses.is_dataclass(config)):
-        same = config in (found, usual)
-        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
-    lines = []
-    for field in dataclasses.fields(config):
-        own, other, default = (getattr(one, field.name, ...) for one in (config, found, usual))
-        if "of_run" not in field.metadata:
-            lines += differing_fields(f"{path}.{field.name}", own, other, default)
-    return lines
 
 
 def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:

@@ -126,7 +126,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     """
     linears = _linears(model, names)
     members = [member for linear in linears for member in linear.members.values()]
-    settings = PeftSettings.read(folder, members)
+    settings = PeftSettings.read(folder)
     path, places = adapter_file(folder, TENSORS_FILE), places_of(members)
     with opened_safetensors(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}

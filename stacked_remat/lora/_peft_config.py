@@ -1,11 +1,9 @@
 """PEFT's `adapter_config.json`: which targets have adapters, and their ranks and scales."""
 
 import collections
-import json
 import math
 import re
 import reprlib
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,21 +50,18 @@ class PeftSettings:
 
     Attributes:
         entries: the fields of the file.
-        matches: the names that match each of its regular expressions.
     """
 
     entries: Mapping[str, Any]
-    matches: Mapping[str, frozenset[str]]
 
     @staticmethod
-    def read(folder: Path, members: Iterable[PeftParameter]) -> "PeftSettings":
-        """Read the file in `folder`, for a model with these linears.
+    def read(folder: Path) -> "PeftSettings":
+        """Read the file in `folder`.
 
         Raises:
             OSError: it is missing or can't be read.
-            ValueError: it is not JSON, has a value of a type that PEFT does not write or an unknown field,
-                describes anything but plain LoRA, or has regular expressions that take longer than 20 seconds
-                or more than 2 GiB.
+            ValueError: it is not JSON, has a value of a type that PEFT does not write or an unknown field, or
+                describes anything but plain LoRA.
         """
         path = adapter_file(folder, CONFIG_FILE)
         entries = read_json_fields(path)
@@ -86,7 +81,7 @@ class PeftSettings:
                 f"{', '.join(map(reprlib.repr, sorted(unknown)[:10]))}. Remove them if they do not change "
                 f"what the adapters compute."
             )
-        return PeftSettings(entries, _matches(path, entries, members))
+        return PeftSettings(entries)
 
     def targets(self, member: PeftParameter) -> bool:
         """Whether the config names the target; False if it leaves the layers to the tensors."""
@@ -96,7 +91,7 @@ class PeftSettings:
             return _ends_with(member.target, self.entries.get("target_parameters") or [])
         modules = self.entries.get("target_modules") or []
         if isinstance(modules, str):
-            return modules.lower() != "all-linear" and member.target in self.matches[modules]
+            return modules.lower() != "all-linear" and re.fullmatch(modules, member.target) is not None
         return _ends_with(member.target, modules)
 
     def rank(self, member: PeftParameter) -> int:
@@ -114,7 +109,7 @@ class PeftSettings:
     def _pattern(self, which: str, member: PeftParameter, default: Any) -> Any:
         names = _names(member)
         for pattern, value in (self.entries.get(which) or {}).items():
-            if any(name in self.matches[_as_ending(pattern)] for name in names):
+            if any(re.fullmatch(_as_ending(pattern), name) for name in names):
                 return value
         return default
 
@@ -129,50 +124,6 @@ def adapter_file(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         raise FileNotFoundError(f"No PEFT adapter in {folder}: {name} is missing.")
     return folder / name
-
-
-_SECONDS = 20  # for all regular expressions of a file; milliseconds are usual
-_MEMORY = 2**31  # bytes of the process that matches them
-_MATCH = f"""
-import json, re, resource, sys
-_, most = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY} if most < 0 else min({_MEMORY}, most), most))
-asked = json.load(sys.stdin)
-found = [[name for name in asked["names"] if re.fullmatch(pattern, name)] for pattern in asked["patterns"]]
-json.dump(found, sys.stdout)
-"""
-
-
-def _matches(
-    path: Path, entries: Mapping[str, Any], members: Iterable[PeftParameter]
-) -> Mapping[str, frozenset[str]]:
-    """The names that match each regular expression, found by a process with limits of time and memory.
-
-    The file may come from anyone, and a short expression can take forever.
-    """
-    patterns = {used: key for key, _, used in _patterns(entries)}
-    if not patterns:
-        return {}
-    names = list(dict.fromkeys(name for member in members for name in _names(member)))
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _MATCH],
-            input=json.dumps({"names": names, "patterns": list(patterns)}),
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=_SECONDS,
-            check=True,
-        )
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        raise ValueError(
-            f"The regular expressions in {path} ({', '.join(dict.fromkeys(patterns.values()))}) take longer "
-            f"than {_SECONDS} seconds or more than {_MEMORY / 2**30:g} GiB to match. Write simpler ones, or "
-            f"a list of names."
-        ) from error
-    return {
-        pattern: frozenset(found) for pattern, found in zip(patterns, json.loads(answer.stdout), strict=True)
-    }
 
 
 def _is_off(value: Any) -> bool:
@@ -198,7 +149,7 @@ def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
         listed = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not (listed or (isinstance(value, str) and name == "target_modules")):
             yield f"{name} is {reprlib.repr(value)}, and a list of names is expected"
-    for _, pattern, used in _patterns(entries):
+    for pattern, used in _patterns(entries):
         try:
             re.compile(used)
         except (re.error, RecursionError, OverflowError) as error:
@@ -214,14 +165,14 @@ def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}[{pattern!r}]", value) for pattern, value in entries[name].items())
 
 
-def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The field and the text of every regular expression, and the expression that is matched."""
+def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The text of every regular expression, and the expression that is matched."""
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(entries.get(name), dict):
-            yield from ((name, pattern, _as_ending(pattern)) for pattern in entries[name])
+            yield from ((pattern, _as_ending(pattern)) for pattern in entries[name])
     modules = entries.get("target_modules")
     if isinstance(modules, str):
-        yield "target_modules", modules, modules
+        yield modules, modules
 
 
 def _as_ending(pattern: str) -> str:

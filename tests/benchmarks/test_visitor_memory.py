@@ -11,10 +11,10 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from models.qwen3_moe import Qwen3MoeConfig
-from models.transformer.config import ExpertsConfig
-from models.transformer.decoder import Decoder
-from models.transformer.layers import cast_floating
+from models.decoder.config import ExpertsConfig
+from models.decoder.decoder import Decoder
+from models.decoder.layers import cast_floating
+from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import LayerResult, LayerStack, ScanCheckpointPolicy, Stacked, memory, streaming, unsliced
 from stacked_remat._placement import compiled_for, to_host
 from stacked_remat._sweep.store import read

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
+from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.decoder import Decoder
 from models.gpt_oss import GptOssConfig
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.transformer.config import AttentionConfig, ExpertsConfig
-from models.transformer.decoder import Decoder
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import BlockSeq, Stacked, ghost
 from stacked_remat._scan.marks import is_named, raw_array
 from stacked_remat.ghost._losses import leaves_with_paths, without_marks

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import ghost
 from stacked_remat.training import TokenBatch
 

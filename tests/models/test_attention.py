@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.qwen3_moe import Qwen3MoeConfig
-from models.transformer.attention import Attention
+from models.decoder.attention import Attention
+from models.qwen3 import Qwen3MoeConfig
 from stacked_remat.ops import rotary_table
 
 from ..random_arrays import normal
@@ -20,7 +20,7 @@ THETA = 100.0
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_position_does_not_see_later_ones(dtype):
     config = Qwen3MoeConfig(hidden_dim=16, num_heads=4, num_kv_heads=2)
-    attention = Attention.init(config, None, key=jax.random.key(0))
+    attention = Attention.init(config, config.layer(0), key=jax.random.key(0))
     attention = jax.tree.map(lambda leaf: leaf.astype(dtype), attention)
     rotary = rotary_table(hax.arange(Pos), config.HeadDim, theta=THETA)
     x = normal(7, Batch, Pos, config.Embed).astype(dtype)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from models.decoder.config import DecoderConfig
 from models.hf_io.formats import config_to_hf
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from models.transformer.config import DecoderConfig
 from stacked_remat.training import Partitioning, build_step, parse_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
@@ -24,6 +24,7 @@ PARAMETERS = {  # as published
     "qwen3_30b_a3b_65k_lora": 30_532_122_624,
     "qwen3_235b_a22b_65k_lora": 235_093_634_560,
     "gpt_oss_20b_65k_lora": 20_914_757_184,
+    "llama_3_1_8b_65k_lora": 8_030_261_248,
 }
 
 

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from models.decoder.config import AttentionConfig, DecoderConfig, ExpertsConfig
+from models.decoder.decoder import Decoder, router_losses
+from models.decoder.experts import RouterStatistics, SparseExperts
+from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
 from models.lm import LmConfig, build_model, next_token_loss
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.transformer.config import AttentionConfig, DecoderConfig, ExpertsConfig
-from models.transformer.decoder import Decoder, router_losses
-from models.transformer.experts import RouterStatistics, SparseExperts
+from models.olmo3 import Olmo3Config
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import rotary_table
@@ -282,6 +285,14 @@ WITH_SINKS = GptOssConfig(
 )
 
 
+LATENT = DeepseekV3Config(
+    hidden_dim=16,
+    num_layers=2,
+    latent=LatentConfig(query_rank=5, key_value_rank=4, plain_dim=4, rotary_dim=2, value_dim=3),
+    experts=ExpertsConfig(3, 2, 6),
+)
+
+
 WITH_DENSE_LAYER = dataclasses.replace(
     CONFIG, num_layers=2, experts=dataclasses.replace(CONFIG.experts, dense_layers=(1,))
 )
@@ -293,8 +304,11 @@ WITH_DENSE_LAYER = dataclasses.replace(
         CONFIG,
         pytest.param(WITH_DENSE_LAYER, marks=pytest.mark.deep),
         pytest.param(WITH_SINKS, marks=pytest.mark.deep),
+        pytest.param(Gemma3Config(hidden_dim=16, num_layers=2, mlp_dim=24), marks=pytest.mark.deep),
+        pytest.param(Olmo3Config(hidden_dim=16, num_layers=2, mlp_dim=24), marks=pytest.mark.deep),
+        LATENT,
     ],
-    ids=["norms", "dense layer", "sinks"],
+    ids=["norms", "dense layer", "sinks", "four norms", "norms over all heads", "latent"],
 )
 def test_tiles_give_the_same_loss_gradients_and_statistics(config):
     """With biases, adapters, documents, more tiles than key-value heads, and a ragged last tile."""

@@ -14,13 +14,15 @@ import pytest
 from haliax import Axis
 
 import models.generation.decoding as decoding
+from models.decoder.attention import Attention
+from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.decoder import Decoder
+from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.gemma3 import Gemma3Config
 from models.generation.decoding import continued_tokens, first_tokens, one_more_token
 from models.generation.sampling import Sampling
 from models.gpt_oss import GptOssConfig
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.transformer.attention import Attention
-from models.transformer.config import AttentionConfig, ExpertsConfig
-from models.transformer.decoder import Decoder
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import memory, streaming
 
 from .random_weights import random_weights
@@ -44,6 +46,18 @@ MODELS = {
         tie_word_embeddings=True,
         attention=AttentionConfig(bias=True, window=3, windowed_layers=(0,)),
         experts=EXPERTS,
+    ),
+}
+SMALL_LATENT = LatentConfig(query_rank=5, key_value_rank=4, plain_dim=4, rotary_dim=2, value_dim=3)
+MODELS |= {
+    "two rotary tables, four norms": Gemma3Config(
+        **SIZES, attention=AttentionConfig(head_dim=6, window=3, windowed_layers=(0, 1))
+    ),
+    "latent": DeepseekV3Config(
+        **SIZES | dict(num_kv_heads=4),
+        latent=SMALL_LATENT,
+        experts=ExpertsConfig(4, 2, 6, dense_layers=(0,)),
+        num_groups=2,
     ),
 }
 GREEDY = Sampling(temperature=0.0)
@@ -89,7 +103,7 @@ def decode(model, tokens, positions, cache):
     return model.logits(hidden), cache
 
 
-@pytest.mark.parametrize("name", [pytest.param("sinks", marks=pytest.mark.deep), "mixed"])
+@pytest.mark.parametrize("name", [pytest.param("sinks", marks=pytest.mark.deep), *list(MODELS)[-2:], "mixed"])
 def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     expected, model = full_logits(name).array, make(name)
     assert jnp.max(jnp.abs(expected)) > 1

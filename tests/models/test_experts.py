@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from models.decoder.config import ExpertsConfig
+from models.decoder.decoder import DecoderLayer
+from models.decoder.experts import SparseExperts, load_balance_loss, means
 from models.gpt_oss import GptOssConfig
-from models.qwen3_moe import Qwen3MoeConfig
-from models.transformer.config import ExpertsConfig
-from models.transformer.decoder import DecoderLayer
-from models.transformer.experts import SparseExperts, load_balance_loss, means
+from models.qwen3 import Qwen3MoeConfig
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, megablox_kernels
 
@@ -27,7 +27,7 @@ def make(*, num_experts=4, experts_per_token=2, norm_topk_prob=True, architectur
     sizes = ExpertsConfig(num_experts, experts_per_token, 6, norm_topk_prob)
     config = architecture(hidden_dim=8, num_heads=2, num_kv_heads=1, experts=sizes)
     # A large spread, so that experts differ.
-    layer = random_weights(SparseExperts.init, config, spread=spread)
+    layer = random_weights(SparseExperts.init, config, config.layer(0), spread=spread)
     x = np.random.default_rng(1).normal(size=(Batch.size, Pos.size, 8))
     return layer, hax.named(jnp.asarray(x, jnp.float32), (Batch, Pos, config.Embed))
 
@@ -128,7 +128,7 @@ def on_every_token(layer, x):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(keep, monkeypatch):
-    monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda name: keep)
+    monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: keep)
     layer, x = with_biases()
     weights = hax.random.normal(jax.random.key(4), x.axes)
     reaches = {name: getattr(layer.experts.stacked, name)(x).array for name in ("gate_proj", "up_proj")}
@@ -242,7 +242,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(monkeypatch):
     layer, x = make(num_experts=5, experts_per_token=3)
 
     def gradients(keep):
-        monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda name: keep)
+        monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: keep)
         return jax.jit(jax.grad(lambda layer, x: hax.sum(hax.tanh(layer(x)[0])).scalar(), (0, 1)))(layer, x)
 
     for kept, computed in zip(*map(jax.tree.leaves, (gradients(True), gradients(False))), strict=True):
@@ -251,7 +251,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient(monkeypatch):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(keep, monkeypatch):
-    monkeypatch.setattr("models.transformer.experts.internals_are_saved", lambda name: keep)
+    monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: keep)
     layer, x = with_biases()
     layer = apply_lora(layer, LoraConfig(2, 2.0, ("experts.*",)), key=jax.random.key(3))
     layer = jax.tree.map(lambda leaf: leaf + 0.1, layer)  # the adapters start as zero

@@ -15,16 +15,16 @@ from haliax import Axis
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+from models.decoder.decoder import Decoder
 from models.export_hf import generation_files, main as export_hf
 from models.generator_source import source_of_run
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import WeightsError
-from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.trained_run import read_run_config, trained_model
-from models.transformer.decoder import Decoder
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
 

@@ -1,6 +1,5 @@
 """The registry of Hugging Face's formats."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -12,12 +11,13 @@ from haliax import Axis
 from safetensors import safe_open
 
 import models.hf_io.formats as formats
+from models.decoder.config import AttentionConfig, DecoderConfig
+from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
+from models.hf_io.config_fields import DECODER_FIELDS
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import HfFormat, config_from_hf, format_of, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
-from models.transformer.config import AttentionConfig, DecoderConfig
-from models.transformer.decoder import Decoder
 from stacked_remat.lora import LoraConfig, apply_lora
 
 Vocab = Axis("vocab", 7)
@@ -33,26 +33,11 @@ def other(monkeypatch):
     """Registers the second architecture."""
     names = {"embedding": "net.tokens", "layers": "net.h", "norm": "net.ln", "head": "out", "mlp": "ffn"}
     monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
-    formats.register_format(
-        HfFormat(
-            model_type="other",
-            config_class=OtherConfig,
-            read_config=read_other,
-            write_config=lambda config: {"architectures": ["OtherForCausalLM"]},
-            tensor_names=names,
-            peft_names=lambda config, layout: lambda path, index: ".".join([path, *map(str, index)]),
-        )
-    )
+    formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, DECODER_FIELDS, {**names}))
     attention = AttentionConfig(head_dim=4)
     return OtherConfig(
         hidden_dim=8, num_layers=2, num_heads=2, num_kv_heads=1, mlp_dim=6, attention=attention
     )
-
-
-def read_other(fields, shared):
-    bias = fields.boolean("attention_bias", False)
-    attention = AttentionConfig(head_dim=fields.size("head_dim"), bias=bias)
-    return OtherConfig(**shared, num_kv_heads=fields.size("num_key_value_heads"), attention=attention)
 
 
 def decoder_of(config):
@@ -76,12 +61,6 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
     save_adapters(tmp_path / "adapters", adapted)
     loaded = load_adapters(decoder, tmp_path / "adapters")
     assert jax.tree.structure(loaded) == jax.tree.structure(adapted)
-
-
-def test_the_names_of_tensors_show_the_layout_of_experts(other):
-    known = dataclasses.replace(format_of(other), tensor_names={"experts": "pool"})
-    names = ("net.h.0.pool.3.up.weight", "net.h.0.pool.up", "net.h.0.experts.3.up.weight")
-    assert [known.experts_layout(name) for name in names] == ["separate", "fused", None]
 
 
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from haliax import Axis
 
+from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.decoder import Decoder
 from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
 from models.generator_source import source_of_folder
 from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import write_decoder
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.transformer.config import AttentionConfig, ExpertsConfig
-from models.transformer.decoder import Decoder
 
 from ..training.data import word_tokenizer
 
@@ -29,10 +28,6 @@ pytestmark = pytest.mark.torch
 NEW, END = 8, 1
 SIZES = dict(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.4)
 MODELS = {
-    "dense, windows in some layers": Qwen3Config(
-        **SIZES, attention=AttentionConfig(window=3, windowed_layers=(0,))
-    ),
-    "moe": Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(4, 2, 8)),
     "sinks": GptOssConfig(
         **SIZES,
         attention=AttentionConfig(bias=True, window=3, windowed_layers=(0,)),

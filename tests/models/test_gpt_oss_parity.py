@@ -1,4 +1,4 @@
-"""gpt-oss against Hugging Face's implementation, on random small models; needs torch and transformers."""
+"""What gpt-oss alone has, against transformers' implementation: MXFP4, adapters of halves of a parameter."""
 
 import copy
 import json
@@ -14,12 +14,10 @@ from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
 from models.hf_io.adapters import load_adapters, save_adapters
-from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.formats import read_hf_config
-from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
-from models.lm import next_token_loss
+from models.hf_io.safetensors_folder import SINGLE
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
-from stacked_remat.training import TokenBatch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -46,12 +44,6 @@ SMALL = dict(
     num_experts_per_tok=2,
     rope_parameters=YARN | dict(rope_theta=100.0),
 )
-VARIANTS = {
-    "as published, but small": SMALL,
-    "no biases in attention, tied, one key head, window in all layers": SMALL
-    | dict(attention_bias=False, tie_word_embeddings=True, num_key_value_heads=1)
-    | dict(layer_types=["sliding_attention"] * 3, num_experts_per_tok=3),
-}
 
 
 def new_model(fields):
@@ -97,55 +89,6 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS, scope="module")
-def case(request, tmp_path_factory):
-    reference, folder = new_model(request.param), tmp_path_factory.mktemp("weights")
-    return reference, decoder_from(reference, folder), folder
-
-
-def test_logits(case):
-    reference, decoder, _ = case
-    expected = hf_logits(reference)
-    assert np.abs(expected).max() > 1
-    close(logits(decoder), expected)
-
-
-def test_the_round_trip_is_exact(case, tmp_path):
-    reference, decoder, folder = case
-    write_decoder(tmp_path / "again", decoder, max_file_bytes=4_000)
-    first, second = SafetensorsFolder.open(folder), SafetensorsFolder.open(tmp_path / "again")
-    assert first.shapes == second.shapes
-    for name in first.shapes:
-        np.testing.assert_array_equal(first.read(name), second.read(name))
-    loaded = transformers.GptOssForCausalLM.from_pretrained(
-        tmp_path / "again", attn_implementation="eager", experts_implementation="eager"
-    )
-    close(hf_logits(loaded), hf_logits(reference))
-    own, theirs = (one.config.to_dict() for one in (loaded, reference))
-    kept = ("rope_parameters", "sliding_window", "layer_types", "attention_bias", "head_dim", "rms_norm_eps")
-    assert {name: own[name] for name in kept} == {name: theirs[name] for name in kept}
-
-
-def test_loss_and_gradients(case, tmp_path):
-    reference, decoder, _ = case
-    named = hax.named(jnp.asarray(TOKENS), (Batch, Pos))
-    weights = hax.ones((Batch, Pos)) * (hax.arange(Pos) < Pos.size - 1).astype(jnp.float32)
-    batch = TokenBatch(named, hax.roll(named, -1, Pos), weights)
-    loss_of = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"]))
-    loss, gradient = loss_of(decoder)
-    copied = copy.deepcopy(reference)
-    expected = copied(torch.tensor(TOKENS), labels=torch.tensor(TOKENS)).loss
-    expected.backward()
-    np.testing.assert_allclose(loss, expected.item(), rtol=1e-5)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.copy_(parameter.grad)
-    leaves = jax.tree.leaves(decoder_from(copied, tmp_path / "gradients"))
-    for ours, theirs in zip(jax.tree.leaves(gradient), leaves, strict=True):
-        assert jnp.linalg.norm(theirs) > 0
-        assert jnp.linalg.norm(ours - theirs) <= 1e-3 * jnp.linalg.norm(theirs)
-
-
 def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path):
     """Blocks of 32 values: hidden and inner widths are multiples of it."""
     fields = SMALL | dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2)
@@ -177,10 +120,6 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path):
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PEFT_CONFIGS = {
     "gate and up alone": dict(target_modules=[], target_parameters=EXPERTS[:1]),
-    "all": dict(
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=[*EXPERTS, "mlp.router.weight"],
-    ),
 }
 
 
@@ -206,10 +145,9 @@ def test_what_peft_writes_we_read(small, tmp_path, fields):
     close(logits(load_adapters(decoder, tmp_path)), expected)
 
 
-@pytest.mark.parametrize("targets", [("*.up_proj",), ("layers.*",)], ids=["up alone", "all"])
-def test_what_we_write_peft_reads_and_we_read_back(small, tmp_path, targets):
+def test_the_adapters_of_up_alone_are_read_by_peft_and_read_back(small, tmp_path):
     reference, decoder = small
-    shapes = apply_lora(decoder, LoraConfig(3, 2.0, targets), key=jax.random.key(0))
+    shapes = apply_lora(decoder, LoraConfig(3, 2.0, ("*.up_proj",)), key=jax.random.key(0))
     rng = np.random.default_rng(1)
     adapted = jax.tree.map(
         lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32) if own else leaf,

@@ -11,7 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 from models.hf_io.formats import config_to_hf
 from models.hf_io.hub import model_folder
 from models.hf_io.safetensors_folder import WeightsError
-from models.qwen3_moe import Qwen3Config
+from models.qwen3 import Qwen3Config
 from models.run_config import LmRunConfig
 
 

@@ -12,14 +12,14 @@ import pytest
 from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
-from models.hf_io.adapters import load_adapters, save_adapters
+from models.decoder.config import ExpertsConfig
+from models.hf_io.adapters import load_adapters, peft_names, save_adapters
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
-from models.transformer.config import ExpertsConfig
-from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_linears, merge_lora
+from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_linears, merge_lora, save_peft
 from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TokenBatch, TrainerConfig
 
 Vocab, Batch, Pos = Axis("vocab", 17), Axis("batch", 2), Axis("position", 6)
@@ -128,7 +128,7 @@ def test_a_base_in_bfloat16_computes_what_one_in_float32_that_is_cast_does():
 def test_adapters_round_trip_through_files(experts, tmp_path):
     pytest.importorskip("safetensors")
     model = adapted_model()
-    save_adapters(tmp_path, model, experts=experts)
+    save_peft(tmp_path, model, peft_names(model.config, experts))
     base = jax.tree.map(
         lambda node: node.wrapped if isinstance(node, LoraLinear) else node,
         model,

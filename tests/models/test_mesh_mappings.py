@@ -12,9 +12,9 @@ import pytest
 from haliax import Axis
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.lm import build_model, next_token_loss
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.transformer.config import AttentionConfig, ExpertsConfig
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import MeshConfig

@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.step_memory import StepMemory
-from models.transformer.config import AttentionConfig, ExpertsConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig
 from tests.models.mesh_steps import ROWS, assert_same, compiled_on, on_one_device

@@ -12,7 +12,7 @@ from rich.console import Console
 import models.plan_lm as plan_lm
 import models.step_memory as step_memory
 from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, saving
-from models.qwen3_moe import Qwen3Config
+from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
@@ -398,7 +398,7 @@ AUTO = ["--model.type", "qwen3", "--remat", "auto", "--budget", "1GiB"]
         ),
         (["--only", "(nested"], "only is no regular expression: missing ), unterminated subpattern"),
         (["--remat", "auto", "--budget", "1GiB", "--only", "nested"], "only has no effect with remat: auto"),
-        (["--model.type", "qwen3", "--model.num_layers", "100000000"], "This can't fit: it takes at least"),
+        (["--model.type", "qwen3", "--model.hidden_dim", "1000000000"], "This can't fit: it takes at least"),
         (["--find", "context"], "find: context looks for what fits a budget"),
         (["--find", "layers"], "`find` on the command line must be policy|context|batch|devices"),
         ([*AUTO, "--find", "devices", "--devices", "2"], "find: devices has no effect with devices: 2"),

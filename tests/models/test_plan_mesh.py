@@ -11,13 +11,13 @@ import pytest
 import yaml
 from rich.console import Console
 
+from models.decoder.config import ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
 from models.plan_mesh import find_divisions, meshes
 from models.plan_search import Budget
-from models.qwen3_moe import Qwen3MoeConfig
+from models.qwen3 import Qwen3MoeConfig
 from models.run_state import state_shapes
 from models.step_memory import StepMemory
-from models.transformer.config import ExpertsConfig
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import BudgetError, Flops, HostBytes, MemoryReport
 from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TrainerConfig, UpdateConfig

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from models.plan_lm import PlanLmConfig, main
 from models.plan_search import Budget, find_size, last_that_fits
-from models.qwen3_moe import Qwen3Config
+from models.qwen3 import Qwen3Config
 from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy

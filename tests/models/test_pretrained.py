@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig, differing_fields
 from models.gpt_oss import GptOssConfig
 from models.hf_io.formats import config_to_hf
-from models.hf_io.pretrained import differing_fields, pretrained_config
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.transformer.config import AttentionConfig, ExpertsConfig, RotaryConfig
+from models.hf_io.pretrained import pretrained_config
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat.ops import YarnRotary
 
 WINDOWED = AttentionConfig(head_dim=8, window=5, windowed_layers=(0, 2))

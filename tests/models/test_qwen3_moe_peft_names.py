@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
-from models.qwen3_moe.peft import peft_names
-from models.transformer.config import ExpertsConfig
+from models.decoder.config import ExpertsConfig
+from models.hf_io.adapters import peft_names
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat.lora import PeftParameter
 
 CONFIG = Qwen3MoeConfig(num_layers=5, experts=ExpertsConfig(3, 2, 6, dense_layers=(0, 3)))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from models.command import error_message
-from models.qwen3_moe import Qwen3MoeConfig
+from models.decoder.config import ExpertsConfig
+from models.decoder.decoder import Decoder
+from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import check_step, initial_state, present_name, present_target, saved_arrays
-from models.transformer.config import ExpertsConfig
-from models.transformer.decoder import Decoder
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
     CheckpointConfig,

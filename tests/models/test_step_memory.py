@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 import pytest
 
+from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from models.step_memory import StepMemory
-from models.transformer.config import AttentionConfig, ExpertsConfig
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import count_flops
 from stacked_remat.ops import backends_taken

@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 import models.train_lm as train_lm
+from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.export_hf import main as export_hf
 from models.generate import main as generate
 from models.lm import next_token_loss
-from models.qwen3_moe import Qwen3Config, Qwen3MoeConfig
+from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import check_step, initial_state, run_optimizer, state_shapes
 from models.step_memory import StepMemory
-from models.transformer.config import AttentionConfig, ExpertsConfig
 from stacked_remat.lora import LoraConfig, merge_lora
 from stacked_remat.training import (
     AdamWConfig,

@@ -283,7 +283,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         ((*TWICE_ON_DATA, "--remat", "auto", "--budget", "1GiB"), "maps `batch`, `position` to `data`"),
         (("--trainer.mesh.param_mapping", "{embd: data}"), "has an axis `embd`. Did you mean `embed`?"),
         (("--optimizer.type", "addam"), "Did you mean `adamw`?"),
-        (("--model.num_layers", "100000000"), "This can't fit: it takes at least 1"),
+        (("--model.num_layers", "100000000"), "model.num_layers is 100000000; at most 10000"),
         (("--model.hidden_dim", "200000"), "This can't fit: it takes at least"),
         (("--vocab_size", "100000000000"), "vocab_size = 100,000,000,000"),
         (("--data.seq_len", "3000000000"), "data.seq_len must be at most 2,147,483,647"),

@@ -15,12 +15,13 @@ from haliax.util import is_named_array
 from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
+from models.decoder.attention import Attention
+from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
+from models.decoder.experts import RouterStatistics, SparseExperts, load_balance_loss, means
+from models.decoder.key_value_cache import KeyValueCache
+from models.decoder.latent_attention import LatentAttention
+from models.decoder.layers import Norm, SwiGlu, cast_floating, linear, rms_norm
 from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
-from models.transformer.attention import Attention
-from models.transformer.config import DecoderConfig, LayerKind, SparseDecoderConfig
-from models.transformer.experts import RouterStatistics, SparseExperts, load_balance_loss, means
-from models.transformer.key_value_cache import KeyValueCache
-from models.transformer.layers import SwiGlu, cast_floating, linear, rms_norm
 from stacked_remat import (
     LayerStack,
     ScanCheckpointSpec,
@@ -37,30 +38,49 @@ from stacked_remat.training import POSITION_AXIS
 
 
 class DecoderLayer(eqx.Module):
-    """Attention, then an MLP or experts, each on the normalised residual stream and added back to it.
+    """Attention, then an MLP or experts, each on the residual stream and added back to it.
+
+    What they are given is normalised, or what they add, or both.
 
     Names for remat policies, beside those of the parts: `residual`, the stream between them, and
     `mlp_internals`, what an MLP makes of it before the activation.
+
+    Attributes:
+        input_norm: of what attention is given.
+        attention: the first half.
+        attention_output_norm: of what it adds.
+        post_attention_norm: of what the MLP is given.
+        mlp: the second half.
+        mlp_output_norm: of what it adds.
     """
 
-    input_norm: hnn.RmsNorm
-    attention: Attention
-    post_attention_norm: hnn.RmsNorm
+    input_norm: Norm | None
+    attention: Attention | LatentAttention
+    attention_output_norm: Norm | None
+    post_attention_norm: Norm | None
     mlp: SparseExperts | SwiGlu
+    mlp_output_norm: Norm | None
 
     @staticmethod
-    def init(config: DecoderConfig, kind: LayerKind, *, key: PRNGKeyArray) -> "DecoderLayer":
-        """Makes one layer of this kind from `key`."""
+    def init(config: DecoderConfig, spec: LayerSpec, *, key: PRNGKeyArray) -> "DecoderLayer":
+        """Makes one layer from `key`."""
         attention_key, mlp_key = jax.random.split(key)
-        if kind.sparse and isinstance(config, SparseDecoderConfig):
-            mlp = SparseExperts.init(config, key=mlp_key)
+        if spec.sparse and isinstance(config, SparseDecoderConfig):
+            mlp = SparseExperts.init(config, spec, key=mlp_key)
         else:
-            mlp = SwiGlu.init(config, config.Mlp, key=mlp_key)
+            mlp = SwiGlu.init(config, spec, config.Mlp, key=mlp_key)
+        if spec.latent is None:
+            attention = Attention.init(config, spec, key=attention_key)
+        else:
+            attention = LatentAttention.init(config, spec, spec.latent, key=attention_key)
+        before, after = spec.norms != "after", spec.norms != "before"
         return DecoderLayer(
-            input_norm=rms_norm(config, config.Embed),
-            attention=Attention.init(config, kind.window, key=attention_key),
-            post_attention_norm=rms_norm(config, config.Embed),
+            input_norm=rms_norm(config, config.Embed) if before else None,
+            attention=attention,
+            attention_output_norm=rms_norm(config, config.Embed) if after else None,
+            post_attention_norm=rms_norm(config, config.Embed) if before else None,
             mlp=mlp,
+            mlp_output_norm=rms_norm(config, config.Embed) if after else None,
         )
 
     def __call__(
@@ -68,7 +88,8 @@ class DecoderLayer(eqx.Module):
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
         layer = self._cast(x.dtype)
-        attended = layer.attention(layer.input_norm(x), rotary, POSITION_AXIS, documents=documents)
+        attended = layer.attention(_normed(layer.input_norm, x), rotary, POSITION_AXIS, documents=documents)
+        attended = _normed(layer.attention_output_norm, attended)
         return layer._feed_forward(checkpoint_name(x + attended, "residual"), documents)
 
     def prefill(
@@ -77,8 +98,8 @@ class DecoderLayer(eqx.Module):
         """Maps `[Batch, position, Embed]` to itself, and fills this layer's part of the cache."""
         x, cache = state
         layer = self._cast(x.dtype)
-        attended, cache = layer.attention.prefill(layer.input_norm(x), rotary, cache, layer_index)
-        return layer._feed_forward(x + attended)[0], cache
+        attended, cache = layer.attention.prefill(_normed(layer.input_norm, x), rotary, cache, layer_index)
+        return layer._feed_forward(x + _normed(layer.attention_output_norm, attended))[0], cache
 
     def decode(
         self,
@@ -95,10 +116,12 @@ class DecoderLayer(eqx.Module):
         """
         (x, cache), (kind, row) = state, place
         layers, layer = stacks[kind], self._cast(x.dtype)
-        attended, cache = layer.attention.decode(layer.input_norm(x), rotary, positions, cache, layer_index)
-        x = x + attended
+        given = _normed(layer.input_norm, x)
+        attended, cache = layer.attention.decode(given, rotary, positions, cache, layer_index)
+        x = x + _normed(layer.attention_output_norm, attended)
         if isinstance(layer.mlp, SparseExperts) and isinstance(layers.mlp, SparseExperts):
-            return x + layer.mlp.decode(layer.post_attention_norm(x), layers.mlp, row), cache
+            mixed = layer.mlp.decode(_normed(layer.post_attention_norm, x), layers.mlp, row)
+            return x + _normed(layer.mlp_output_norm, mixed), cache
         return layer._feed_forward(x)[0], cache
 
     def _cast(self, dtype: DTypeLike) -> "DecoderLayer":
@@ -106,8 +129,10 @@ class DecoderLayer(eqx.Module):
         layer = cast_floating(self, dtype)
         if not isinstance(self.mlp, SparseExperts) or self.mlp.config.experts.router_dtype == "compute":
             return layer
-        router = cast_floating(self.mlp.router, self.mlp.config.experts.router_dtype)
-        return eqx.tree_at(lambda layer: layer.mlp.router, layer, router)
+        own = cast_floating((self.mlp.router, self.mlp.bias), self.mlp.config.experts.router_dtype)
+        return eqx.tree_at(
+            lambda layer: (layer.mlp.router, layer.mlp.bias), layer, own, is_leaf=lambda node: node is None
+        )
 
     def _feed_forward(
         self, x: NamedArray, documents: NamedArray | None = None
@@ -121,6 +146,7 @@ class DecoderLayer(eqx.Module):
                 lambda node: node.layer if _is_layer_stack(node) else node, self, is_leaf=_is_layer_stack
             )
         mixed, sums = half(layer, x, documents)
+        mixed = _normed(layer.mlp_output_norm, mixed)
         if sums is None:
             return x + mixed, None
         return x + mixed, means(sums, x, self.attention.config.Embed, documents)
@@ -129,7 +155,7 @@ class DecoderLayer(eqx.Module):
         self, x: NamedArray, documents: NamedArray | None
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """What is added to the residual stream, and the sums of a router."""
-        normalised = self.post_attention_norm(x)
+        normalised = _normed(self.post_attention_norm, x)
         if isinstance(self.mlp, SwiGlu):
             products = checkpoint_name(self.mlp.products(normalised), "mlp_internals")
             return self.mlp(normalised, products=products).rearrange(x.axes), None
@@ -148,7 +174,7 @@ class Decoder(LanguageModel):
 
     embedding: hnn.Embedding
     layers: Stacked[Any] | StackedPattern[Any]
-    norm: hnn.RmsNorm
+    norm: Norm
     head: hnn.Linear | None
     Vocab: Axis = eqx.field(static=True)
     config: DecoderConfig = eqx.field(static=True)
@@ -174,9 +200,9 @@ class Decoder(LanguageModel):
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
         keys = jax.random.split(layers_key, config.num_layers)
 
-        def stack(kind: LayerKind, keys: PRNGKeyArray) -> Stacked:
+        def stack(spec: LayerSpec, keys: PRNGKeyArray) -> Stacked:
             make_layers = init_stack(config.Layers.resize(len(keys)), DecoderLayer, remat=remat)
-            return make_layers(config, kind, key=keys)
+            return make_layers(config, spec, key=keys)
 
         kinds = [*config.kinds]
         if len(kinds) == 1:
@@ -275,9 +301,14 @@ class Decoder(LanguageModel):
         )
         return self._normalised(x), cache
 
-    def _rotary(self, positions: NamedArray) -> RotaryTable:
-        rotary = self.config.rotary
-        return rotary_table(positions, self.config.HeadDim, theta=rotary.theta, scaling=rotary.scaling)
+    def _rotary(self, positions: NamedArray) -> Any:
+        """The rotary table of all layers, or that of each kind."""
+        tables, RotaryDim = {}, self.config.RotaryDim
+        for rotary in dict.fromkeys(spec.rotary for spec in self.config.kinds):
+            tables[rotary] = rotary_table(positions, RotaryDim, theta=rotary.theta, scaling=rotary.scaling)
+        if len(tables) == 1:
+            return next(iter(tables.values()))
+        return per_kind({spec.name: tables[spec.rotary] for spec in self.config.kinds})
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
         embedding, out = self.embedding, (*tokens.axes, self.config.Embed)
@@ -289,7 +320,8 @@ class Decoder(LanguageModel):
             x = per_device(of_tokens, embedding, tokens, over=tokens.axes, out=out)
         else:
             x = embedding(tokens)
-        return x.astype(self.config.compute_dtype)
+        x, scale = x.astype(self.config.compute_dtype), self.config.embedding_scale
+        return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def _normalised(self, x: NamedArray) -> NamedArray:
         return cast_floating(self.norm, x.dtype)(x)
@@ -303,6 +335,10 @@ class Decoder(LanguageModel):
         if isinstance(self.head, LoraLinear):
             return cast_floating(self.head, hidden.dtype)(hidden).astype(jnp.float32)
         return super().logits(hidden)
+
+
+def _normed(norm: Norm | None, x: NamedArray) -> NamedArray:
+    return x if norm is None else norm(x)
 
 
 def _is_layer_stack(node: Any) -> bool:

@@ -1,8 +1,9 @@
 """The parts of a decoder layer: linear maps, RMS norms, the gated MLP, and the cast to the compute dtype."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -13,7 +14,7 @@ from haliax import Axis, AxisSpec, NamedArray
 from haliax.axis import axis_spec_to_tuple
 from jaxtyping import DTypeLike, PRNGKeyArray
 
-from models.transformer.config import DecoderConfig
+from models.decoder.config import DecoderConfig, LayerSpec
 from stacked_remat import LayerStack
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import ExpertLinear, apply_linear
@@ -29,36 +30,59 @@ def linear(
     return hnn.Linear(weight, hax.zeros(Out) if bias else None, In, Out)
 
 
-def rms_norm(config: DecoderConfig, Over: AxisSpec) -> hnn.RmsNorm:
-    """An RMS norm over `Over` with a weight and no bias, always computed in float32."""
+class OffsetRmsNorm(eqx.Module):
+    """An RMS norm whose factors are `weight + offset`."""
+
+    weight: NamedArray
+    axis: AxisSpec = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Normalises `x` in float32, and gives its dtype."""
+        wide = x.astype(jnp.float32)
+        normalised = wide * hax.rsqrt(hax.mean(hax.square(wide), axis=self.axis) + self.eps)
+        return (normalised * (self.weight.astype(jnp.float32) + self.offset)).astype(x.dtype)
+
+
+Norm: TypeAlias = hnn.RmsNorm | OffsetRmsNorm
+
+
+def rms_norm(config: DecoderConfig, Over: AxisSpec) -> Norm:
+    """An RMS norm over `Over` with a weight and no bias, always computed in float32, with factors of 1."""
+    if offset := config.block.norm_offset:
+        return OffsetRmsNorm(hax.full(Over, 1 - offset), Over, config.rms_norm_eps, offset)
     return hnn.RmsNorm.init(Over, eps=config.rms_norm_eps, use_bias=False, dtype=jnp.float32)
 
 
+_ACTIVATIONS = {"silu": hnn.silu, "gelu_tanh": functools.partial(hnn.gelu, approximate=True)}
 _CLAMPED_SLOPE = 1.702  # with it, x * sigmoid(slope * x) approximates GELU
 
 
 class SwiGlu(eqx.Module):
     """A gated MLP, `down(silu(gate(x)) * up(x))` (Shazeer 2020), of a dense layer or of one expert.
 
-    With a limit it is `down(g * sigmoid(1.702 * g) * (u + 1))`, where g is `gate(x)` of at most the limit and
-    u is `up(x)` between minus the limit and the limit.
+    The activation may be another. With a limit it is `down(g * sigmoid(1.702 * g) * (u + 1))`, where g is
+    `gate(x)` of at most the limit and u is `up(x)` between minus the limit and the limit.
     """
 
     gate_proj: hnn.Linear
     up_proj: hnn.Linear
     down_proj: hnn.Linear
     limit: float | None = eqx.field(static=True)
+    activation: Literal["silu", "gelu_tanh"] = eqx.field(static=True, default="silu")
 
     @staticmethod
-    def init(config: DecoderConfig, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
+    def init(config: DecoderConfig, spec: LayerSpec, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
         """Makes the three projections, to and from `Inner`, from `key`."""
         gate_key, up_key, down_key = jax.random.split(key, 3)
-        bias = config.mlp_bias
+        bias = spec.mlp_bias
         return SwiGlu(
             gate_proj=linear(config, config.Embed, Inner, bias=bias, key=gate_key),
             up_proj=linear(config, config.Embed, Inner, bias=bias, key=up_key),
             down_proj=linear(config, Inner, config.Embed, bias=bias, key=down_key),
-            limit=config.swiglu_limit,
+            limit=spec.swiglu_limit,
+            activation=spec.activation,
         )
 
     def __call__(
@@ -87,7 +111,7 @@ class SwiGlu(eqx.Module):
 
     def _hidden(self, gated: Any, up: Any) -> Any:
         if self.limit is None:
-            return hnn.silu(gated) * up
+            return _ACTIVATIONS[self.activation](gated) * up
         gated, up = hax.minimum(gated, self.limit), hax.clip(up, -self.limit, self.limit)
         return gated * hnn.sigmoid(_CLAMPED_SLOPE * gated) * (up + 1)
 

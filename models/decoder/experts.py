@@ -16,8 +16,8 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from models.transformer.config import SparseDecoderConfig
-from models.transformer.layers import SwiGlu, cast_floating, linear
+from models.decoder.config import LayerSpec, RouterSpec, SparseDecoderConfig
+from models.decoder.layers import SwiGlu, cast_floating, linear
 from stacked_remat import LayerStack, Stacked, checkpoint_name, internals_are_saved, streaming, unsliced
 from stacked_remat.ops import ExpertLinear, apply_linear, grouped_experts, mesh_axes, per_device, unmapped
 
@@ -77,19 +77,29 @@ class SparseExperts(eqx.Module):
 
     router: hnn.Linear
     config: SparseDecoderConfig = eqx.field(static=True)
+    spec: RouterSpec = eqx.field(static=True)
     experts: Stacked = unsliced()
+    bias: NamedArray | None = None
+    shared: SwiGlu | None = None
 
     @staticmethod
-    def init(config: SparseDecoderConfig, *, key: PRNGKeyArray) -> "SparseExperts":
+    def init(config: SparseDecoderConfig, spec: LayerSpec, *, key: PRNGKeyArray) -> "SparseExperts":
         """Makes the router and all experts from `key`."""
         router_key, experts_key = jax.random.split(key)
+        router, shared = spec.router, None
+        if router.shared_dim:
+            Shared = Axis("shared_dim", router.shared_dim)
+            shared = SwiGlu.init(config, spec, Shared, key=jax.random.fold_in(key, 2))
         # The policy of the stack of layers decides whether an expert's intermediates are kept.
         make_experts = Stacked.init(config.Experts, SwiGlu, remat=False)
         keys = jax.random.split(experts_key, config.Experts.size)
         return SparseExperts(
-            router=linear(config, config.Embed, config.Experts, bias=config.mlp_bias, key=router_key),
-            experts=make_experts(config, config.ExpertDim, key=keys),
+            router=linear(config, config.Embed, config.Experts, bias=spec.mlp_bias, key=router_key),
+            experts=make_experts(config, spec, config.ExpertDim, key=keys),
             config=config,
+            spec=router,
+            bias=hax.zeros(config.Experts) if router.has_bias else None,
+            shared=shared,
         )
 
     def route(
@@ -121,19 +131,31 @@ class SparseExperts(eqx.Module):
     ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         Experts = self.config.Experts
         logits = checkpoint_name(self._logits(x), "router_logits")
-        probabilities = checkpoint_name(hnn.softmax(logits, axis=Experts), "router_probs")
+        if self.spec.scoring == "softmax":
+            scores = hnn.softmax(logits, axis=Experts)
+        else:
+            scores = hnn.sigmoid(logits)
+        probabilities = checkpoint_name(scores, "router_probs")
         Choice = Axis("choice", self.config.experts.experts_per_token)
         tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
 
-        def best(probabilities: NamedArray) -> tuple[NamedArray, NamedArray]:
-            gates, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
-            return gates, choices
+        def best(probabilities: NamedArray, bias: NamedArray | None) -> tuple[NamedArray, NamedArray]:
+            if self.spec == RouterSpec():
+                gates, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
+                return gates, choices
+            preferred = _preferred(probabilities, bias, self.spec, Experts)
+            _, choices = hax.top_k(preferred, Experts, Choice.size, new_axis=Choice)
+            return hax.take(probabilities, Experts, choices), choices
 
         chosen_axes = (*tokens, Choice)
-        gates, choices = per_device(best, probabilities, over=tokens, out=(chosen_axes, chosen_axes))
+        gates, choices = per_device(
+            best, probabilities, self.bias, over=tokens, out=(chosen_axes, chosen_axes)
+        )
         choices, gates = checkpoint_name(choices, "router_choices"), checkpoint_name(gates, "router_gates")
         if self.config.experts.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
+        if self.spec.gate_scale != 1:
+            gates = gates * self.spec.gate_scale
         chosen = hax.sum(hnn.one_hot(choices, Experts, dtype=jnp.float32), axis=Choice)
         real = hax.ones(tokens)
         if documents is not None:
@@ -144,7 +166,11 @@ class SparseExperts(eqx.Module):
 
         sums = RouterStatistics(
             load=total(chosen),
-            importance=total(probabilities),
+            importance=total(
+                probabilities
+                if self.spec.scoring == "softmax"
+                else probabilities / hax.sum(probabilities, axis=Experts)
+            ),
             z_loss=total(hnn.logsumexp(logits, axis=Experts) ** 2),
         )
         return choices, gates, sums
@@ -166,7 +192,8 @@ class SparseExperts(eqx.Module):
         backend = self.config.experts.backend
         weights = _stacked(self.experts)
         output = self._mixed(x, choices, gates, weights, self.config.Experts, backend, keep)
-        return checkpoint_name(output, "expert_output"), sums
+        output = checkpoint_name(output, "expert_output")
+        return output if self.shared is None else output + self.shared(x).rearrange(x.axes), sums
 
     def decode(self, x: NamedArray, layers: "SparseExperts", layer_index: NamedArray) -> NamedArray:
         """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.
@@ -186,7 +213,8 @@ class SparseExperts(eqx.Module):
         weights = LayerStack(stack, layer_index.array, Layers.name)
         if choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stack))):
             weights = _stacked(self.experts)
-        return self._mixed(x, choices, gates, weights, Experts, "block")
+        output = self._mixed(x, choices, gates, weights, Experts, "block")
+        return output if self.shared is None else output + self.shared(x).rearrange(x.axes)
 
     def _mixed(
         self,
@@ -228,6 +256,23 @@ class SparseExperts(eqx.Module):
             return hax.named(mixed.reshape([axis.size for axis in (*own, Embed)]), (*own, Embed))
 
         return per_device(mix, weights, x, choices, gates, over=(*tokens, Experts), out=x.axes)
+
+
+def _preferred(scores: NamedArray, bias: NamedArray | None, spec: RouterSpec, Experts: Axis) -> NamedArray:
+    """The scores by which experts are chosen; minus infinity in groups that a token does not choose from."""
+    scores = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype))
+    if spec.num_groups == 1:
+        return scores
+    Group = Axis("group", spec.num_groups)
+    Member = Axis("member", Experts.size // Group.size)
+    by_group = scores.unflatten_axis(Experts, (Group, Member))
+    best_two, _ = hax.top_k(by_group, Member, 2)
+    of_groups = hax.sum(best_two, axis=Member.name)
+    _, chosen = hax.top_k(of_groups, Group, spec.groups_per_token, new_axis="choice")
+    is_chosen = hax.sum(hnn.one_hot(chosen, Group), axis="choice") > 0
+    return (
+        hax.where(is_chosen, by_group, -jnp.inf).flatten_axes((Group, Member), Experts).rearrange(scores.axes)
+    )
 
 
 def _stacked(experts: Any) -> Any:

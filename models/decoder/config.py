@@ -1,9 +1,11 @@
 """Configs of decoders, dense and with experts, and the named axes that they define."""
 
+import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -11,32 +13,15 @@ import draccus
 import jax.numpy as jnp
 from haliax import Axis
 
+from models.decoder.remat_presets import DENSE_NAMES, SPARSE_NAMES, decoder_remat_presets
 from models.lm import LmConfig
-from models.transformer.remat_presets import DENSE_NAMES, SPARSE_NAMES, decoder_remat_presets
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
 from stacked_remat.training.config_checks import check_choices, check_positive
 
 OF_RUN = MappingProxyType({"of_run": True})
 """The metadata of fields that a run decides, not the folder of its weights; null takes the folder's value."""
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """How layers of a decoder may differ; those of equal kind form one stack.
-
-    Attributes:
-        sparse: whether its feed-forward half is a router with experts rather than one MLP.
-        window: how many positions its attention sees; None for all.
-    """
-
-    sparse: bool
-    window: int | None
-
-    @property
-    def name(self) -> str:
-        """What paths of arrays, and targets of adapters, call layers of this kind: `sliding_sparse`."""
-        return ("" if self.window is None else "sliding_") + ("sparse" if self.sparse else "dense")
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -154,17 +139,100 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention.
+
+    Attributes:
+        query_rank: width of the vector from which queries are projected; None for the residual stream.
+        key_value_rank: the same for keys and values.
+        rotary_dim: how many coordinates of a head are rotated, the last ones.
+        value_dim: width of a head of values.
+        interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    rotary_dim: int
+    value_dim: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a router chooses experts.
+
+    Attributes:
+        scoring: of its logits.
+        has_bias: whether a bias, which gets no gradient, is added to the scores by which experts are chosen,
+            but not to their gates.
+        num_groups: experts are in so many groups.
+        groups_per_token: the groups with the best two experts in sum, from which a token chooses.
+        gate_scale: factor of the gates.
+        shared_dim: inner width of an MLP that all tokens visit besides; 0 for none.
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    gate_scale: float = 1.0
+    shared_dim: int = 0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a layer is; layers with equal specs form one stack. The defaults are the most common ones.
+
+    Attributes:
+        window: how many positions a query sees, itself included; None for all up to itself.
+        rotary: the rotary position embedding.
+        scale: factor of attention's scores; None for `HeadDim.size ** -0.5`.
+        qk_norm: which RMS norms queries and keys have: none, one over each head, or one over all heads.
+        qkv_bias: whether the projections to queries, keys and values have biases.
+        output_bias: whether attention's last projection has one.
+        sinks: whether every query head has a learnt score that attends to nothing; see
+            `stacked_remat.ops.causal_attention`.
+        latent: multi-head latent attention in place of grouped queries.
+        sparse: whether the feed-forward half is a router with experts rather than one MLP.
+        router: how experts are chosen.
+        mlp_bias: whether MLPs, experts and routers have biases.
+        activation: of the MLP's gate.
+        swiglu_limit: clamps both halves of gated MLPs (`SwiGlu`); None for no clamp.
+        norms: whether attention and MLP have RMS norms of what they are given, of what they add to the
+            residual stream, or of both.
+        norm_offset: added to the weights of all norms.
+    """
+
+    window: int | None = None
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    scale: float | None = None
+    qk_norm: Literal["none", "per_head", "all_heads"] = "none"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
+    latent: LatentSpec | None = None
+    sparse: bool = False
+    router: RouterSpec = field(default_factory=RouterSpec)
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    swiglu_limit: float | None = None
+    norms: Literal["before", "after", "both"] = "before"
+    norm_offset: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What paths of arrays, and targets of adapters, call layers of this kind: `sliding_sparse`."""
+        return ("" if self.window is None else "sliding_") + ("sparse" if self.sparse else "dense")
+
+
+@dataclass(frozen=True)
 class DecoderConfig(LmConfig):
     """A decoder in which every layer has one MLP, and what decoders with experts share with it.
 
-    Class variables are the same in all decoders of an architecture.
+    An architecture is a subclass, which says in `block` and `layer` what its layers are.
 
     Attributes:
-        qk_norm: whether queries and keys have RMS norms.
-        sinks: whether every query head has a learnt score that attends to nothing; see
-            `stacked_remat.ops.causal_attention`.
-        mlp_bias: whether MLPs, experts and routers have biases.
-        swiglu_limit: clamps both halves of gated MLPs (`SwiGlu`); None for no clamp.
+        block: what all layers of an architecture have alike.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
@@ -181,10 +249,7 @@ class DecoderConfig(LmConfig):
         compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
     """
 
-    qk_norm: ClassVar[bool] = True
-    sinks: ClassVar[bool] = False
-    mlp_bias: ClassVar[bool] = False
-    swiglu_limit: ClassVar[float | None] = None
+    block: ClassVar[LayerSpec] = LayerSpec()
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -202,6 +267,8 @@ class DecoderConfig(LmConfig):
     def __post_init__(self) -> None:
         sizes = ("hidden_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "tiles")
         check_positive("model", self, *sizes, "rms_norm_eps", "initializer_range")
+        if self.num_layers > _MOST_LAYERS:
+            raise ValueError(f"model.num_layers is {self.num_layers}; at most {_MOST_LAYERS} are supported.")
         self._check_heads()
         _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
         check_choices("model", self)
@@ -266,6 +333,11 @@ class DecoderConfig(LmConfig):
         return Axis("head_dim", self.hidden_dim // self.num_heads if given is None else given)
 
     @property
+    def RotaryDim(self) -> Axis:
+        """Coordinates of one head that are rotated."""
+        return self.HeadDim
+
+    @property
     def Mlp(self) -> Axis:
         """Inner width of the MLP of a dense layer."""
         return Axis("mlp", 3 * self.hidden_dim if self.mlp_dim is None else self.mlp_dim)
@@ -275,49 +347,42 @@ class DecoderConfig(LmConfig):
         """The experts of the layers that have some; None if no layer has."""
         return None
 
-    def kind_of(self, layer: int) -> LayerKind:
-        """The kind of one layer."""
-        windowed = self.attention.windowed_layers
-        return LayerKind(
-            sparse=self.sparse is not None and layer not in self.sparse.dense_layers,
-            window=self.attention.window if windowed is None or layer in windowed else None,
+    @property
+    def embedding_scale(self) -> float | None:
+        """Factor of the embedded tokens; None for none."""
+        return None
+
+    def layer(self, number: int) -> LayerSpec:
+        """What one layer is."""
+        attention = self.attention
+        windowed = attention.windowed_layers is None or number in attention.windowed_layers
+        return replace(
+            self.block,
+            window=attention.window if windowed else None,
+            rotary=self.rotary,
+            qkv_bias=attention.bias,
+            output_bias=attention.bias,
+            sparse=self.sparse is not None and number not in self.sparse.dense_layers,
         )
 
+    @functools.cached_property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """What each layer is."""
+        return tuple(map(self.layer, range(self.num_layers)))
+
     @property
-    def kinds(self) -> Mapping[LayerKind, int]:
-        """How many layers there are of each kind, counted without a loop over all layers."""
-        named = {*(self.attention.windowed_layers or ()), *(self.sparse.dense_layers if self.sparse else ())}
-        counts = Counter(map(self.kind_of, named))
-        counts[self.kind_of(-1)] += self.num_layers - len(named)  # that of all others
-        return +counts
+    def kinds(self) -> Mapping[LayerSpec, int]:
+        """How many layers there are of each kind."""
+        return Counter(self.specs)
 
     @property
     def pattern(self) -> tuple[str, ...]:
         """The name of the kind of each layer."""
-        return tuple(self.kind_of(layer).name for layer in range(self.num_layers))
+        return tuple(spec.name for spec in self.specs)
 
     def layers_of(self, kind: str) -> list[int]:
         """The numbers of the layers of a kind, by its name."""
         return [layer for layer, name in enumerate(self.pattern) if name == kind]
-
-    def num_weights(self, vocab_size: int) -> int:
-        """How many numbers the decoder has, computed without making it."""
-        of_layers = sum(count * self._weights_of(kind) for kind, count in self.kinds.items())
-        return of_layers + self.hidden_dim * (vocab_size * (1 if self.tie_word_embeddings else 2) + 1)
-
-    def _weights_of(self, kind: LayerKind) -> int:
-        width, heads, keys = (n * self.HeadDim.size for n in (1, self.num_heads, self.num_kv_heads))
-        attention = 2 * self.hidden_dim * (heads + keys)
-        attention += 2 * width * self.qk_norm + self.num_heads * self.sinks
-        if self.attention.bias:
-            attention += heads + 2 * keys + self.hidden_dim
-        if not kind.sparse or self.sparse is None:
-            return attention + self._weights_of_mlp(self.Mlp.size) + 2 * self.hidden_dim
-        expert = self._weights_of_mlp(self.sparse.intermediate_dim) + self.hidden_dim + self.mlp_bias
-        return attention + self.sparse.num_experts * expert + 2 * self.hidden_dim
-
-    def _weights_of_mlp(self, inner: int) -> int:
-        return 3 * self.hidden_dim * inner + self.mlp_bias * (2 * inner + self.hidden_dim)
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         """The size of the keys and values of all layers, of so many sequences of so many tokens."""
@@ -338,6 +403,24 @@ class SparseDecoderConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_layers("model.experts.dense_layers", self.experts.dense_layers, self.num_layers)
+
+    def _check_all_sparse(self) -> None:
+        """Refuses what has no effect in an architecture with experts in every layer."""
+        if self.mlp_dim is not None:
+            raise ValueError(
+                f"model.mlp_dim = {self.mlp_dim} has no effect: every layer of this architecture has "
+                f"experts, whose width is model.experts.intermediate_dim."
+            )
+        if self.experts.dense_layers:
+            raise ValueError(
+                f"model.experts.dense_layers = {list(self.experts.dense_layers)}: every layer of this "
+                f"architecture has experts. Leave it out."
+            )
+        if not self.experts.norm_topk_prob:
+            raise ValueError(
+                "model.experts.norm_topk_prob is false: the weights of the experts that a token chooses sum "
+                "to one in this architecture. Leave it out."
+            )
 
     @property
     def _internal_names(self) -> tuple[str, ...]:
@@ -360,6 +443,23 @@ class SparseDecoderConfig(DecoderConfig):
     def ExpertDim(self) -> Axis:
         """Inner width of one expert."""
         return Axis("expert_dim", self.experts.intermediate_dim)
+
+
+def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
+    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
+
+    Fields that a run decides are left out.
+    """
+    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
+    if not (alike and dataclasses.is_dataclass(config)):
+        same = config in (found, usual)
+        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
+    lines = []
+    for one in dataclasses.fields(config):
+        own, other, default = (getattr(each, one.name, ...) for each in (config, found, usual))
+        if "of_run" not in one.metadata:
+            lines += differing_fields(f"{path}.{one.name}", own, other, default)
+    return lines
 
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:

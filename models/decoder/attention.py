@@ -1,0 +1,196 @@
+"""Grouped-query attention with rotary embedding, and RMS norms, of queries and keys."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from haliax import AxisSelector, NamedArray
+from jaxtyping import PRNGKeyArray
+
+from models.decoder.config import DecoderConfig, LayerSpec
+from models.decoder.key_value_cache import SLOT_AXIS, KeyValueCache
+from models.decoder.layers import Norm, linear, map_linears, of_part, rms_norm, without_bias
+from stacked_remat import checkpoint_name, tiled
+from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention, decode_attention
+from stacked_remat.training import POSITION_AXIS
+
+
+class CausalAttention(eqx.Module):
+    """Causal attention of projected queries, keys and values, without a cache, and with one.
+
+    Attributes:
+        o_proj: from heads to the residual stream.
+        sinks: the learnt scores of query heads that attend to nothing.
+        spec: of the layer.
+        config: of the decoder.
+    """
+
+    o_proj: eqx.AbstractVar[hnn.Linear]
+    sinks: eqx.AbstractVar[NamedArray | None]
+    spec: eqx.AbstractVar[LayerSpec]
+    config: eqx.AbstractVar[DecoderConfig]
+
+    @abc.abstractmethod
+    def heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
+        """Queries, keys and values `[..., KVHeads, HeadDim]`, the first two after norm and rotation."""
+
+    def __call__(
+        self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, *, documents: NamedArray | None = None
+    ) -> NamedArray:
+        """Maps `[..., Pos, Embed]` to itself; a position sees its document up to itself within its window."""
+        tiles = min(self.config.tiles, self.config.KVHeads.size)
+        if tiles == 1 or self.spec.qk_norm == "all_heads":
+            return self._of_heads(x, rotary, Pos, documents)
+        whole, bias = without_bias(self.o_proj)
+        by_heads = tiled(_of_some_heads, self.config.KVHeads, tiles=tiles, reduce="sum")
+        attention = dataclasses.replace(self, o_proj=whole)
+        output = by_heads(attention, hax.arange(self.config.KVHeads), x, rotary, Pos, documents)
+        return output if bias is None else (output + bias).rearrange(x.axes)
+
+    def _of_heads(
+        self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, documents: NamedArray | None
+    ) -> NamedArray:
+        return self._attend(x, *self.heads(x, rotary), Pos, self.config.attention.backend, documents)
+
+    def prefill(
+        self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer_index: NamedArray
+    ) -> tuple[NamedArray, KeyValueCache]:
+        """Maps `[Batch, position, Embed]` to itself, and writes keys and values into the layer's first slots.
+
+        Uses the device's default kernel, whichever the model was trained with.
+        """
+        query, key, value = self.heads(x, rotary)
+        output = self._attend(x, query, key, value, POSITION_AXIS, "auto")
+        return output, cache.with_prompt(layer_index, key, value)
+
+    def decode(
+        self,
+        x: NamedArray,
+        rotary: RotaryTable,
+        positions: NamedArray,
+        cache: KeyValueCache,
+        layer_index: NamedArray,
+    ) -> tuple[NamedArray, KeyValueCache]:
+        """Maps one token a row, `[Batch, Embed]` at `positions`, to itself, and writes it into the cache."""
+        query, key, value = self.heads(x, rotary)
+        cache = cache.with_token(layer_index, positions, key, value)
+        attended = decode_attention(
+            query,
+            *cache.of_layer(layer_index),
+            SLOT_AXIS,
+            self.config.HeadDim,
+            positions=positions,
+            **self._options,
+        )
+        return self._output(attended, x), cache
+
+    def _attend(
+        self,
+        x: NamedArray,
+        query: NamedArray,
+        key: NamedArray,
+        value: NamedArray,
+        Pos: AxisSelector,
+        backend: str,
+        documents: NamedArray | None = None,
+    ) -> NamedArray:
+        """The output, with the axes of `x`."""
+        axes = (Pos, self.config.KVHeads.name, self.config.HeadDim)
+        options = {"documents": documents, "backend": backend, **self._options}
+        return self._output(causal_attention(query, key, value, *axes, **options), x)
+
+    def _output(self, attended: NamedArray, x: NamedArray) -> NamedArray:
+        if self.spec.latent is not None:  # values are padded to the width of keys
+            attended = attended[self.config.HeadDim, : self.spec.latent.value_dim]
+        return self.o_proj(attended).rearrange(x.axes)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"window": self.spec.window, "sinks": self.sinks, "scale": self.spec.scale}
+
+
+class Attention(CausalAttention):
+    """Causal grouped-query attention (Ainslie et al. 2023), maybe with RMS norms on queries and keys.
+
+    Names for remat policies: `query`, `key`, `value` (after norm and rotation), `attention_output` (before
+    the output projection) and `attention_lse`, the last two by `stacked_remat.ops.causal_attention`.
+    """
+
+    q_proj: hnn.Linear
+    k_proj: hnn.Linear
+    v_proj: hnn.Linear
+    o_proj: hnn.Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    sinks: NamedArray | None
+    spec: LayerSpec = eqx.field(static=True)
+    config: DecoderConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: DecoderConfig, spec: LayerSpec, *, key: PRNGKeyArray) -> "Attention":
+        """Makes the four projections from `key`; sinks begin as zeros."""
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        KeyHeads = (config.KVHeads, config.HeadDim)
+        QueryHeads = (config.KVHeads, config.HeadsPerKV, config.HeadDim)
+        q_norm, k_norm = {
+            "none": (None, None),
+            "per_head": (config.HeadDim, config.HeadDim),
+            "all_heads": (QueryHeads, KeyHeads),
+        }[spec.qk_norm]
+        bias = spec.qkv_bias
+        return Attention(
+            q_proj=linear(config, config.Embed, QueryHeads, bias=bias, key=q_key),
+            k_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=k_key),
+            v_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=v_key),
+            o_proj=linear(config, QueryHeads, config.Embed, bias=spec.output_bias, key=o_key),
+            q_norm=None if q_norm is None else rms_norm(config, q_norm),
+            k_norm=None if k_norm is None else rms_norm(config, k_norm),
+            sinks=hax.zeros((config.KVHeads, config.HeadsPerKV)) if spec.sinks else None,
+            spec=spec,
+            config=config,
+        )
+
+    def heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
+        """Queries, keys and values, the first two after norm and rotation.
+
+        The names are of the projections' outputs, which the norm's backward pass reads; the rest is cheap to
+        compute from them.
+        """
+        HeadDim = self.config.HeadDim
+        query, key, value = (
+            named_heads(linear(x), name, x)
+            for linear, name in ((self.q_proj, "query"), (self.k_proj, "key"), (self.v_proj, "value"))
+        )
+        query, key = (
+            apply_rotary(heads if norm is None else norm(heads), rotary, HeadDim)
+            for norm, heads in ((self.q_norm, query), (self.k_norm, key))
+        )
+        return query, key, value
+
+
+def _of_some_heads(
+    attention: CausalAttention,
+    numbers: NamedArray,
+    x: NamedArray,
+    rotary: RotaryTable,
+    Pos: AxisSelector,
+    documents: NamedArray | None,
+) -> NamedArray:
+    """The part of the output that is of some key-value heads, those with these numbers, and their queries."""
+    (KVHeads,) = numbers.axes
+    some = map_linears(lambda linear: of_part(linear, KVHeads), attention)
+    return some._of_heads(x, rotary, Pos, documents)
+
+
+def named_heads(heads: NamedArray, name: str, x: NamedArray) -> NamedArray:
+    """`heads` under a name for remat policies, with all axes of heads, those that `x` lacks, as one.
+
+    With several, XLA copies the stack of all layers into another layout, 20 GiB at 65,536 tokens.
+    """
+    own = tuple(axis for axis in heads.axes if axis not in x.axes)
+    flat = checkpoint_name(heads.flatten_axes(own, "heads"), name)
+    return flat.unflatten_axis("heads", own)

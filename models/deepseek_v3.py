@@ -1,0 +1,172 @@
+"""DeepSeek V3 (DeepSeek-AI 2024): latent attention, a dense prefix, experts chosen in groups."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from haliax import Axis
+
+from models.decoder.config import ExpertsConfig, LatentSpec, LayerSpec, RouterSpec, SparseDecoderConfig
+from models.hf_io.config_fields import DECODER_FIELDS, Computed, ConfigFields, Field, Found, Only, rope
+from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.lm import LmConfig
+from stacked_remat.ops import YarnRotary
+from stacked_remat.training.config_checks import check_positive
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Widths of multi-head latent attention.
+
+    Attributes:
+        query_rank: of the vector from which queries are projected; null for none.
+        key_value_rank: of the vector from which keys and values are projected.
+        plain_dim: coordinates of a head of queries and keys that are not rotated.
+        rotary_dim: those that are.
+        value_dim: coordinates of a head of values, at most those of keys.
+        interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
+    """
+
+    query_rank: int | None = 1_536
+    key_value_rank: int = 512
+    plain_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
+        check_positive("model.latent", self, *sizes)
+        if self.value_dim > self.plain_dim + self.rotary_dim:
+            raise ValueError(
+                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
+                f"{self.plain_dim + self.rotary_dim}."
+            )
+
+
+@LmConfig.register_subclass("deepseek_v3")
+@dataclass(frozen=True)
+class DeepseekV3Config(SparseDecoderConfig):
+    """A DeepSeek V3 decoder; the bias of a router is read and kept, and gets no gradient.
+
+    Attributes:
+        latent: widths of attention; they give `attention.head_dim`.
+        num_groups: groups of experts.
+        groups_per_token: from how many of them a token chooses.
+        gate_scale: factor of the gates.
+        shared_experts: experts that all tokens visit.
+    """
+
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    experts: ExpertsConfig = field(default_factory=lambda: ExpertsConfig(router_dtype="float32"))
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    num_groups: int = 1
+    groups_per_token: int = 1
+    gate_scale: float = 2.5
+    shared_experts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = ("num_groups", "groups_per_token", "gate_scale", "shared_experts")
+        check_positive("model", self, *sizes)
+        if self.attention.head_dim not in (None, self.HeadDim.size) or self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                "In latent attention model.latent gives the width of heads, and model.num_kv_heads is "
+                "model.num_heads. Leave model.attention.head_dim out."
+            )
+        members = self.experts.num_experts // self.num_groups
+        if self.experts.num_experts % self.num_groups or self.num_groups > 1 > members - 1:
+            raise ValueError(
+                f"model.num_groups = {self.num_groups} must divide model.experts.num_experts = "
+                f"{self.experts.num_experts} into groups of at least two."
+            )
+
+    @property
+    def HeadDim(self) -> Axis:
+        """Coordinates of one head of queries and keys."""
+        return Axis("head_dim", self.latent.plain_dim + self.latent.rotary_dim)
+
+    @property
+    def RotaryDim(self) -> Axis:
+        """Coordinates of one head that are rotated."""
+        return Axis("head_dim", self.latent.rotary_dim)
+
+    def layer(self, number: int) -> LayerSpec:
+        """What one layer is."""
+        latent, scaling, scale = self.latent, self.rotary.scaling, None
+        if isinstance(scaling, YarnRotary) and scaling.mscale_all_dim is not None:
+            temperature = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
+            scale = self.HeadDim.size**-0.5 * temperature**2
+        return replace(
+            super().layer(number),
+            scale=scale,
+            latent=LatentSpec(
+                latent.query_rank,
+                latent.key_value_rank,
+                latent.rotary_dim,
+                latent.value_dim,
+                latent.interleaved,
+            ),
+            router=RouterSpec(
+                scoring="sigmoid",
+                has_bias=True,
+                num_groups=self.num_groups,
+                groups_per_token=self.groups_per_token,
+                gate_scale=self.gate_scale,
+                shared_dim=self.shared_experts * self.experts.intermediate_dim,
+            ),
+        )
+
+
+def _read_prefix(given: ConfigFields, found: Found) -> None:
+    first = given.size("first_k_dense_replace", 3, at_least=0)
+    found["experts.dense_layers"] = tuple(range(min(first, found["num_layers"])))
+    given.only("moe_layer_freq", 1)
+    found["num_kv_heads"] = found["num_heads"]
+    given("num_key_value_heads", None)
+    given("head_dim", None)
+
+
+def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
+    heads = {"num_key_value_heads": config.num_heads}
+    return {"first_k_dense_replace": len(config.experts.dense_layers), **heads}
+
+
+FIELDS = {
+    **{
+        name: entry
+        for name, entry in DECODER_FIELDS.items()
+        if name not in ("num_key_value_heads", "head_dim")
+    },
+    "rotary": rope(longest=4_096),
+    "prefix": Computed(_read_prefix, _prefix),
+    "q_lora_rank": Field("latent.query_rank", None),
+    "kv_lora_rank": Field("latent.key_value_rank", 512),
+    "qk_nope_head_dim": Field("latent.plain_dim", 128),
+    "qk_rope_head_dim": Field("latent.rotary_dim", 64),
+    "v_head_dim": Field("latent.value_dim", 128),
+    "rope_interleave": Field("latent.interleaved", True),
+    "n_routed_experts": Field("experts.num_experts", 256, aliases=("num_local_experts",)),
+    "num_experts_per_tok": Field("experts.experts_per_token", 8),
+    "moe_intermediate_size": Field("experts.intermediate_dim", 2_048),
+    "norm_topk_prob": Field("experts.norm_topk_prob", True),
+    "n_group": Field("num_groups", 8),
+    "topk_group": Field("groups_per_token", 4),
+    "routed_scaling_factor": Field("gate_scale", 2.5),
+    "n_shared_experts": Field("shared_experts", 1),
+    "scoring_func": Only("sigmoid"),
+    "topk_method": Only("noaux_tc"),
+    "num_nextn_predict_layers": Only(0, written=True),
+}
+TENSORS = {
+    **DECODER_TENSORS,
+    "router": "gate",
+    "bias": "gate.e_score_correction_bias",
+    "shared": "shared_experts",
+    "q_a_norm": "q_a_layernorm",
+    "kv_a_proj": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm",
+}
+
+register_format(HfFormat("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, FIELDS, TENSORS))

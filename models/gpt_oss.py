@@ -1,0 +1,74 @@
+"""gpt-oss (OpenAI 2025): windows in every second layer, sinks, and experts with a clamped SwiGLU in all."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from models.decoder.config import LayerSpec, SparseDecoderConfig
+from models.hf_io.config_fields import (
+    DECODER_FIELDS,
+    LOAD_BALANCE,
+    Computed,
+    Field,
+    Only,
+    full_every,
+    rope,
+    windows,
+)
+from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.stacked_weights import FusedTensor
+from models.lm import LmConfig
+
+
+@LmConfig.register_subclass("gpt_oss")
+@dataclass(frozen=True)
+class GptOssConfig(SparseDecoderConfig):
+    """A gpt-oss decoder: attention with sinks, and experts with biases and a clamped SwiGLU in every layer.
+
+    In the published models every second layer, from the first on, has a window of 128 positions, and
+    attention has biases.
+    """
+
+    block: ClassVar[LayerSpec] = LayerSpec(sinks=True, mlp_bias=True, swiglu_limit=7.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_all_sparse()
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4_096,
+    "truncate": False,
+}
+
+FIELDS = {
+    **DECODER_FIELDS,
+    "intermediate_size": Field("experts.intermediate_dim"),
+    "num_key_value_heads": Field("num_kv_heads", 8),
+    "head_dim": Field("attention.head_dim", 64, written="HeadDim.size"),
+    "attention_bias": Field("attention.bias", True),
+    "rotary": rope(theta=150_000.0, scaling=_YARN, longest=131_072),
+    # Transformers ignores it: `rope_scaling` has its own.
+    "initial_context_length": Computed(lambda given, _: given("initial_context_length", None), lambda _: {}),
+    "rms_norm_eps": Field("rms_norm_eps", 1e-5),
+    "windows": windows(128, full_every(2)),
+    "num_local_experts": Field("experts.num_experts", 128, aliases=("num_experts",)),
+    "num_experts_per_tok": Field("experts.experts_per_token", 4, aliases=("experts_per_token",)),
+    "load_balance": LOAD_BALANCE,
+    "swiglu_alpha": Only(1.702, written=True),
+    "swiglu_limit": Only(7.0, written=True),
+}
+TENSORS = {
+    **DECODER_TENSORS,
+    "gate_proj.weight": FusedTensor("gate_up_proj", transposed=True, part=0, parts=2),
+    "gate_proj.bias": FusedTensor("gate_up_proj_bias", part=0, parts=2),
+    "up_proj.weight": FusedTensor("gate_up_proj", transposed=True, part=1, parts=2),
+    "up_proj.bias": FusedTensor("gate_up_proj_bias", part=1, parts=2),
+    "down_proj.weight": FusedTensor("down_proj", transposed=True),
+    "down_proj.bias": FusedTensor("down_proj_bias"),
+}
+
+register_format(
+    HfFormat("gpt_oss", "GptOssForCausalLM", GptOssConfig, FIELDS, TENSORS, quant_methods=("mxfp4",))
+)

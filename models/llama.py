@@ -1,0 +1,19 @@
+"""Llama 2 and 3 (Dubey et al. 2024, "The Llama 3 Herd of Models"): the decoder from which others differ."""
+
+from dataclasses import dataclass
+
+from models.decoder.config import DecoderConfig
+from models.hf_io.config_fields import DECODER_FIELDS, rope
+from models.hf_io.formats import HfFormat, register_format
+from models.lm import LmConfig
+
+
+@LmConfig.register_subclass("llama")
+@dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    """A Llama decoder."""
+
+
+FIELDS = {**DECODER_FIELDS, "rotary": rope(longest=2_048)}
+
+register_format(HfFormat("llama", "LlamaForCausalLM", LlamaConfig, FIELDS))

@@ -1,0 +1,25 @@
+"""Mistral (Jiang et al. 2023): a Llama with a window in all layers or in none."""
+
+from dataclasses import dataclass
+
+from models.decoder.config import DecoderConfig
+from models.hf_io.config_fields import DECODER_FIELDS, Field, Only, full_every, rope, sliding_window, windows
+from models.hf_io.formats import HfFormat, register_format
+from models.lm import LmConfig
+
+
+@LmConfig.register_subclass("mistral")
+@dataclass(frozen=True)
+class MistralConfig(DecoderConfig):
+    """A Mistral decoder."""
+
+
+FIELDS = {
+    **DECODER_FIELDS,
+    "num_key_value_heads": Field("num_kv_heads", 8),
+    "attention_bias": Only(False),
+    "rotary": rope(longest=131_072),
+    "windows": windows(4_096, full_every(None), sliding_window),
+}
+
+register_format(HfFormat("mistral", "MistralForCausalLM", MistralConfig, FIELDS))

@@ -1,0 +1,60 @@
+"""Mixtral (Jiang et al. 2024): a Mistral with experts in every layer."""
+
+from dataclasses import dataclass
+
+from models.decoder.config import SparseDecoderConfig
+from models.hf_io.config_fields import (
+    DECODER_FIELDS,
+    LOAD_BALANCE,
+    Field,
+    Only,
+    full_every,
+    rope,
+    sliding_window,
+    windows,
+)
+from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.lm import LmConfig
+
+
+@LmConfig.register_subclass("mixtral")
+@dataclass(frozen=True)
+class MixtralConfig(SparseDecoderConfig):
+    """A Mixtral decoder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_all_sparse()
+
+
+FIELDS = {
+    **DECODER_FIELDS,
+    "intermediate_size": Field("experts.intermediate_dim"),
+    "num_key_value_heads": Field("num_kv_heads", 8),
+    "attention_bias": Only(False),
+    "rotary": rope(theta=1_000_000.0, longest=131_072),
+    "rms_norm_eps": Field("rms_norm_eps", 1e-5),
+    "windows": windows(None, full_every(None), sliding_window),
+    "num_local_experts": Field("experts.num_experts", 8, aliases=("num_experts",)),
+    "num_experts_per_tok": Field("experts.experts_per_token", 2),
+    "load_balance": LOAD_BALANCE,
+}
+TENSORS = {
+    **DECODER_TENSORS,
+    "mlp": "block_sparse_moe",
+    "router": "gate",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+
+register_format(
+    HfFormat(
+        "mixtral",
+        "MixtralForCausalLM",
+        MixtralConfig,
+        FIELDS,
+        TENSORS,
+        loaded={"block_sparse_moe": "mlp"},
+    )
+)

@@ -1,0 +1,37 @@
+"""OLMo 3 (Ai2 2025): norms of what layers add to the residual stream, and over all heads."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from models.decoder.config import DecoderConfig, LayerSpec
+from models.hf_io.config_fields import DECODER_FIELDS, Field, full_every, rope, windows
+from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.lm import LmConfig
+
+
+@LmConfig.register_subclass("olmo3")
+@dataclass(frozen=True)
+class Olmo3Config(DecoderConfig):
+    """An OLMo 3 decoder; the scaling of rotary frequencies is of layers without a window alone."""
+
+    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="all_heads", norms="after")
+
+    def layer(self, number: int) -> LayerSpec:
+        """What one layer is."""
+        spec = super().layer(number)
+        return spec if spec.window is None else replace(spec, rotary=replace(self.rotary, scaling=None))
+
+
+FIELDS = {
+    **DECODER_FIELDS,
+    "rotary": rope(theta=500_000.0, longest=2_048, by_kind=True),
+    "rms_norm_eps": Field("rms_norm_eps", 1e-5),
+    "windows": windows(4_096, full_every(4)),
+}
+TENSORS = {
+    **DECODER_TENSORS,
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+register_format(HfFormat("olmo3", "Olmo3ForCausalLM", Olmo3Config, FIELDS, TENSORS))

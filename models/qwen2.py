@@ -1,0 +1,57 @@
+"""Qwen2 and Qwen2.5 (Qwen team 2024): a Llama whose queries, keys and values have biases."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from models.decoder.config import AttentionConfig, DecoderConfig, LayerSpec
+from models.hf_io.config_fields import DECODER_FIELDS, Computed, ConfigFields, Field, Found, windows
+from models.hf_io.formats import HfFormat, register_format
+from models.lm import LmConfig
+
+
+@LmConfig.register_subclass("qwen2")
+@dataclass(frozen=True)
+class Qwen2Config(DecoderConfig):
+    """A Qwen2 decoder; `attention.bias` does not give the output projection one."""
+
+    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig(bias=True))
+
+    def layer(self, number: int) -> LayerSpec:
+        """What one layer is."""
+        return replace(super().layer(number), output_bias=False)
+
+
+def later_layers(
+    given: ConfigFields, window: int | None, num_layers: int
+) -> tuple[int | None, Sequence[bool]]:
+    """The layers from `max_window_layers` on have the window, if `use_sliding_window`."""
+    window = window if given.boolean("use_sliding_window", False) else None
+    first = given.size("max_window_layers", 28, at_least=0)
+    return window, [window is not None and layer >= first for layer in range(num_layers)]
+
+
+def window_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of which `later_layers` reads some."""
+    windowed = [spec.window is not None for spec in config.specs]
+    return {
+        "use_sliding_window": any(windowed),
+        "sliding_window": config.attention.window if any(windowed) else None,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "max_window_layers": windowed.index(True) if any(windowed) else config.num_layers,
+    }
+
+
+def _read_bias(given: ConfigFields, found: Found) -> None:
+    given("attention_bias", None)
+    found["attention.bias"] = True
+
+
+FIELDS = {
+    **DECODER_FIELDS,
+    "num_key_value_heads": Field("num_kv_heads", 32),
+    "attention_bias": Computed(_read_bias, lambda config: {}),
+    "windows": windows(4_096, later_layers, window_fields),
+}
+
+register_format(HfFormat("qwen2", "Qwen2ForCausalLM", Qwen2Config, FIELDS))

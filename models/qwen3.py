@@ -1,0 +1,88 @@
+"""Qwen3 (Yang et al. 2025), dense and with experts: RMS norms of queries and keys over each head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
+from models.hf_io.config_fields import (
+    DECODER_FIELDS,
+    LOAD_BALANCE,
+    Computed,
+    ConfigFields,
+    Field,
+    Found,
+    Only,
+    windows,
+)
+from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.lm import LmConfig
+from models.qwen2 import later_layers, window_fields
+from stacked_remat._messages import shown
+
+
+@LmConfig.register_subclass("qwen3")
+@dataclass(frozen=True)
+class Qwen3Config(DecoderConfig):
+    """A dense Qwen3 decoder: every layer has one MLP."""
+
+    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head")
+
+
+@LmConfig.register_subclass("qwen3_moe")
+@dataclass(frozen=True)
+class Qwen3MoeConfig(SparseDecoderConfig):
+    """A Qwen3 decoder with experts in every layer, or in all but some."""
+
+    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head")
+
+
+def _all_layers(
+    given: ConfigFields, window: int | None, num_layers: int
+) -> tuple[int | None, Sequence[bool]]:
+    window = window if given.boolean("use_sliding_window", False) else None
+    given.size("max_window_layers", 28, at_least=0)  # has no effect
+    return window, [window is not None] * num_layers
+
+
+def _read_dense_layers(given: ConfigFields, found: Found) -> None:
+    step, num_layers = given.size("decoder_sparse_step", 1), found["num_layers"]
+    dense = set(given.sequence("mlp_only_layers", int, []))
+    if strange := sorted(layer for layer in dense if not 0 <= layer < num_layers):
+        raise ValueError(f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to {num_layers - 1}.")
+    layers = (i for i in range(num_layers) if i in dense or (i + 1) % step)
+    found["experts.dense_layers"] = tuple(layers)
+
+
+def _dense_layers(config: Qwen3MoeConfig) -> dict[str, Any]:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": list(config.experts.dense_layers)}
+
+
+def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
+    """Transformers has a window in all layers or in none, whatever `layer_types` says."""
+    window = config.layer(0).window
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
+_SHARED = {**DECODER_FIELDS, "use_qk_norm": Only(True)}
+FIELDS = {
+    **_SHARED,
+    "num_key_value_heads": Field("num_kv_heads", 32),
+    "head_dim": Field("attention.head_dim", 128, written="HeadDim.size"),
+    "windows": windows(4_096, later_layers, window_fields),
+}
+MOE_FIELDS = {
+    **_SHARED,
+    "num_key_value_heads": Field("num_kv_heads", 4),
+    "windows": windows(4_096, _all_layers, _window_of_all),
+    "num_experts": Field("experts.num_experts", aliases=("num_local_experts",)),
+    "num_experts_per_tok": Field("experts.experts_per_token"),
+    "moe_intermediate_size": Field("experts.intermediate_dim"),
+    "norm_topk_prob": Field("experts.norm_topk_prob", False),
+    "load_balance": LOAD_BALANCE,
+    "dense_layers": Computed(_read_dense_layers, _dense_layers),
+}
+MOE_TENSORS = {**DECODER_TENSORS, "router": "gate"}
+
+register_format(HfFormat("qwen3", "Qwen3ForCausalLM", Qwen3Config, FIELDS))
+register_format(HfFormat("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, MOE_FIELDS, MOE_TENSORS))

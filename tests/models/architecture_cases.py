@@ -1,0 +1,194 @@
+"""Small configs of every architecture, as transformers writes them, for the tests that compare with it."""
+
+import os
+
+import numpy as np
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+_SHALLOW = dict(
+    hidden_size=32,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+_DENSE = _SHALLOW | dict(head_dim=6)
+_BALANCE = dict(router_aux_loss_coef=0.3, output_router_logits=True)
+_QWEN3_MOE = _DENSE | dict(moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2)
+_QWEN3_MOE |= dict(norm_topk_prob=True) | _BALANCE
+_GPT_OSS = _DENSE | dict(
+    sliding_window=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    rope_parameters=YARN | dict(factor=8.0, truncate=False, rope_theta=100.0),
+)
+_MIXTRAL = _DENSE | dict(num_local_experts=4, num_experts_per_tok=2) | _BALANCE
+_DEEPSEEK = _SHALLOW | dict(
+    num_key_value_heads=4,
+    moe_intermediate_size=10,
+    n_routed_experts=6,
+    num_experts_per_tok=3,
+    n_group=3,
+    topk_group=2,
+    first_k_dense_replace=1,
+    q_lora_rank=12,
+    kv_lora_rank=8,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    num_nextn_predict_layers=0,
+)
+
+CASES: dict[str, tuple[str, dict]] = {
+    "Llama 3.1": ("Llama", _DENSE | dict(rope_parameters=LLAMA3 | dict(rope_theta=100.0), rms_norm_eps=1e-5)),
+    "Llama, tied, biases, all heads": (
+        "Llama",
+        _SHALLOW | dict(tie_word_embeddings=True, attention_bias=True, num_key_value_heads=4),
+    ),
+    "Qwen2.5": ("Qwen2", _SHALLOW),
+    "Qwen2, tied, windows in the later layers": (
+        "Qwen2",
+        _SHALLOW
+        | dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    ),
+    "Mistral": ("Mistral", _DENSE | dict(sliding_window=None)),
+    "Mistral, window": ("Mistral", _DENSE | dict(sliding_window=3)),
+    "Mixtral": ("Mixtral", _MIXTRAL),
+    "Mixtral, window, three of five": (
+        "Mixtral",
+        _MIXTRAL | dict(sliding_window=4, num_local_experts=5, num_experts_per_tok=3),
+    ),
+    "Gemma 3": ("Gemma3Text", _DENSE | dict(num_hidden_layers=7, sliding_window=4)),
+    "Gemma 3, untied, biases, scaled": (
+        "Gemma3Text",
+        _DENSE
+        | dict(sliding_window=3, query_pre_attn_scalar=10, tie_word_embeddings=False, attention_bias=True)
+        | dict(layer_types=["full_attention", "sliding_attention", "full_attention"])
+        | dict(
+            rope_parameters={
+                "full_attention": LINEAR | dict(rope_theta=1000.0),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            }
+        ),
+    ),
+    "OLMo 3": ("Olmo3", _SHALLOW | dict(num_hidden_layers=5, sliding_window=4)),
+    "OLMo 3, yarn": (
+        "Olmo3",
+        _SHALLOW
+        | dict(sliding_window=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+        | dict(
+            rope_parameters={
+                "full_attention": YARN | dict(rope_theta=100.0),
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        ),
+    ),
+    "DeepSeek V3": ("DeepseekV3", _DEEPSEEK),
+    "DeepSeek V3, no ranks of queries, no groups, biases, halves, raw gates": (
+        "DeepseekV3",
+        _DEEPSEEK
+        | dict(q_lora_rank=None, n_group=1, topk_group=1, attention_bias=True, rope_interleave=False)
+        | dict(norm_topk_prob=False, first_k_dense_replace=0, tie_word_embeddings=True),
+    ),
+    "DeepSeek V3, yarn": (
+        "DeepseekV3",
+        _DEEPSEEK
+        | dict(n_shared_experts=2, first_k_dense_replace=2)
+        | dict(rope_parameters=YARN | dict(rope_theta=100.0, mscale=1.0, mscale_all_dim=1.0)),
+    ),
+    "Qwen3": ("Qwen3", _DENSE),
+    "Qwen3, tied, biases, windows in the later layers, yarn": (
+        "Qwen3",
+        _DENSE
+        | dict(tie_word_embeddings=True, attention_bias=True, use_sliding_window=True, sliding_window=3)
+        | dict(max_window_layers=1, rope_parameters=YARN | dict(rope_theta=100.0)),
+    ),
+    "Qwen3, windows here and there": (
+        "Qwen3",
+        _DENSE
+        | dict(use_sliding_window=True, sliding_window=3)
+        | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    ),
+    "Qwen3 MoE": ("Qwen3Moe", _QWEN3_MOE),
+    "Qwen3 MoE, one key head, raw gates, default head": (
+        "Qwen3Moe",
+        _QWEN3_MOE
+        | dict(hidden_size=24, num_attention_heads=6, num_key_value_heads=1, head_dim=4)
+        | dict(num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, rope_theta=100.0),
+    ),
+    "Qwen3 MoE, tied, biases, dense first layer": (
+        "Qwen3Moe",
+        _QWEN3_MOE | dict(tie_word_embeddings=True, attention_bias=True, mlp_only_layers=[0]),
+    ),
+    "Qwen3 MoE, every second layer dense, windows, yarn": (
+        "Qwen3Moe",
+        _QWEN3_MOE
+        | dict(num_hidden_layers=4, decoder_sparse_step=2, use_sliding_window=True, sliding_window=4)
+        | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
+    ),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gpt-oss, no biases in attention, tied, one key head, window in all layers": (
+        "GptOss",
+        _GPT_OSS
+        | dict(attention_bias=False, tie_word_embeddings=True, num_key_value_heads=1)
+        | dict(layer_types=["sliding_attention"] * 3, num_experts_per_tok=3),
+    ),
+}
+
+
+def drawn(seed: int) -> tuple[str, dict]:
+    """An architecture and fields of a small config, each drawn at random from what its decoder serves."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    others = (name for name, _ in CASES.values() if name != "DeepseekV3")
+    family = one_of(*dict.fromkeys(others))
+    kv_heads, layers = one_of(1, 2, 3), one_of(2, 3)
+    heads = kv_heads * one_of(1, 2, 3)
+    theta = dict(rope_theta=one_of(100.0, 10_000.0, 1e6))
+    fields = dict(
+        hidden_size=heads * one_of(4, 6),
+        intermediate_size=one_of(12, 20),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=one_of(False, True),
+        rms_norm_eps=one_of(1e-6, 1e-3),
+    )
+    if family not in ("Qwen2", "Olmo3"):
+        fields["head_dim"] = one_of(4, 6, 10)
+    if family not in ("Qwen2", "Mistral", "Mixtral"):
+        fields["attention_bias"] = one_of(False, True)
+    scaled = dict(rope_parameters=one_of(YARN, LINEAR, LLAMA3) | theta)
+    if family in ("Gemma3Text", "Olmo3"):
+        fields["rope_parameters"] = {"full_attention": scaled["rope_parameters"], "sliding_attention": theta}
+        fields["rope_parameters"]["sliding_attention"] = {"rope_type": "default", **theta}
+    else:
+        fields |= one_of(theta, scaled)
+    kinds = [one_of("full_attention", "sliding_attention") for _ in range(layers)]
+    if family in ("Gemma3Text", "Olmo3", "GptOss"):
+        fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
+    elif family in ("Mistral", "Mixtral"):
+        fields |= dict(sliding_window=one_of(None, 2, 5))
+    elif family.startswith("Qwen") and one_of(False, True):
+        fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
+        fields |= {} if family == "Qwen3Moe" else dict(layer_types=kinds)
+    experts = one_of(3, 4, 5)
+    # A single gate that is normalised is 1, and its router has no gradient to compare.
+    chosen = dict(num_experts_per_tok=int(rng.integers(2, experts + 1)))
+    if family in ("Mixtral", "GptOss"):
+        fields |= chosen | dict(num_local_experts=experts) | _BALANCE
+    elif family == "Qwen3Moe":
+        fields |= chosen | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10)) | _BALANCE
+        fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=one_of([], [0]))
+    return family, fields
+
+
+SEED = int(os.environ.get("PARITY_SEED", "0"))  # another number tries other configs
+CASES |= {f"drawn from {SEED + number}": drawn(SEED + number) for number in range(4)}

@@ -1,0 +1,226 @@
+"""Every architecture against transformers' implementation, on random small models; needs torch and PEFT."""
+
+import copy
+import dataclasses
+import warnings
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+import models.architectures as architectures
+from models.decoder.config import SparseDecoderConfig
+from models.decoder.decoder import Decoder
+from models.generation.decoding import continued_tokens
+from models.generation.sampling import Sampling
+from models.hf_io.adapters import load_adapters, save_adapters
+from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.formats import read_hf_config
+from models.hf_io.safetensors_folder import SafetensorsFolder
+from models.lm import next_token_loss
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.training import TokenBatch
+
+from .architecture_cases import CASES
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+
+assert architectures  # registers them
+Vocab, Batch, Pos = Axis("vocab", 53), Axis("batch", 2), Axis("position", 11)
+TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+def new_model(family: str, fields: dict):
+    of_experts = dict(experts_implementation="eager") if "num_experts_per_tok" in fields else {}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=Vocab.size,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        attn_implementation="eager",
+        **of_experts,
+        **fields,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    offset = 0.0 if family.startswith("Gemma") else 1.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Wide enough that some experts reach the limit of a clamped SwiGLU.
+            scale = 1.0 if family == "GptOss" and "gate_up" in name else 0.2
+            parameter.copy_(torch.randn_like(parameter) * scale + (offset if "norm" in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if "e_score_correction" in name:
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+        if model.get_input_embeddings().padding_idx is not None:
+            model.get_input_embeddings().padding_idx = None  # its gradient counts here
+    return model
+
+
+def decoder_from(model, folder) -> Decoder:
+    """Ours, read from what transformers' model saves."""
+    model.save_pretrained(folder, max_shard_size="20KB")
+    config, vocab_size = read_hf_config(folder)
+    assert vocab_size == Vocab.size
+    return read_decoder(folder, config, Vocab)
+
+
+@eqx.filter_jit
+def logits(decoder):
+    hidden, _ = decoder.hidden_states(hax.named(jnp.asarray(TOKENS), (Batch, Pos)))
+    return decoder.logits(hidden).array
+
+
+def hf_logits(model):
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits.numpy()
+
+
+def close(found, expected, tolerance=1e-5):
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES, scope="module")
+def case(request, tmp_path_factory):
+    reference, folder = new_model(*request.param), tmp_path_factory.mktemp("weights")
+    return reference, decoder_from(reference, folder), folder
+
+
+def test_logits(case):
+    reference, decoder, _ = case
+    expected = hf_logits(reference)
+    assert np.abs(expected).max() > 1
+    close(logits(decoder), expected)
+
+
+def test_the_round_trip_is_exact(case, tmp_path):
+    reference, decoder, folder = case
+    write_decoder(tmp_path / "again", decoder, max_file_bytes=4_000)
+    first, second = SafetensorsFolder.open(folder), SafetensorsFolder.open(tmp_path / "again")
+    assert first.shapes == second.shapes and len({tensor.path for tensor in second.stored.values()}) > 1
+    for name in first.shapes:
+        np.testing.assert_array_equal(first.read(name), second.read(name))
+    eager = dict(attn_implementation="eager")
+    if isinstance(decoder.config, SparseDecoderConfig):
+        eager["experts_implementation"] = "eager"
+    loaded = type(reference).from_pretrained(tmp_path / "again", **eager)
+    tensors = loaded.state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(tensor, tensors[name])
+    own, theirs = (one.config.to_dict() for one in (loaded, reference))
+    kept = ("rope_parameters", "layer_types", "attention_bias", "head_dim", "rms_norm_eps")
+    assert all(own.get(name) == theirs[name] for name in kept if name in theirs)
+    close(hf_logits(loaded), hf_logits(reference), 1e-6)
+
+
+def test_loss_and_gradients(case, tmp_path):
+    reference, decoder, _ = case
+    named = hax.named(jnp.asarray(TOKENS), (Batch, Pos))
+    weights = hax.ones((Batch, Pos)) * (hax.arange(Pos) < Pos.size - 1).astype(jnp.float32)
+    batch = TokenBatch(named, hax.roll(named, -1, Pos), weights)
+    loss_of = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch)[1]["loss"]))
+    loss, gradient = loss_of(decoder)
+    copied = copy.deepcopy(reference)
+    copied.config.output_router_logits = False  # the loss of tokens alone
+    expected_loss = copied(torch.tensor(TOKENS), labels=torch.tensor(TOKENS)).loss
+    expected_loss.backward()
+    np.testing.assert_allclose(loss, expected_loss.item(), rtol=1e-5)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.copy_(parameter.grad)
+        for name, buffer in copied.named_buffers():
+            if "e_score_correction" in name:
+                buffer.zero_()
+    expected = jax.tree.leaves(decoder_from(copied, tmp_path / "gradients"))
+    whole = np.sqrt(sum(np.square(leaf).sum() for leaf in expected))
+    for ours, theirs in zip(jax.tree.leaves(gradient), expected, strict=True):
+        assert jnp.linalg.norm(ours - theirs) <= 1e-5 * whole
+
+
+def test_the_training_loss_with_the_auxiliary_one(case):
+    reference, decoder, _ = case
+    config = decoder.config
+    if not isinstance(config, SparseDecoderConfig) or not reference.config.output_router_logits:
+        return
+    real = np.ones_like(TOKENS)
+    real[1, 7:] = 0
+    masked = {
+        "attention_mask": torch.tensor(real),
+        "labels": torch.tensor(np.where(real == 1, TOKENS, -100)),
+    }
+    with torch.no_grad():
+        expected = reference(torch.tensor(TOKENS), **masked, output_router_logits=True)
+    experts = dataclasses.replace(config.experts, load_balance_loss="pooled")
+    pooled = dataclasses.replace(decoder, config=dataclasses.replace(config, experts=experts))
+    named, documents = (hax.named(jnp.asarray(one, jnp.int32), (Batch, Pos)) for one in (TOKENS, real))
+    counted = np.concatenate([real[:, 1:], np.zeros_like(real[:, :1])], axis=1)
+    weights = hax.named(jnp.asarray(counted, jnp.float32), (Batch, Pos))
+    batch = TokenBatch(named, hax.roll(named, -1, Pos), weights, documents)
+    loss, metrics = eqx.filter_jit(next_token_loss)(pooled, batch)
+    np.testing.assert_allclose(metrics["load_balance"], expected.aux_loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(loss - metrics["loss"], 0.3 * expected.aux_loss.item(), rtol=1e-4)
+    np.testing.assert_allclose(loss, expected.loss.item(), rtol=1e-5)
+
+
+def test_greedy_text(case):
+    reference, decoder, _ = case
+    prompts = [TOKENS[0, :5], TOKENS[1, :3]]
+    steps = continued_tokens(
+        decoder, prompts, max_new_tokens=8, sampling=Sampling(temperature=0.0), key=jax.random.key(0)
+    )
+    ours = np.stack(list(steps), axis=1).tolist()
+    for prompt, found in zip(prompts, ours, strict=True):
+        tokens = torch.tensor([prompt.tolist()])
+        options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        whole = reference.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        assert found == whole[0, len(prompt) :].tolist()
+
+
+def test_what_peft_writes_we_read(case, tmp_path):
+    reference, decoder, _ = case
+    of_experts = isinstance(decoder.config, SparseDecoderConfig)
+    targets = dict(target_parameters=EXPERTS) if of_experts else {}
+    modules = ATTENTION if of_experts else ATTENTION + MLP
+    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, target_modules=modules, **targets)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(copy.deepcopy(reference), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(tmp_path)
+    expected = hf_logits(model)
+    assert np.abs(expected - hf_logits(reference)).max() > 1e-2
+    close(logits(load_adapters(decoder, tmp_path)), expected, 2e-5)
+
+
+def test_what_we_write_peft_reads_and_we_read_back(case, tmp_path):
+    reference, decoder, _ = case
+    shapes = apply_lora(decoder, LoraConfig(3, 2.0, ("layers.*",)), key=jax.random.key(0))
+    rng = np.random.default_rng(1)
+    adapted = jax.tree.map(
+        lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32) if own else leaf,
+        shapes,
+        lora_filter(shapes),
+    )
+    save_adapters(tmp_path, adapted)
+    expected = logits(adapted)
+    assert np.abs(expected - logits(decoder)).max() > 1e-2
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path).eval()
+    close(hf_logits(theirs), expected, 2e-5)
+    again = load_adapters(decoder, tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(adapted)
+    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(adapted), strict=True):
+        np.testing.assert_array_equal(left, right)

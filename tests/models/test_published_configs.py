@@ -1,0 +1,147 @@
+"""The `config.json` of published models is read without a warning, and gives the published size."""
+
+import json
+
+import pytest
+
+import models.architectures as architectures
+from models.hf_io.formats import config_from_hf, config_to_hf
+from models.hf_io.safetensors_folder import WeightsError
+
+assert architectures  # registers them
+
+_COMMON = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02}
+_COMMON |= {"torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True}
+
+
+def sizes(hidden, inner, layers, heads, kv_heads, vocab):
+    return _COMMON | {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+LLAMA |= {"pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "rope_scaling": LLAMA3}
+LLAMA |= {"max_position_embeddings": 131_072}
+PUBLISHED = {
+    "Llama 3.1 8B": (
+        LLAMA | {"tie_word_embeddings": False} | sizes(4096, 14336, 32, 32, 8, 128_256),
+        8_030_261_248,
+    ),
+    "Llama 3.2 1B": (
+        LLAMA
+        | {"tie_word_embeddings": True, "head_dim": 64, "rope_scaling": LLAMA3 | {"factor": 32.0}}
+        | sizes(2048, 8192, 16, 32, 8, 128_256),
+        1_235_814_400,
+    ),
+    "Qwen2.5 7B": (
+        {"model_type": "qwen2", "hidden_act": "silu", "max_position_embeddings": 131_072, "use_mrope": False}
+        | {"max_window_layers": 28, "sliding_window": 131_072, "use_sliding_window": False}
+        | {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
+        | sizes(3584, 18944, 28, 28, 4, 152_064),
+        7_615_616_512,
+    ),
+    "Mistral 7B v0.3": (
+        {"model_type": "mistral", "hidden_act": "silu", "max_position_embeddings": 32_768}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "tie_word_embeddings": False}
+        | sizes(4096, 14336, 32, 32, 8, 32_768),
+        7_248_023_552,
+    ),
+    "Mixtral 8x7B": (
+        {"model_type": "mixtral", "hidden_act": "silu", "max_position_embeddings": 32_768}
+        | {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None}
+        | {"tie_word_embeddings": False}
+        | sizes(4096, 14336, 32, 32, 8, 32_000),
+        46_702_792_704,
+    ),
+    "Gemma 3 1B": (
+        {"model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None}
+        | {"cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256}
+        | {"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32_768}
+        | {"query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10_000}
+        | {"rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6}
+        | sizes(1152, 6912, 26, 4, 1, 262_144),
+        999_885_952,
+    ),
+    "OLMo 3 7B": (
+        {"model_type": "olmo3", "attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "sliding_window": 4096}
+        | {"max_position_embeddings": 65_536, "rope_theta": 500_000, "tie_word_embeddings": False}
+        | {"rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}}
+        | sizes(4096, 11008, 32, 32, 32, 100_278),
+        7_298_011_136,
+    ),
+}
+DEEPSEEK = {"model_type": "deepseek_v3", "hidden_act": "silu", "attention_bias": False, "ep_size": 1}
+DEEPSEEK |= {"first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128}
+DEEPSEEK |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "max_position_embeddings": 163_840}
+DEEPSEEK |= {"moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4}
+DEEPSEEK |= {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+DEEPSEEK |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"}
+DEEPSEEK |= {"topk_method": "noaux_tc", "rms_norm_eps": 1e-6, "rope_theta": 10_000}
+DEEPSEEK |= {"tie_word_embeddings": False, "num_nextn_predict_layers": 0}
+DEEPSEEK["rope_scaling"] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+DEEPSEEK["rope_scaling"] |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+PUBLISHED["DeepSeek V3"] = DEEPSEEK | sizes(7168, 18432, 61, 128, 128, 129_280), 671_026_419_200
+PUBLISHED["OLMo 3 7B"][0]["rope_scaling"] |= {"rope_type": "yarn", "factor": 8.0}
+PUBLISHED["OLMo 3 7B"][0]["rope_scaling"] |= {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_is_read_and_written(name):
+    document, num_weights = PUBLISHED[name]
+    config, vocab_size = config_from_hf(document)
+    assert config.num_weights(vocab_size) == num_weights
+    written = json.loads(json.dumps(config_to_hf(config, vocab_size, dtype="bfloat16")))
+    again, _ = config_from_hf(written)
+    assert again.specs == config.specs and again.num_weights(vocab_size) == num_weights
+    assert config_to_hf(again, vocab_size, dtype="bfloat16") == written
+
+
+def test_layers_are_what_the_papers_say():
+    gemma, _ = config_from_hf(PUBLISHED["Gemma 3 1B"][0])
+    assert gemma.pattern[:6] == ("sliding_dense",) * 5 + ("dense",)
+    assert gemma.layer(0).rotary.theta == 10_000 and gemma.layer(5).rotary.theta == 1_000_000
+    olmo, _ = config_from_hf(PUBLISHED["OLMo 3 7B"][0])
+    assert olmo.layer(0).rotary.scaling is None and olmo.layer(3).rotary.scaling is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (
+            "Gemma 3 1B",
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping is 30.0; .* not supported",
+        ),
+        ("Gemma 3 1B", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("Llama 3.1 8B", {"mlp_bias": True}, "mlp_bias is True; this is not supported"),
+        ("Llama 3.1 8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1"),
+        ("DeepSeek V3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
+        ("DeepSeek V3", {"quantization_config": {"quant_method": "fp8"}}, "only None is supported"),
+        ("Mixtral 8x7B", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        (
+            "OLMo 3 7B",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 5}}},
+            "not",
+        ),
+    ],
+)
+def test_what_changes_the_model_and_is_not_implemented_is_refused(name, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(PUBLISHED[name][0] | fields)
+
+
+def test_a_decoder_that_an_architecture_lacks_is_not_written():
+    config, vocab_size = config_from_hf(PUBLISHED["Llama 3.2 1B"][0])
+    attention = type(config.attention)(head_dim=64, window=8)
+    with pytest.raises(WeightsError, match="llama can't have this decoder; .* model.attention.window"):
+        config_to_hf(type(config)(**{**vars(config), "attention": attention}), vocab_size, dtype="float32")

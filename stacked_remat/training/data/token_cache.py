@@ -14,18 +14,17 @@ import numpy as np
 from jaxtyping import UInt32
 
 from ..._files import replaced_whole
-from ..checksums import json_with_checksum, read_json_with_checksum
 from ..progress import Progress
 from .chat_template import ChatTemplateError, RenderedChat
 from .data_error import DataError
 from .files import SourceFile
-from .outdated_caches import COMPLETE, LOCK, UNFINISHED, hold, remove_outdated
 from .records import Message, Record, RecordFormat, place_of, read_records
 from .token_shards import ShardSummary, open_shards, read_summaries, shard_folder, write_shard
 from .tokenized import TokenizedDocuments, damaged_cache
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 2  # of the files of a cache
+_FORMAT = 3  # of the files of a cache
+_COMPLETE, _LOCK = "complete.json", ".lock"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT = 5
 
@@ -96,8 +95,7 @@ def open_token_cache(
     Tokens are written in shards. After a kill the next call resumes after the last whole shard, with the
     same result. One process at a time builds; others wait. The folder's name has a hash of the tokenizer and
     of the files' addresses, sizes and times (or other versions of their file system), so that any change
-    builds a new cache. Caches of the same source with an earlier version of one of its files, which can't be
-    found again, are then removed unless a process has them open.
+    builds a new cache beside the earlier ones.
 
     Args:
         request: what to tokenize.
@@ -113,11 +111,10 @@ def open_token_cache(
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache_dir.expanduser() / f"{request.name}-{digest}"
     try:
-        if not (folder / COMPLETE).exists():
+        if not (folder / _COMPLETE).exists():
             with _locked(folder):
-                if not (folder / COMPLETE).exists():
+                if not (folder / _COMPLETE).exists():
                     _build(request, folder, progress, shard_tokens)
-        hold(folder)
         return _open(request, folder)
     except OSError as error:  # errors of reading are DataErrors already
         raise DataError(
@@ -132,22 +129,15 @@ def open_token_cache(
 def _locked(folder: Path) -> Iterator[None]:
     """Waits until no other process builds here. The system releases the lock of a process that dies."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with (folder / _LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> None:
-    """Makes a cache whole, and removes those that it replaces."""
-    with replaced_whole(folder / UNFINISHED) as path:
-        path.write_text(json.dumps(request.identity()), encoding="utf-8")
     count = _write_shards(request, folder, progress, shard_tokens)
-    with replaced_whole(folder / COMPLETE) as path:
-        path.write_text(json_with_checksum({**request.identity(), "shards": count}), encoding="utf-8")
-    (folder / UNFINISHED).unlink()
-    if removed := remove_outdated(folder, request.name, request.files):
-        names = ", ".join(path.name for path in removed)
-        progress.message(f"removed token caches of earlier versions of the files of {request.name}: {names}")
+    with replaced_whole(folder / _COMPLETE) as path:
+        path.write_text(json.dumps({**request.identity(), "shards": count}), encoding="utf-8")
 
 
 def _write_shards(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> int:
@@ -236,18 +226,18 @@ class _Shard:
 
     def _text_of(self, file: SourceFile, record: Record) -> str | RenderedChat | None:
         """The text to tokenize, or None after counting a problem."""
-        problem, text = record.problem, record.content or ""
+        place, problem, text = place_of(file, record.number), record.problem, record.content or ""
         if not isinstance(text, str):
             try:
                 text = _render(self._request, text)
             except ChatTemplateError as error:
-                problem, text = f"{place_of(file, record)} does not fit the chat template: {error}", ""
+                problem, text = f"{place} does not fit the chat template: {error}", ""
         if problem is None:
             try:
                 (text if isinstance(text, str) else text.text).encode("utf-8")
                 return text
             except UnicodeEncodeError:
-                problem = f"{place_of(file, record)} has half a surrogate pair, which is not valid Unicode"
+                problem = f"{place} has half a surrogate pair, which is not valid Unicode"
         if self._request.on_malformed == "error":
             raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
         self._problems.append(problem)
@@ -278,10 +268,10 @@ def _key(request: CacheRequest, at: int, record: Record) -> int:
 def _open(request: CacheRequest, folder: Path) -> CachedTokens:
     summaries = read_summaries(folder)
     try:
-        whole = read_json_with_checksum(folder / COMPLETE)
-    except ValueError:
-        raise damaged_cache(folder / COMPLETE, folder) from None
-    if len(summaries) != whole["shards"]:
+        count = json.loads((folder / _COMPLETE).read_bytes())["shards"]
+    except (ValueError, KeyError, TypeError):
+        raise damaged_cache(folder / _COMPLETE, folder) from None
+    if len(summaries) != count:
         raise damaged_cache(shard_folder(folder, len(summaries)), folder)
     numbers = ("num_documents", "num_tokens", "num_empty", "num_malformed")
     totals: dict[str, Any] = {name: sum(getattr(summary, name) for summary in summaries) for name in numbers}

@@ -2,17 +2,17 @@
 
 import dataclasses
 import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Integer, UInt32
 
 from ..._files import replaced_whole
-from ..checksums import checksum, json_with_checksum, read_json_with_checksum
-from .tokenized import ArrayFile, TokenizedDocuments, damaged_cache
+from .tokenized import TokenizedDocuments, damaged_cache, load_array
 from .tokenizers import Counted, Tokens
 
 _TOKENS, _COUNTED, _LENGTHS, _PLACES = "tokens.npy", "counted.npy", "lengths.npy", "places.npy"
@@ -32,7 +32,7 @@ class ShardSummary:
         num_malformed: records that could not be read, which were left out.
         problems: the problems of the first of these.
         fingerprint: a hash of the tokens and document boundaries.
-        checksums: of the shard's files, by name.
+        has_counted: whether the shard says which tokens count.
     """
 
     next_file: int = 0
@@ -41,9 +41,9 @@ class ShardSummary:
     num_tokens: int = 0
     num_empty: int = 0
     num_malformed: int = 0
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
     fingerprint: str = ""
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    has_counted: bool = False
 
 
 def write_shard(
@@ -78,10 +78,10 @@ def write_shard(
             summary,
             num_documents=len(documents),
             num_tokens=int(tokens.size),
-            checksums={name: checksum(unfinished / name) for name in arrays},
+            has_counted=_COUNTED in arrays,
             fingerprint=hashlib.sha256(raw).hexdigest(),
         )
-        (unfinished / _SUMMARY).write_text(json_with_checksum(dataclasses.asdict(summary)), encoding="utf-8")
+        (unfinished / _SUMMARY).write_text(json.dumps(dataclasses.asdict(summary), indent=2))
         for path in unfinished.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -96,10 +96,9 @@ def read_summaries(folder: Path) -> list[ShardSummary]:
     found = []
     while (shard := shard_folder(folder, len(found))).exists():
         try:
-            fields = read_json_with_checksum(shard / _SUMMARY)
-        except (FileNotFoundError, ValueError):
+            found.append(ShardSummary(**json.loads((shard / _SUMMARY).read_bytes())))
+        except (FileNotFoundError, ValueError, TypeError):
             raise damaged_cache(shard / _SUMMARY, folder) from None
-        found.append(ShardSummary(**{**fields, "problems": tuple(fields["problems"])}))
     return found
 
 
@@ -112,20 +111,18 @@ def open_shards(folder: Path) -> tuple[TokenizedDocuments, UInt32[np.ndarray, "2
     summaries = read_summaries(folder)
     full = [index for index, summary in enumerate(summaries) if summary.num_documents]
 
-    def file(index: int, name: str) -> ArrayFile:
-        return ArrayFile(shard_folder(folder, index) / name, summaries[index].checksums[name])
+    def file(index: int, name: str) -> Path:
+        return shard_folder(folder, index) / name
 
     lengths, places = (
-        np.concatenate([first, *(np.load(file(index, name).whole) for index in full)], axis=-1)
+        np.concatenate([first, *(load_array(file(index, name)) for index in full)], axis=-1)
         for name, first in ((_LENGTHS, np.zeros(0, np.uint32)), (_PLACES, np.zeros((2, 0), np.uint32)))
     )
     lengths = lengths.astype(np.int64)
     sizes = np.array([summaries[index].num_tokens for index in full], dtype=np.int64)
     documents = TokenizedDocuments(
         shards=tuple(file(index, _TOKENS) for index in full),
-        counted=tuple(
-            file(index, _COUNTED) if _COUNTED in summaries[index].checksums else None for index in full
-        ),
+        counted=tuple(file(index, _COUNTED) if summaries[index].has_counted else None for index in full),
         shard_starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,

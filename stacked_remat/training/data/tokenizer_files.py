@@ -12,7 +12,6 @@ from .tokenizers import ByteTokenizer, Tokenizer
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
-_LARGEST = 2**28  # bytes of a file; tokenizers of 250,000 tokens have 2**25
 _Finder: TypeAlias = Callable[[str], Path | None]
 """From the usual name of a tokenizer's file to its path; None if there is no such file."""
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
@@ -110,11 +109,7 @@ def _text(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise DataError(f"{path} of data.tokenizer is larger than {_LARGEST >> 20} MiB.")
-        return text.decode("utf-8")
+        return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise DataError(f"Can't read {path} of data.tokenizer: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -58,11 +57,9 @@ def open_training_data(
         process: this process's share of every batch; all of it if not given.
 
     Raises:
-        DataError: a path matches no file, a record can't be read, there is too little text, or batches do not
-            fit into this machine's memory.
+        DataError: a path matches no file, a record can't be read, or there is too little text.
     """
     process = ProcessShare() if process is None else process
-    _check_memory(config, process)
     training: dict[str, MixtureShare] = {}
     held_out: dict[str, PackedDocuments] = {}
     for source in _sources(config, progress):
@@ -194,19 +191,6 @@ def _split(
         )
     trained_on = documents.select(~in_fraction, f"trained on, {fraction} held out")
     return trained_on, documents.select(in_fraction, f"held out, {fraction} held out")
-
-
-def _check_memory(config: DataConfig, process: ProcessShare) -> None:
-    """Refuses batches that do not fit into memory before any is made."""
-    rows, ahead = process.rows(config.batch_size), 1 + config.prefetch
-    size = 20 * config.seq_len * rows * ahead  # five fields of four bytes
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory:
-        raise DataError(
-            f"Batches of {rows:,} sequences (data.batch_size) of data.seq_len = {config.seq_len:,} tokens, "
-            f"{ahead:,} at a time (data.prefetch + 1), take {size / 2**30:,.1f} GiB, and this machine has "
-            f"{memory / 2**30:,.1f}. Make them smaller."
-        )
 
 
 def _cached(

@@ -12,7 +12,6 @@ from .checkpoint import (
     checkpoint_steps as checkpoint_steps,
     load_checkpoint as load_checkpoint,
 )
-from .config_error import ConfigError as ConfigError
 from .config_file import config_as_dict as config_as_dict, parse_config as parse_config
 from .config_reference import config_reference as config_reference
 from .data.batch_stream import (
@@ -25,7 +24,6 @@ from .data.chat_template import (
     ChatTemplateError as ChatTemplateError,
     RenderedChat as RenderedChat,
 )
-from .data.data_error import DataError as DataError
 from .data.held_out import HeldOutBatches as HeldOutBatches
 from .data.packing import PackedDocuments as PackedDocuments
 from .data.tokenized import TokenizedDocuments as TokenizedDocuments
@@ -36,6 +34,7 @@ from .data.tokenizer_files import (
 from .data.tokenizers import ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
 from .data.training_data import TrainingData as TrainingData, open_training_data as open_training_data
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
+from .errors import ConfigError as ConfigError, DataError as DataError
 from .evaluation import held_out_evaluators as held_out_evaluators
 from .ghost_config import GhostConfig as GhostConfig, GhostValidationConfig as GhostValidationConfig
 from .loop import (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .batches import TokenBatch
-from .config_error import ConfigError
+from .errors import ConfigError
 from .mesh import Partitioning
 from .step import LossFunction
 from .streams import HeldOutSet

@@ -11,7 +11,7 @@ import jax
 from .._placement import is_on_host
 from ..memory._table import readable_bytes
 from .array_layout import arrays_by_name, is_key
-from .config_error import ConfigError
+from .errors import ConfigError
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")

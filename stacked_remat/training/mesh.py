@@ -26,8 +26,8 @@ from .._placement import is_on_host
 from .._stacked import Stacked
 from ..memory._arguments import on_one_device
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
-from .config_error import ConfigError
 from .data.batch_stream import ProcessShare
+from .errors import ConfigError
 from .trainer_config import MeshConfig
 
 T = TypeVar("T")

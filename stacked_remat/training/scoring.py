@@ -18,7 +18,7 @@ from jaxtyping import Array, DTypeLike
 
 from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
-from .config_error import ConfigError
+from .errors import ConfigError
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
 from .step import (

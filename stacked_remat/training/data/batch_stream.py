@@ -10,8 +10,8 @@ from typing import Any, final
 import numpy as np
 
 from ..batches import TokenBatch
+from ..errors import DataError
 from ..run_folder import config_changes
-from .data_error import DataError
 from .packing import PackedDocuments
 
 # Sequences in an endless stream. Grain 0.2.18 divides the length of its own endless datasets by the batch

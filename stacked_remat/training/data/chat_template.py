@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from ..errors import DataError
 from .chat_answers import find_answers
-from .data_error import DataError
 
 # Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
 _BEGIN, _END = "\ufdd0", "\ufdd1"

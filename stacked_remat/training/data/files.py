@@ -15,8 +15,7 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from ..._messages import shortened
-from ..credentials import without_credentials
-from .data_error import DataError
+from ..errors import DataError, without_credentials
 
 # Installed packages differ between machines, tests contain tables of data, pydoc_data is generated.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, final
 import numpy as np
 from jaxtyping import Int64
 
-from .data_error import DataError
+from ..errors import DataError
 from .tokenized import TokenizedDocuments
 
 PackedSequence: TypeAlias = dict[str, np.ndarray]

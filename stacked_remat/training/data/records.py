@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 import fsspec
 import fsspec.compression
 
-from .data_error import DataError
+from ..errors import DataError
 from .files import SourceFile
 
 Message: TypeAlias = dict[str, Any]

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import UInt32
 
 from ..._files import replaced_whole
+from ..errors import DataError
 from ..progress import Progress
 from .chat_template import ChatTemplateError, RenderedChat
-from .data_error import DataError
 from .files import SourceFile
 from .records import Message, Record, RecordFormat, place_of, read_records
 from .token_shards import ShardSummary, open_shards, read_summaries, shard_folder, write_shard

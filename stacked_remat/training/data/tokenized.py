@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, final
 import numpy as np
 from jaxtyping import Bool, Float32, Integer
 
-from .data_error import DataError
+from ..errors import DataError
 
 Shard: TypeAlias = np.ndarray | Path
 """The concatenated tokens of some documents: an array, or the file of one."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..._files import read_json_fields
-from .data_error import DataError
+from ..errors import DataError
 from .hugging_face_tokenizer import HuggingFaceTokenizer
 from .tokenizers import ByteTokenizer, Tokenizer
 

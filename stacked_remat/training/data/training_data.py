@@ -9,9 +9,9 @@ from typing import final
 import numpy as np
 
 from ..data_config import DataConfig, SourceConfig
+from ..errors import DataError
 from ..progress import Progress
 from .batch_stream import BatchStream, MixtureShare, ProcessShare
-from .data_error import DataError
 from .files import SourceFile, find_files, standard_library_files
 from .held_out import HeldOutBatches
 from .packing import PackedDocuments

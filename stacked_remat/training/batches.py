@@ -1,8 +1,8 @@
 """The batch of tokens that a training step receives."""
 
+from typing import Any
+
 import equinox as eqx
-import haliax as hax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Float, Int
 from numpy import ndarray
@@ -43,16 +43,10 @@ class TokenBatch(eqx.Module):
         documents: Int[ndarray, "batch position"] | None = None,
         positions: Int[ndarray, "batch position"] | None = None,
     ) -> "TokenBatch":
-        """A batch from NumPy arrays, on the default device."""
+        """A batch of these arrays, which stay on the host until a program or `shard_batch` takes them."""
         axes = (Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1]))
 
-        def named(array: ndarray) -> NamedArray:
-            return hax.named(jnp.asarray(array), axes)
+        def named(array: Any) -> Any:
+            return None if array is None else NamedArray(array, axes)
 
-        return TokenBatch(
-            named(tokens),
-            named(targets),
-            named(weights),
-            None if documents is None else named(documents),
-            None if positions is None else named(positions),
-        )
+        return TokenBatch(named(tokens), named(targets), named(weights), named(documents), named(positions))

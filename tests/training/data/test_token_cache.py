@@ -125,7 +125,7 @@ from stacked_remat.training import ByteTokenizer, ConsoleProgress
 from stacked_remat.training.data.files import find_files
 from stacked_remat.training.data.records import RecordFormat
 
-write = token_cache.write_shard
+write = token_cache._Shard.write
 
 def slowly(*arguments):
     write(*arguments)
@@ -136,7 +136,7 @@ class Silent(ConsoleProgress):
     def work(self, *_):
         pass
 
-token_cache.write_shard = slowly
+token_cache._Shard.write = slowly
 files = find_files([sys.argv[1]], "key")
 request = token_cache.CacheRequest("texts", files, RecordFormat(), ByteTokenizer())
 token_cache.open_token_cache(request, Path(sys.argv[2]), Silent(), shard_tokens=3000)
@@ -277,7 +277,7 @@ def test_files_of_a_cache_that_are_cut_or_missing_are_found(tmp_path, monkeypatc
     assert len(shards(cache)) == 2
     files = [path for path in sorted(cache.rglob("*")) if path.is_file() and not path.name.startswith(".")]
     assert {path.name for path in files} == {
-        *("tokens.npy", "lengths.npy", "counted.npy", "places.npy", "shard.json", "complete.json")
+        *("tokens.npy", "lengths.npy", "counted.npy", "keys.npy", "shard.json", "complete.json")
     }
     for path in files:
         written = path.read_bytes()

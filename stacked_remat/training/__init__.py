@@ -1,7 +1,13 @@
 """Training for any model: configs, data, steps, the loop around them, checkpoints and trackers."""
 
 from . import extra as extra
-from .batches import BATCH_AXIS as BATCH_AXIS, POSITION_AXIS as POSITION_AXIS, TokenBatch as TokenBatch
+from .batches import (
+    BATCH_AXIS as BATCH_AXIS,
+    POSITION_AXIS as POSITION_AXIS,
+    HeldOutSet as HeldOutSet,
+    TokenBatch as TokenBatch,
+    TokenStream as TokenStream,
+)
 from .checkpoint import (
     CheckpointDamagedError as CheckpointDamagedError,
     CheckpointMismatchError as CheckpointMismatchError,
@@ -105,7 +111,6 @@ from .step import (
     build_step as build_step,
     train_step as train_step,
 )
-from .streams import HeldOutSet as HeldOutSet, TokenStream as TokenStream
 from .throughput import peak_flops as peak_flops, training_flops as training_flops
 from .trackers import (
     HostedTracker as HostedTracker,

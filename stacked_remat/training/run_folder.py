@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import yaml
 
@@ -41,41 +40,25 @@ _ABSENT = "not set"
 _LOCK = ".lock"
 
 
-@dataclass(frozen=True)
+@final
 class RunFolder:
-    """Paths of a run's results."""
+    """Paths of a run's results.
 
-    root: Path
+    Attributes:
+        root: the folder.
+        config: the resolved config, YAML.
+        metrics: metrics, JSON lines.
+        checkpoints: the checkpoints, each a folder named by its step.
+        scores: the scores of examples, Parquet files.
+        result: the result, JSON; exists when the run is finished.
+        profile: traces of JAX's profiler.
+    """
 
-    @property
-    def config(self) -> Path:
-        """The resolved config, YAML."""
-        return self.root / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, JSON lines."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints, each a folder named by its step."""
-        return self.root / "checkpoints"
-
-    @property
-    def scores(self) -> Path:
-        """The scores of examples, Parquet files."""
-        return self.root / LOG_FOLDER
-
-    @property
-    def result(self) -> Path:
-        """The result, JSON; exists when the run is finished."""
-        return self.root / "result.json"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of JAX's profiler."""
-        return self.root / "profile"
+    def __init__(self, root: Path):
+        self.root = root
+        self.config, self.metrics = root / "config.yaml", root / "metrics.jsonl"
+        self.checkpoints, self.scores = root / "checkpoints", root / LOG_FOLDER
+        self.result, self.profile = root / "result.json", root / "profile"
 
     def nonfinite_step(self, step: int) -> Path:
         """The data of a step whose loss or gradient was not finite."""

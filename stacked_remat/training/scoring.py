@@ -17,8 +17,8 @@ from haliax.util import is_named_array
 from jaxtyping import Array
 
 from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
-from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
-from .errors import ConfigError
+from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
+from .evaluation import counted_targets
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
 from .step import (
@@ -32,7 +32,6 @@ from .step import (
     of_whole_batch,
     share_of_objective,
 )
-from .streams import HeldOutSet
 from .trainer_config import TrainerConfig
 
 ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[tuple[NamedArray, Array], Metrics]]
@@ -63,17 +62,7 @@ def validation_batches(
     texts = {f"held_out/{name}": (by_source[name], weight) for name, weight in config.sources.items()}
     total, found = sum(config.sources.values()) or 1.0, []
     for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
-        if len(text) < config.batches:
-            raise ConfigError(
-                f"The set {name} has {len(text)} batches, fewer than ghost.validation.batches = "
-                f"{config.batches}. Lower it, data.batch_size or data.seq_len, or hold out more text."
-            )
-        tokens = [float(np.asarray(text.batch(index).weights.array).sum()) for index in range(config.batches)]
-        if not sum(tokens):
-            raise ConfigError(
-                f"No token in the first {config.batches} batches of the set {name} counts as a target. Raise "
-                f"ghost.validation.batches, or hold out other text."
-            )
+        tokens = counted_targets(text, config.batches, name, "ghost.validation.batches")
         found += [
             ValidationBatch(text, index, weight / total * own / sum(tokens))
             for index, own in enumerate(tokens)

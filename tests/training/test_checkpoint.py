@@ -152,7 +152,7 @@ def test_a_failed_save_is_an_error_and_leaves_the_earlier_checkpoint(
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(checkpoint_module, "checksums", fail)  # written last
+    monkeypatch.setattr(checkpoint_module, "_checksums", fail)  # written last
     with pytest.raises(OSError, match=rf"checkpoint of step 2: {reason}\. Earlier ones are") as raised:
         checkpoints.save(2, state(), {})
         checkpoints.wait()
@@ -191,7 +191,8 @@ def test_any_damage_to_a_checkpoint_is_found_or_harmless(tmp_path):
             try:
                 restored = load_checkpoint(folder, shapes())
             except CheckpointDamagedError as error:
-                assert str(path) in str(error) and "Restore it from a copy" in str(error)
+                assert str(path) in str(error) or path.name == "checksums.json"
+                assert "Restore it from a copy" in str(error)
             else:
                 harmless.append(path)
                 assert eqx.tree_equal(restored, state(seed=1))

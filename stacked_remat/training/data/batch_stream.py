@@ -120,7 +120,7 @@ class BatchStream:
         """The next batch, or this process's rows of it."""
         arrays = next(self._iterator)
         self._delivered += 1
-        return TokenBatch.of(**arrays)
+        return TokenBatch.of(**arrays, on_host=True)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch of `next`, and the identity of the data, as JSON."""

@@ -51,4 +51,5 @@ class HeldOutBatches:
         rows = [packed[at] for packed, at in places]
         empty = {name: np.zeros_like(array) for name, array in rows[0].items()}
         own = (rows + [empty] * (self.batch_size - len(rows)))[self._own]
-        return TokenBatch.of(**{name: np.stack([row[name] for row in own]) for name in empty})
+        arrays = {name: np.stack([row[name] for row in own]) for name in empty}
+        return TokenBatch.of(**arrays, on_host=True)

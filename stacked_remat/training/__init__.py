@@ -22,6 +22,7 @@ from .config_file import config_as_dict as config_as_dict, parse_config as parse
 from .config_reference import config_reference as config_reference
 from .data.batch_stream import (
     BatchStream as BatchStream,
+    HeldOutBatches as HeldOutBatches,
     MixtureShare as MixtureShare,
     ProcessShare as ProcessShare,
 )
@@ -30,7 +31,6 @@ from .data.chat_template import (
     ChatTemplateError as ChatTemplateError,
     RenderedChat as RenderedChat,
 )
-from .data.held_out import HeldOutBatches as HeldOutBatches
 from .data.packing import PackedDocuments as PackedDocuments
 from .data.tokenized import TokenizedDocuments as TokenizedDocuments
 from .data.tokenizer_files import (

@@ -8,9 +8,8 @@ from typing import final
 from ..data_config import DataConfig, SourceConfig
 from ..errors import DataError
 from ..progress import Progress
-from .batch_stream import BatchStream, MixtureShare, ProcessShare
+from .batch_stream import BatchStream, HeldOutBatches, MixtureShare, ProcessShare
 from .files import SourceFile, find_files, standard_library_files
-from .held_out import HeldOutBatches
 from .packing import PackedDocuments
 from .records import RecordFormat, format_of
 from .token_cache import CachedTokens, CacheRequest, open_token_cache

@@ -89,14 +89,7 @@ def open_training_data(
 
 @dataclass(frozen=True)
 class _Source:
-    """The files of a source.
-
-    Attributes:
-        name: in the config.
-        config: of the source.
-        files: to train on; no source names them under `held_out`.
-        held_out: to evaluate on; empty if a fraction of the documents is held out instead.
-    """
+    """A source: files to train on, and to evaluate on if it names some."""
 
     name: str
     config: SourceConfig

@@ -25,12 +25,10 @@ class ConfigRow:
     """A key of a config (of a value, a section, or sections under free names), or a type of a section.
 
     Attributes:
-        kind: which of these.
-        dotted: the dotted key; for a type, its section's.
         names: the names of a value's type; the types that a section chooses among; the name of a type, or
             those of types with the same sections.
-        default: as one would write it; None if it is required. For a section, its type in the default
-            config, or `null` if it is left out there.
+        default: as one would write it, None if it is required; for a section, its type, or `null` if it is
+            left out.
         type_required: whether a section that is written has to name its `type`.
         meaning: what the docstring of the class says about the field.
         description: what the docstring of a section's class says before its fields.

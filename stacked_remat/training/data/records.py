@@ -19,14 +19,7 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How the files of a source are read.
-
-    Attributes:
-        format: `text`, `jsonl`, `parquet`, or `auto` to go by the ending of each file's name.
-        text_key: key or column of a document's text.
-        messages_key: key or column of a chat.
-        max_bytes: decompressed bytes that a text, a line or a row may have.
-    """
+    """How the files of a source are read; the fields are those of `SourceConfig` and `DataConfig`."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_key: str = "text"

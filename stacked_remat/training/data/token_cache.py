@@ -32,15 +32,9 @@ _PROBLEMS_KEPT = 5
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """The files to tokenize, and how.
+    """The files to tokenize, in the order of their documents, and how.
 
-    Attributes:
-        name: of the source; the name of the cache's folder begins with it.
-        files: in the order of their documents.
-        how: how to read the files.
-        tokenizer: to tokenize them.
-        answers_only: whether only the assistant's turns of chats count as targets.
-        on_malformed: whether a record that can't be read is an error, or counted and skipped.
+    The name of the cache's folder begins with `name`, that of the source.
     """
 
     name: str
@@ -73,19 +67,7 @@ class CacheRequest:
 
 @dataclass(frozen=True)
 class ShardSummary:
-    """The contents of a shard, and where the next one begins.
-
-    Attributes:
-        next_file: index of the file where the next shard begins.
-        next_record: number of the record in that file.
-        num_documents: documents in the shard.
-        num_tokens: tokens of the documents.
-        num_empty: documents without text, which were left out.
-        num_malformed: records that could not be read, which were left out.
-        problems: the problems of the first of these.
-        fingerprint: a hash of the tokens and document boundaries.
-        has_counted: whether the shard says which tokens count.
-    """
+    """The contents of a shard, what was left out of it, and the file and record where the next one begins."""
 
     next_file: int = 0
     next_record: int = 0
@@ -100,13 +82,7 @@ class ShardSummary:
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """The contents of a cache.
-
-    Attributes:
-        documents: the documents as tokens.
-        keys: a 32-bit hash of each document's file name and place in the file.
-        counts: documents, tokens, and what was left out, summed over shards.
-    """
+    """The documents of a cache, a 32-bit hash of each one's file name and place in the file, and counts."""
 
     documents: TokenizedDocuments
     keys: UInt32[np.ndarray, " documents"]

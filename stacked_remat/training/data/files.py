@@ -37,7 +37,7 @@ class SourceFile:
         version: changes when the contents do.
         identity: the same for all paths, links and URLs of the file.
         split_name: decides which of its documents are held out, and does not change when the folder moves:
-            `name`, or the name by which another source found the same file first.
+            `name`, or the name by which another source found the same file first; empty if none is.
     """
 
     url: str

@@ -284,6 +284,8 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[t
 def _key(request: CacheRequest, at: int, record: Record) -> int:
     """A hash of a document that depends neither on the location of its folder nor on its other files."""
     name = request.files[at].split_name
+    if not name:
+        return 2**32 - 1  # above every fraction
     place = name if record.number == 0 else f"{name}:{record.number}"
     return int.from_bytes(hashlib.sha256(place.encode("utf-8", "surrogateescape")).digest()[:4], "big")
 

@@ -1,9 +1,12 @@
 """Opens the data of a run: a stream of training batches and the batches of held-out documents."""
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
+
+import numpy as np
 
 from ..data_config import DataConfig, SourceConfig
 from ..errors import DataError
@@ -127,23 +130,33 @@ def _sources(config: DataConfig, progress: Progress) -> list[_Source]:
             dataclasses.replace(file, split_name=names.setdefault(file.identity, file.name)) for file in rest
         )
         sources.append(_Source(name, source, rest, apart[name]))
-    _check_shared(sources)
-    return sources
+    return [_with_others(source, sources) for source in sources]
 
 
-def _check_shared(sources: list[_Source]) -> None:
-    """Refuses a file of two sources, one of which would train on documents that the other holds out."""
-    first: dict[str, tuple[_Source, str, bool]] = {}
-    for source in sources:
-        for file in source.files:
-            own = source, format_of(file, source.record_format), bool(source.held_out)
-            other = first.setdefault(file.identity, own)
-            if other[1:] != own[1:] and not (other[2] and own[2]):
-                raise DataError(
-                    f"data.sources.{other[0].name} and data.sources.{source.name} both have {file.place}, "
-                    f"and one would train on documents that the other holds out. Give both the same format, "
-                    f"and either both or neither of them held_out."
-                )
+def _with_others(source: _Source, sources: list[_Source]) -> _Source:
+    """The source, with `split_name` only for files of which it or another source holds out a fraction."""
+    splitting = {
+        file.identity: (other, file)
+        for other in sources
+        if other is not source and not other.held_out
+        for file in other.files
+    }
+    for file in source.files:
+        other, same = splitting.get(file.identity, (source, file))
+        formats = [format_of(same, other.record_format), format_of(file, source.record_format)]
+        if formats[0] != formats[1]:
+            raise DataError(
+                f"data.sources.{other.name} reads {file.place} as {formats[0]}, data.sources.{source.name} "
+                f"as {formats[1]}, so the documents that one holds out can't be left out of the other. Give "
+                f"both the same format, or name files to hold out under held_out."
+            )
+    if not source.held_out:
+        return source
+    files = (
+        file if file.identity in splitting else dataclasses.replace(file, split_name="")
+        for file in source.files
+    )
+    return dataclasses.replace(source, files=tuple(files))
 
 
 def _split(
@@ -152,10 +165,18 @@ def _split(
     """The documents of a source to train on, and those to hold out."""
     name, fraction = source.name, config.held_out_fraction
     cached = _cached(source, source.files, name, config, tokenizer, progress)
-    if source.held_out:
-        apart = _cached(source, source.held_out, f"{name}-held-out", config, tokenizer, progress)
-        return cached.documents, apart.documents
     documents, in_fraction = cached.documents, cached.keys < fraction * 2**32
+    if source.held_out:
+        if in_fraction.all():
+            raise DataError(
+                f"Other sources hold out all documents of data.sources.{name}: nothing is left to train on. "
+                f"Name files to hold out under their held_out."
+            )
+        if in_fraction.any():
+            digest = hashlib.sha256(np.packbits(in_fraction).tobytes()).hexdigest()
+            documents = documents.select(~in_fraction, f"without what other sources hold out, {digest}")
+        apart = _cached(source, source.held_out, f"{name}-held-out", config, tokenizer, progress)
+        return documents, apart.documents
     if in_fraction.all() or not in_fraction.any():
         raise DataError(
             f"data.sources.{name} has {len(in_fraction)} documents: {(~in_fraction).sum()} to train on and "

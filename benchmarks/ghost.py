@@ -15,7 +15,6 @@ gradients, in turns. Each writes `results/ghost_<what>.json`.
 import argparse
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, cast_parameters, parse_config
 
 from .qwen3_context import CONFIG
-from .record import RESULTS, memory_row, write_results
+from .record import RESULTS, memory_row, timed_in_turn, write_results
 
 Vocab = Axis("vocab", 1024)
 
@@ -193,13 +192,9 @@ def _time(options: argparse.Namespace) -> list[dict[str, Any]]:
         ),
         "vmap": (eqx.filter_jit(functools.partial(_vmapped, trainable=trainable)), (model, batch, direction)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(options.repeats + 1):
-        for name, (step, args) in steps.items():
-            began = time.perf_counter()
-            jax.block_until_ready(step(*args))
-            if repeat:  # the first compiles
-                seconds[name].append(time.perf_counter() - began)
+    runs = {name: functools.partial(step, *args) for name, (step, args) in steps.items()}
+    timed_in_turn(runs, 1)  # which compiles
+    seconds = timed_in_turn(runs, options.repeats)
     rows = [{"step": name, "seconds": found} for name, found in seconds.items()]
     for name, found in seconds.items():
         print(f"{name:7} {min(found):.3f} s, {min(found) / min(seconds['plain']):.2f} of plain")

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 
 from stacked_remat import ScanCheckpointPolicy, scan
 
-from .record import RESULTS, write_results
+from .record import RESULTS, timed_in_turn, write_results
 
 _FEW = 20  # carries
 
@@ -193,12 +192,7 @@ def timed(case: Case, rounds: int) -> list[dict[str, Any]]:
         for one, other in zip(jax.tree.leaves(run()), jax.tree.leaves(expected), strict=True):
             if not np.allclose(one, other, rtol=1e-2, atol=1e-3 * float(jnp.max(jnp.abs(other)))):
                 raise ArithmeticError(f"{case.name}: the gradients of {name} and {first} differ")
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for _ in range(rounds):
-        for name, (_, run) in compiled.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - began)
+    seconds = timed_in_turn({name: run for name, (_, run) in compiled.items()}, rounds)
     return [
         {
             "case": case.name,

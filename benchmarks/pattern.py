@@ -29,7 +29,7 @@ import numpy as np
 
 from stacked_remat import BlockSeq, Stacked, StackedPattern, memory
 
-from .record import RESULTS, memory_row, write_results
+from .record import RESULTS, memory_row, timed_in_turn, write_results
 from .residual_mlp import Block, Sizes
 
 _POLICIES = (True, "nested", "offload")
@@ -119,22 +119,17 @@ def measure_time(sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
     x = hax.random.normal(jax.random.key(1), sizes.axes[1:3]).astype(sizes.dtype)
     forms = [("StackedPattern", remat) for remat in (True, "nested")]
     forms += [("BlockSeq", True), ("Python loop of jax.checkpoint", True)]
-    compiled, seconds, expected = {}, {}, None
+    compiled, expected = {}, None
     for form, remat in forms:
         name = f"{form}, {remat}"
         blocks = _blocks(kinds, sizes, form, remat)
         began = time.perf_counter()
         program = jax.jit(_gradient(form)).lower(blocks, x).compile()
         compiled[name] = functools.partial(program, blocks, x), round(time.perf_counter() - began, 2)
-        seconds[name] = []
         of_x = compiled[name][0]()[1].array
         expected = of_x if expected is None else expected
         np.testing.assert_allclose(of_x, expected, rtol=1e-3, atol=1e-3)
-    for _ in range(rounds):
-        for name, (run, _) in compiled.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - began)
+    seconds = timed_in_turn({name: run for name, (run, _) in compiled.items()}, rounds)
     baseline = seconds["Python loop of jax.checkpoint, True"]
     rows = []
     for name, own in seconds.items():

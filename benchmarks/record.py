@@ -1,13 +1,20 @@
-"""Writes the results of benchmarks, with the versions of what they ran with."""
+"""Times programs, and writes the results of benchmarks with the versions of what they ran with."""
 
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from stacked_remat.memory import MemoryReport
 
+K = TypeVar("K")
 RESULTS = Path(__file__).parent / "results"
 
 _NAMES = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
@@ -53,3 +60,25 @@ def memory_row(found: MemoryReport) -> dict[str, Any]:
         "flops_exact": found.flops.exact,
         "compile_seconds": round(found.compile_seconds, 1),
     }
+
+
+def timed_in_turn(runs: Mapping[K, Callable[[], Any]], rounds: int) -> dict[K, list[float]]:
+    """Seconds of programs that have run before, each once per round, so that a slow machine slows all."""
+    seconds: dict[K, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def print_allocated() -> None:
+    """Print the peak of bytes that this process allocated on its device, for `allocated_alone`."""
+    print(json.dumps((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")))
+
+
+def allocated_alone(module: str, arguments: Sequence[str]) -> int | None:
+    """What a benchmark prints last in a process of its own; None if it fails."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None

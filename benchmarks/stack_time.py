@@ -17,12 +17,9 @@ of tracing each variant and of compiling it, with JAX's caches cleared before.
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +30,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .record import RESULTS, allocate_as_needed, write_results
+from .record import RESULTS, allocate_as_needed, allocated_alone, print_allocated, write_results
 from .residual_mlp import Sizes, Variant, variants
 
 _REFERENCE = "lax.scan + jax.checkpoint"
@@ -70,7 +67,7 @@ def main(arguments: list[str] | None = None) -> Path | None:
     if options.alone:
         (variant,) = (variant for variant in variants() if variant.name == options.alone)
         jax.block_until_ready(compile_variant(variant, sizes).run())
-        print(json.dumps((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")))
+        print_allocated()
         return None
     chosen = [v for v in variants() if re.search(options.only, v.name) and "frozen" not in v.name]
     chosen = [variant for variant in chosen if variant.missing() is None]
@@ -210,9 +207,7 @@ def _values(role: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def _allocated(name: str, options: argparse.Namespace) -> int | None:
     """Peak of allocated bytes in a process that runs only this variant."""
     sizes = [f"--{key}={getattr(options, key)}" for key in ("layers", "tokens", "width", "inner", "dtype")]
-    command = [sys.executable, "-m", "benchmarks.stack_time", *sizes, "--alone", name]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    return allocated_alone("benchmarks.stack_time", [*sizes, "--alone", name])
 
 
 def _row(one: Compiled, ready: list[Compiled], allocated: int | None) -> dict[str, Any]:

@@ -25,11 +25,7 @@ Writes `results/streaming_<target>.json`, `results/streaming_steps_<target>.json
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +43,15 @@ from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, streaming
 from stacked_remat.training import parse_config
 
-from .record import RESULTS, allocate_as_needed, memory_row, write_results
+from .record import (
+    RESULTS,
+    allocate_as_needed,
+    allocated_alone,
+    memory_row,
+    print_allocated,
+    timed_in_turn,
+    write_results,
+)
 from .residual_mlp import Sizes, haliax
 
 OFFLOAD = ScanCheckpointPolicy(save_carries="offload")
@@ -277,7 +281,7 @@ def run(options: argparse.Namespace) -> Path:
     if options.alone:
         name, kind = options.alone
         jax.block_until_ready(_call(_TIMED[name], kind == "streamed", options)())
-        print(json.dumps((device.memory_stats() or {}).get("peak_bytes_in_use")))
+        print_allocated()
         raise SystemExit
     keys = [
         (name, streamed)
@@ -292,12 +296,7 @@ def run(options: argparse.Namespace) -> Path:
     results = {key: (call(), call()) for key, call in calls.items()}
     for (name, streamed), found in results.items():
         _check(f"{name}, {_kind(streamed)}", found, results[_resident(name)])
-    seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in keys}
-    for _ in range(options.rounds):
-        for key, call in calls.items():
-            began = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[key].append(time.perf_counter() - began)
+    seconds = timed_in_turn(calls, options.rounds)
     rows = [{**_timed_row(*key, seconds), "allocated_bytes": peaks[key]} for key in keys]
     for row in rows:
         print(row, flush=True)
@@ -345,18 +344,7 @@ def _call(program: Program, streamed: bool, options: argparse.Namespace) -> Call
 def _allocated(name: str, streamed: bool, options: argparse.Namespace) -> int | None:
     """Peak of allocated bytes in a process that runs only this."""
     sizes = [f"--{key}={getattr(options, key)}" for key in _SIZES]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.streaming",
-        "--run",
-        *sizes,
-        "--alone",
-        name,
-        _kind(streamed),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    return allocated_alone("benchmarks.streaming", ["--run", *sizes, "--alone", name, _kind(streamed)])
 
 
 def _check(name: str, found: Any, expected: Any) -> None:

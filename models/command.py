@@ -29,7 +29,7 @@ from stacked_remat.training import (
     NonFiniteLossError,
     StopSignals,
 )
-from stacked_remat.training.credentials import without_credentials
+from stacked_remat.training.errors import without_credentials
 
 USER_ERRORS: tuple[type[Exception], ...] = (
     BudgetError,

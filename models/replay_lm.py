@@ -18,6 +18,7 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
@@ -163,7 +164,7 @@ def _state(config: LmRunConfig, run_dir: Path, step: int) -> TrainState:
 def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[TokenBatch]:
     """Those of the steps after the first up to the last."""
     data.training.set_state(checkpoint_position(run_dir / "checkpoints", step=first)["data"])
-    return [data.training.next() for _ in range(last - first)]
+    return [jax.device_put(data.training.next()) for _ in range(last - first)]
 
 
 def _replayed(config: LmRunConfig, Steps: Axis) -> Any:

@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import equinox as eqx
@@ -65,8 +66,8 @@ from stacked_remat.training import (
     train,
 )
 from stacked_remat.training.processes import (
+    LargestOfAll,
     agreed,
-    any_signal,
     end_after_error,
     end_process,
     ending_with_others,
@@ -116,7 +117,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
         closing.enter_context(partitioning.active())
-        checkpoints = _checkpoints(config, folder, progress, closing)
+        checkpoints = _checkpoints(config, folder, closing)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
             _check_length(config, position, folder)
@@ -139,7 +140,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
             config=config.trainer,
             outputs=RunOutputs(folder, checkpoints, trackers, progress),
             position=position,
-            should_stop=lambda: _asked_to_stop(stop),
+            should_stop=_asked_to_stop(stop),
             partitioning=partitioning,
             scoring=scoring,
         )
@@ -183,10 +184,16 @@ def main(arguments: Sequence[str]) -> int:
     return status
 
 
-def _asked_to_stop(stop: StopSignals) -> str | None:
-    """The signal that asks to stop, if one came; from the first call on, a signal no longer raises."""
-    stop.defer()
-    return any_signal(stop.received)
+def _asked_to_stop(stop: StopSignals) -> Callable[[], str | None]:
+    """A function that says which signal asks to stop, if one came; from its first call on, none raises."""
+    largest = LargestOfAll()
+
+    def asked() -> str | None:
+        stop.defer()
+        number = largest(0 if stop.received is None else int(signal.Signals[stop.received]))
+        return signal.Signals(number).name if number else None
+
+    return asked
 
 
 def _first_state(
@@ -289,9 +296,7 @@ def _fitting(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     return config
 
 
-def _checkpoints(
-    config: LmRunConfig, folder: RunFolder, progress: Progress, closing: contextlib.ExitStack
-) -> Checkpoints:
+def _checkpoints(config: LmRunConfig, folder: RunFolder, closing: contextlib.ExitStack) -> Checkpoints:
     """The checkpoints of the run, until `closing` closes."""
     checkpoints = Checkpoints(
         folder.checkpoints,
@@ -299,7 +304,6 @@ def _checkpoints(
         run_config=config_as_dict(config),
         saved=saved_arrays,
         present_name=present_name,
-        message=progress.message,
     )
     closing.callback(checkpoints.close)
     return checkpoints

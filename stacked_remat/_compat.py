@@ -24,8 +24,7 @@
   Outside of loops, what `jax.checkpoint` computes again is then merged with the forward pass, and no memory
   is saved. With a policy in `KeptApart` it is computed in a branch that XLA does not know to be always taken.
 - JAX (0.10.2, 0.12) has no public function that tells whether it finds a cluster, without which
-  `jax.distributed.initialize()` fails: `cluster_size`; nor a list of its `cluster_detection_method`s, of
-  which it ignores those that it does not know: `cluster_methods`.
+  `jax.distributed.initialize()` fails: `cluster_size`.
 - JAX (0.10.2, 0.12) has no public barrier without a collective: `wait_for_processes`.
 - JAX (0.10.2) can't read the text of a program that libtpu 0.0.51 compiled for several devices ("async-update
   instruction should have 1 operands"): `compiled_with_text` lets libtpu write it to a file.
@@ -139,12 +138,6 @@ def cluster_size() -> int | None:
     known = jax._src.clusters.ClusterEnv._cluster_types
     found = next((env for env in known if not env.opt_in_only_method and env.is_env_present()), None)
     return None if found is None else found.get_process_count()
-
-
-def cluster_methods() -> list[str]:
-    """What `cluster_detection_method` of `jax.distributed.initialize` may be."""
-    names = [env.name for env in jax._src.clusters.ClusterEnv._cluster_types]
-    return sorted({name for name in names if name} | {"deactivate"})
 
 
 def wait_for_processes(name: str, seconds: int) -> bool:

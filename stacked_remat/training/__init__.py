@@ -1,7 +1,13 @@
 """Training for any model: configs, data, steps, the loop around them, checkpoints and trackers."""
 
 from . import extra as extra
-from .batches import BATCH_AXIS as BATCH_AXIS, POSITION_AXIS as POSITION_AXIS, TokenBatch as TokenBatch
+from .batches import (
+    BATCH_AXIS as BATCH_AXIS,
+    POSITION_AXIS as POSITION_AXIS,
+    HeldOutSet as HeldOutSet,
+    TokenBatch as TokenBatch,
+    TokenStream as TokenStream,
+)
 from .checkpoint import (
     CheckpointDamagedError as CheckpointDamagedError,
     CheckpointMismatchError as CheckpointMismatchError,
@@ -12,11 +18,11 @@ from .checkpoint import (
     checkpoint_steps as checkpoint_steps,
     load_checkpoint as load_checkpoint,
 )
-from .config_error import ConfigError as ConfigError
 from .config_file import config_as_dict as config_as_dict, parse_config as parse_config
 from .config_reference import config_reference as config_reference
 from .data.batch_stream import (
     BatchStream as BatchStream,
+    HeldOutBatches as HeldOutBatches,
     MixtureShare as MixtureShare,
     ProcessShare as ProcessShare,
 )
@@ -25,8 +31,6 @@ from .data.chat_template import (
     ChatTemplateError as ChatTemplateError,
     RenderedChat as RenderedChat,
 )
-from .data.data_error import DataError as DataError
-from .data.held_out import HeldOutBatches as HeldOutBatches
 from .data.packing import PackedDocuments as PackedDocuments
 from .data.tokenized import TokenizedDocuments as TokenizedDocuments
 from .data.tokenizer_files import (
@@ -36,6 +40,7 @@ from .data.tokenizer_files import (
 from .data.tokenizers import ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer
 from .data.training_data import TrainingData as TrainingData, open_training_data as open_training_data
 from .data_config import DataConfig as DataConfig, SourceConfig as SourceConfig
+from .errors import ConfigError as ConfigError, DataError as DataError
 from .evaluation import held_out_evaluators as held_out_evaluators
 from .ghost_config import GhostConfig as GhostConfig, GhostValidationConfig as GhostValidationConfig
 from .loop import (
@@ -106,7 +111,6 @@ from .step import (
     build_step as build_step,
     train_step as train_step,
 )
-from .streams import HeldOutSet as HeldOutSet, TokenStream as TokenStream
 from .throughput import peak_flops as peak_flops, training_flops as training_flops
 from .trackers import (
     HostedTracker as HostedTracker,

@@ -1,7 +1,8 @@
-"""The batch of tokens that a training step receives."""
+"""The batch of tokens that a training step receives, and protocols of what gives batches."""
+
+from typing import Any, Protocol
 
 import equinox as eqx
-import haliax as hax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Float, Int
@@ -42,17 +43,41 @@ class TokenBatch(eqx.Module):
         weights: Float[ndarray, "batch position"],
         documents: Int[ndarray, "batch position"] | None = None,
         positions: Int[ndarray, "batch position"] | None = None,
+        *,
+        on_host: bool = False,
     ) -> "TokenBatch":
-        """A batch from NumPy arrays, on the default device."""
+        """A batch from NumPy arrays, on the default device, or left in NumPy for `shard_batch`."""
         axes = (Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1]))
 
-        def named(array: ndarray) -> NamedArray:
-            return hax.named(jnp.asarray(array), axes)
+        def named(array: Any) -> Any:
+            return None if array is None else NamedArray(array if on_host else jnp.asarray(array), axes)
 
-        return TokenBatch(
-            named(tokens),
-            named(targets),
-            named(weights),
-            None if documents is None else named(documents),
-            None if positions is None else named(positions),
-        )
+        return TokenBatch(named(tokens), named(targets), named(weights), named(documents), named(positions))
+
+
+class TokenStream(Protocol):
+    """An endless stream of batches to train on."""
+
+    def next(self) -> TokenBatch:
+        """The batch at the stream's position, which advances by one."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as a small JSON object."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Sets the position to one that `get_state` returned."""
+        ...
+
+
+class HeldOutSet(Protocol):
+    """A fixed list of batches that are never trained on."""
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        ...
+
+    def batch(self, index: int) -> TokenBatch:
+        """The batch of this index."""
+        ...

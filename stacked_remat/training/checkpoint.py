@@ -16,8 +16,8 @@ import logging
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -25,11 +25,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from .._messages import shortened
 from .array_layout import arrays_by_name, differences, digests, is_key, layout, with_arrays
-from .checksums import checksums, json_with_checksum, read_json_with_checksum
-from .processes import agreed, of_all, of_first
+from .processes import LargestOfAll, agreed, of_all
 from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
@@ -68,7 +68,6 @@ class Checkpoints:
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
         present_name: Callable[[str], str] = str,
-        message: Callable[[str], None] = warnings.warn,
     ):
         """Opens or makes the folder, and removes unfinished checkpoints of an earlier process.
 
@@ -81,7 +80,6 @@ class Checkpoints:
                 are not restored with other arrays.
             present_name: maps the name of an array in a checkpoint, which may be of an earlier version, to
                 its name in the state; may raise `CheckpointMismatchError`.
-            message: called with the damaged checkpoints that are skipped.
         """
         import orbax.checkpoint as ocp
 
@@ -90,10 +88,9 @@ class Checkpoints:
         self._run_config = dict(run_config)
         self._saved = saved
         self._present_name = present_name
-        self._message = message
         self._saving: int | None = None
         self._unsaved: dict[str, list[int]] | None = None
-        self._last_save = time.monotonic()
+        self._last_save, self._is_late = time.monotonic(), LargestOfAll()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_kept(config),
             cleanup_tmp_directories=True,
@@ -109,12 +106,14 @@ class Checkpoints:
         return max(checkpoint_steps(self.folder), default=None)
 
     def is_due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after this step."""
+        """Whether the config asks for a checkpoint after this step.
+
+        By time, several processes agree on it a step later.
+        """
         every, minutes = self._config.every_steps, self._config.every_minutes
         by_step = every is not None and step % every == 0
-        if by_step or minutes is None:
-            return by_step
-        return bool(of_first(time.monotonic() - self._last_save >= 60 * minutes))
+        by_time = minutes is not None and self._is_late(time.monotonic() - self._last_save >= 60 * minutes)
+        return by_step or bool(by_time)
 
     def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
         """Writes a checkpoint, in the background unless the config says otherwise.
@@ -153,16 +152,12 @@ class Checkpoints:
                 f"No checkpoint of step {step} was written to {self.folder}: steps must increase, and the "
                 f"latest checkpoint is of step {self.latest()}."
             )
-        self._last_save = time.monotonic()
+        self._last_save, self._is_late = time.monotonic(), LargestOfAll()
         if not self._config.asynchronous:
             self.wait()
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
-        """The state and the position of the latest checkpoint.
-
-        If it is damaged and the config says to go back, those of the latest whole one. The damaged ones are
-        then renamed to `STEP.damaged`, with a message. All processes of a run call this, and get the same
-        checkpoint.
+        """The state and the position of the latest checkpoint; all processes of a run call this.
 
         Args:
             like: a state of the same structure. Saved arrays may be `jax.ShapeDtypeStruct`s. Each array is
@@ -171,26 +166,18 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            CheckpointDamagedError: the latest checkpoint is damaged, and the config does not say to go back,
-                no checkpoint is whole, or processes find different ones.
+            CheckpointDamagedError: the latest checkpoint is damaged, or processes find different ones.
             ConfigError: another process failed.
             CheckpointMismatchError: arrays differ in name, shape or dtype, or arrays that are not saved in
                 their values.
         """
         self.wait()
-        step, damaged = agreed(self._latest_whole)
+        step = self.latest()
         self._check_same_in_all(step)
-        for path, problem in damaged.items():
-            self._message(
-                f"{problem} Going back to the checkpoint of step {step}; the damaged one is kept as "
-                f"{_aside(path)}."
-            )
+        agreed(lambda: _check_whole(_existing(self.folder, step)))
         chosen, rest = self._divided(like)
         check_unsaved(self.folder, rest, step=step, present_name=self._present_name)
         restored, run = _read(self.folder / str(step), chosen, "", self._present_name)
-        agreed(lambda: _set_aside(damaged))
-        if damaged:
-            self._manager.reload()
         return with_arrays(like, restored), run["position"]
 
     def wait(self) -> None:
@@ -236,40 +223,18 @@ class Checkpoints:
             paths = [path for item in (_RUN, _STATE) for path in (unfinished / item).rglob("*")]
             files = sorted(path for path in paths if path.is_file())
             names = [path.relative_to(unfinished).as_posix() for path in files]
-            found = dict(zip(names, checksums(files), strict=True))
-            (unfinished / _CHECKSUMS).write_text(json_with_checksum({"files": found}), encoding="utf-8")
+            found = dict(zip(names, _checksums(files), strict=True))
+            (unfinished / _CHECKSUMS).write_text(json.dumps({"files": found}, indent=2), encoding="utf-8")
 
-    def _check_same_in_all(self, step: int) -> None:
+    def _check_same_in_all(self, step: int | None) -> None:
         """Refuses to resume processes from checkpoints of different steps."""
         steps = of_all(str(step))
         if len(set(steps)) > 1:
             found = ", ".join(f"{found} in process {index}" for index, found in enumerate(steps))
             raise CheckpointDamagedError(
-                f"The latest whole checkpoint in {self.folder} is of step {found}: the processes do not read "
+                f"The latest checkpoint in {self.folder} is of step {found}: the processes do not read "
                 f"the same files. Give all of them a folder on a file system that all hosts share."
             )
-
-    def _latest_whole(self) -> tuple[int, dict[Path, str]]:
-        """The step of the latest whole checkpoint, and later, damaged ones, with the reasons."""
-        steps = checkpoint_steps(self.folder)
-        damaged: dict[Path, str] = {}
-        for step in reversed(steps):
-            path = self.folder / str(step)
-            problem = _damage(path)
-            if problem is None:
-                return step, damaged
-            damaged[path] = problem
-            if self._config.on_damaged == "stop" and step != steps[0]:
-                raise CheckpointDamagedError(
-                    f"{problem} Restore it from a copy, or go back to an earlier checkpoint (of step "
-                    f"{', '.join(map(str, steps[:-1]))}) with --trainer.checkpoint.on_damaged go_back."
-                )
-        if not damaged:
-            raise FileNotFoundError(f"No checkpoint in {self.folder}.")
-        raise CheckpointDamagedError(
-            f"{' '.join(damaged.values())} There is no earlier one: restore it from a copy, or start a new "
-            f"run with --trainer.checkpoint.overwrite true."
-        )
 
 
 def load_checkpoint(
@@ -295,11 +260,7 @@ def load_checkpoint(
         CheckpointMismatchError: arrays differ in name, shape or dtype.
     """
     path = _existing(folder, step)
-    problem = _damage(path)
-    if problem is not None:
-        others = [str(other) for other in checkpoint_steps(folder) if str(other) != path.name]
-        choice = f", or choose another step: {', '.join(others)}" if others else ""
-        raise CheckpointDamagedError(f"{problem} Restore it from a copy{choice}.")
+    _check_whole(path)
     arrays, _ = _read(path, like, f"{part}." if part else "", present_name)
     return with_arrays(like, arrays)
 
@@ -369,44 +330,42 @@ def _existing(folder: Path, step: int | None) -> Path:
     return folder / str(steps[-1] if step is None else step)
 
 
-def _damage(path: Path, only: Sequence[str] = ()) -> str | None:
-    """A sentence that names the damaged files of a checkpoint, or of only some of its files.
+def _check_whole(path: Path, only: Sequence[str] = ()) -> None:
+    """Refuses a checkpoint with damaged files, or with some of these.
 
     Cost: reads each file once, in each process.
     """
     try:
-        recorded = read_json_with_checksum(path / _CHECKSUMS)["files"]
+        recorded = json.loads((path / _CHECKSUMS).read_bytes())["files"]
+        files = {path / name: recorded[name] for name in only or recorded}
+        existing = [file for file in files if file.is_file()]
+        found = dict(zip(existing, _checksums(existing), strict=True))
+        damaged = [str(file) for file in files if found.get(file) != files[file]]
+        problem = f"files that changed or are missing: {shortened(damaged, most=3)}" if damaged else None
     except FileNotFoundError:
-        return (
-            f"The checkpoint {path} is half deleted, or of a version of this library without checksums: "
-            f"{path / _CHECKSUMS} is missing."
+        problem = f"{path / _CHECKSUMS} is missing: half of it was deleted"
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"{path / _CHECKSUMS} can't be read ({error})"
+    if problem is not None:
+        others = [str(other) for other in checkpoint_steps(path.parent) if str(other) != path.name]
+        choice = f", or delete it and take another one (of step {', '.join(others)})" if others else ""
+        raise CheckpointDamagedError(
+            f"The checkpoint {path} is damaged; {problem}. Restore it from a copy{choice}."
         )
-    except ValueError as error:
-        return f"The checkpoint {path} is damaged: {error}"
-    files = {path / name: recorded[name] for name in only or recorded}
-    existing = [file for file in files if file.is_file()]
-    found = dict(zip(existing, checksums(existing), strict=True))
-    damaged = [str(file) for file in files if found.get(file) != files[file]]
-    if not damaged:
-        return None
-    return (
-        f"The checkpoint {path} is damaged; files that changed or are missing: {shortened(damaged, most=3)}."
-    )
 
 
-def _set_aside(damaged: Iterable[Path]) -> None:
-    """Renames damaged checkpoints, in the first process of the run."""
-    if jax.process_index() == 0:
-        for path in damaged:
-            path.rename(_aside(path))
+def _checksums(files: Iterable[Path]) -> list[str]:
+    """XXH3 checksums, which find accidental damage; 4 MiB of memory for each of 8 threads."""
 
+    def checksum(path: Path) -> str:
+        found, piece = xxhash.xxh3_64(), memoryview(bytearray(2**22))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(piece):
+                found.update(piece[:count])
+        return found.hexdigest()
 
-def _aside(path: Path) -> Path:
-    """A new path for a damaged checkpoint."""
-    number = 0
-    while (aside := path.with_name(f"{path.name}.damaged{f'-{number}' if number else ''}")).exists():
-        number += 1
-    return aside
+    with ThreadPoolExecutor(8) as threads:
+        return list(threads.map(checksum, files))
 
 
 def _read(
@@ -445,9 +404,7 @@ def _read(
 
 
 def _read_run(path: Path) -> dict[str, Any]:
-    problem = _damage(path, only=(_RUN_FILE,))
-    if problem is not None:
-        raise CheckpointDamagedError(f"{problem} Restore it from a copy, or use another one.")
+    _check_whole(path, only=(_RUN_FILE,))
     return json.loads((path / _RUN_FILE).read_text(encoding="utf-8"))
 
 

@@ -5,7 +5,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from .credentials import without_credentials
+from .errors import without_credentials
 
 
 def check_at_least(lowest: int, section: str, config: Any, *names: str) -> None:

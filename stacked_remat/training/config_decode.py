@@ -13,10 +13,16 @@ import draccus.utils
 from draccus.parsers.decoding import get_decoding_fn
 
 from .._messages import did_you_mean, shown
-from .config_entries import Entry, entry_of, leaves
-from .config_error import ConfigError
-from .config_hints import is_registry, named_section_class, section_class, type_names, union_parts
-from .config_reference import config_rows
+from .config_reference import (
+    config_rows,
+    is_registry,
+    named_section_class,
+    section_class,
+    type_names,
+    union_parts,
+)
+from .config_tree import Entry
+from .errors import ConfigError
 
 Config = TypeVar("Config")
 
@@ -74,8 +80,6 @@ class _Decoder:
         optional = type(None) in parts
         if hint is Any or (optional and value is None):
             return value
-        if optional and entry.replaced is not None and entry.replaced.value is None:
-            entry = Entry(entry.value, entry.where)  # keys for an optional section that was null
         if (section := section_class(hint)) is not None:
             return self.section(section, entry, path)
         if (named := named_section_class(hint)) is not None:
@@ -105,7 +109,7 @@ class _Decoder:
             raise _Misfit("" if isinstance(value, Mapping) else f" Write [{value}].")
         if origin is list or arguments[1:] == (Ellipsis,):
             own = arguments[0] if arguments else Any
-            items = ((str(at), entry_of(item, entry.where)) for at, item in enumerate(value))
+            items = ((str(at), Entry.of(item, entry.where)) for at, item in enumerate(value))
             return origin(self.value(own, item, (*path, at)) for at, item in items)
         if origin is dict:
             if not entry.is_section:
@@ -169,9 +173,7 @@ def _number(kind: Any, value: str | float) -> Any:
 
 
 def _check_section(entry: Entry, name: str, what: str, config_class: Any) -> None:
-    """Refuses anything else in place of a section, also where another file lays keys over it."""
-    found = entry if entry.replaced is None else entry.replaced
-    if found.is_section:
+    if entry.is_section:
         return
     if is_registry(config_class):
         keys = [f"type: {'|'.join(config_class.get_known_choices())}", "..."]
@@ -179,7 +181,7 @@ def _check_section(entry: Entry, name: str, what: str, config_class: Any) -> Non
         names = [field.name for field in dataclasses.fields(config_class)]
         keys = names[:4] + ["..."] * (len(names) > 4)
     raise ConfigError(
-        f"`{name}` {found.where} {what}, got {_got(found.plain)}. Write its keys there ({', '.join(keys)}), "
+        f"`{name}` {entry.where} {what}, got {_got(entry.plain)}. Write its keys there ({', '.join(keys)}), "
         f"or leave `{name}` out."
     )
 
@@ -209,7 +211,7 @@ def _chosen(registry: Any, keys: dict[str, Entry], entry: Entry, name: str) -> A
 
 def _blamed(section: Entry, message: str) -> str:
     """Where the entries that a validation error mentions were written; all places if it mentions none."""
-    found = list(leaves(section))
+    found = list(section.leaves())
     for length in (2, 1):  # `paint.layers`, then `layers` alone
         names = [(re.escape(".".join(path[-length:])), entry.where) for path, entry in found]
         mentioned = [where for name, where in names if re.search(rf"\b{name}\b", message)]

@@ -7,11 +7,9 @@ from typing import Any, TypeVar
 import draccus
 
 from .config_decode import decode_config
-from .config_entries import Entry, with_key
-from .config_error import ConfigError
-from .config_include import ON_THE_COMMAND_LINE, read_config_file, read_config_value
 from .config_reference import config_help
-from .credentials import all_without_credentials
+from .config_tree import ON_THE_COMMAND_LINE, Entry, read_config_file, read_config_value
+from .errors import ConfigError, all_without_credentials
 
 Config = TypeVar("Config")
 
@@ -35,7 +33,7 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
     path, overrides = _read_arguments(arguments)
     tree = Entry({}, ON_THE_COMMAND_LINE) if path is None else read_config_file(path)
     for key, entry in overrides.items():
-        tree = with_key(tree, key, entry)
+        tree = tree.with_key(key, entry)
     return decode_config(config_class, tree)
 
 

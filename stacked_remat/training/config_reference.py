@@ -9,13 +9,12 @@ import itertools
 import json
 import re
 import textwrap
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import draccus
-
-from .config_hints import is_registry, named_section_class, section_class, type_names
 
 _HEADER = "| key | type | default | |\n|---|---|---|---|"
 _WIDTH = 79
@@ -26,12 +25,10 @@ class ConfigRow:
     """A key of a config (of a value, a section, or sections under free names), or a type of a section.
 
     Attributes:
-        kind: which of these.
-        dotted: the dotted key; for a type, its section's.
         names: the names of a value's type; the types that a section chooses among; the name of a type, or
             those of types with the same sections.
-        default: as one would write it; None if it is required. For a section, its type in the default
-            config, or `null` if it is left out there.
+        default: as one would write it, None if it is required; for a section, its type, or `null` if it is
+            left out.
         type_required: whether a section that is written has to name its `type`.
         meaning: what the docstring of the class says about the field.
         description: what the docstring of a section's class says before its fields.
@@ -222,3 +219,46 @@ def _meanings(config_class: type) -> dict[str, str]:
 
 def _listed(names: Iterable[str], separator: str = ", ") -> str:
     return separator.join(f"`{name}`" for name in names)
+
+
+def is_registry(hint: Any) -> bool:
+    """Whether this is the root of a family of dataclasses of which `type:` chooses one."""
+    return isinstance(hint, type) and draccus.ChoiceRegistry in hint.__bases__
+
+
+def union_parts(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; the annotation itself if it is not a union."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def section_class(hint: Any) -> Any:
+    """The class whose fields are the keys of a section, which may be optional; None for a value."""
+    # An abstract class that is not a registry has its own decoder, which knows the keys.
+    sections = [
+        part
+        for part in union_parts(hint)
+        if is_registry(part) or (dataclasses.is_dataclass(part) and not inspect.isabstract(part))
+    ]
+    return sections[0] if len(sections) == 1 else None
+
+
+def named_section_class(hint: Any) -> Any:
+    """The class of the values of a `dict[str, Section]`; None for anything else."""
+    arguments = typing.get_args(hint)
+    return section_class(arguments[1]) if typing.get_origin(hint) is dict and len(arguments) == 2 else None
+
+
+def type_names(hint: Any) -> list[str]:
+    """The names of a union's members, or the choices; for anything else its own name."""
+    names = []
+    for part in union_parts(hint):
+        if typing.get_origin(part) is typing.Literal:
+            names += [str(choice) for choice in typing.get_args(part)]
+        elif part is type(None):
+            names.append("null")
+        elif typing.get_origin(part) is tuple and typing.get_args(part)[1:] == (Ellipsis,):
+            names.append(f"list[{'|'.join(type_names(typing.get_args(part)[0]))}]")
+        else:
+            names.append(part.__name__ if isinstance(part, type) and not typing.get_args(part) else str(part))
+    return [name.replace("typing.", "").replace(" ", "") for name in names]

@@ -6,12 +6,12 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .batches import TokenBatch
-from .config_error import ConfigError
+from .batches import HeldOutSet, TokenBatch
+from .errors import ConfigError
 from .mesh import Partitioning
 from .step import LossFunction
-from .streams import HeldOutSet
 
 Evaluator: TypeAlias = Callable[[Any], float]
 """From a model to its mean loss per token, in nats."""
@@ -56,17 +56,7 @@ def _evaluator(
     name: str,
     partitioning: Partitioning | None,
 ) -> Evaluator:
-    if len(held_out) < num_batches:
-        raise ConfigError(
-            f"The set {name} has {len(held_out)} batches, fewer than trainer.eval_batches = {num_batches}. "
-            f"Lower trainer.eval_batches, data.batch_size or data.seq_len, or hold out more text."
-        )
-    has_all_rows = jax.process_count() == 1
-    if has_all_rows and not any(held_out.batch(i).weights.array.any() for i in range(num_batches)):
-        raise ConfigError(
-            f"No token in the first {num_batches} batches of the set {name} counts as a target. Raise "
-            f"trainer.eval_batches, or hold out other text."
-        )
+    counted_targets(held_out, num_batches, name, "trainer.eval_batches")
 
     def evaluate(model: Any) -> float:
         total = count = 0.0
@@ -80,3 +70,23 @@ def _evaluator(
         return total / count
 
     return evaluate
+
+
+def counted_targets(held_out: HeldOutSet, num_batches: int, name: str, key: str) -> list[float]:
+    """How many targets count in each of the first batches of a set; `key` is that of `num_batches`.
+
+    Raises:
+        ConfigError: there are fewer batches, or no target counts.
+    """
+    if len(held_out) < num_batches:
+        raise ConfigError(
+            f"The set {name} has {len(held_out)} batches, fewer than {key} = {num_batches}. Lower {key}, "
+            f"data.batch_size or data.seq_len, or hold out more text."
+        )
+    counts = [float(np.asarray(held_out.batch(index).weights.array).sum()) for index in range(num_batches)]
+    if not any(counts) and jax.process_count() == 1:  # which has all rows
+        raise ConfigError(
+            f"No token in the first {num_batches} batches of the set {name} counts as a target. Raise {key}, "
+            f"or hold out other text."
+        )
+    return counts

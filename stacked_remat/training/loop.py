@@ -10,17 +10,15 @@ import numpy as np
 import optax
 
 from .array_layout import arrays_by_name
-from .batches import TokenBatch
+from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
 from .mesh import Partitioning
 from .processes import whole
-from .profiler import ProfilerWindow
 from .progress import Progress
 from .run_folder import RunFolder, named_in_errors
 from .scoring import Scoring, StepScorer
 from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, build_step
-from .streams import TokenStream
-from .throughput import Clock, peak_flops, peak_memory_bytes, training_flops
+from .throughput import Clock, ProfilerWindow, peak_flops, peak_memory_bytes, training_flops
 from .trackers import Tracker
 from .trainer_config import TrainerConfig
 
@@ -124,7 +122,8 @@ def train(
     step, scorer = _steps(config, loss_function, optimizer, partitioning, scoring)
 
     def next_batch() -> TokenBatch:
-        return training.next() if partitioning is None else partitioning.shard_batch(training.next())
+        batch = training.next()
+        return jax.device_put(batch) if partitioning is None else partitioning.shard_batch(batch)
 
     reporter = _Reporter(config, schedule, outputs)
     evaluation = _Evaluation(evaluators, reporter, position)

@@ -11,11 +11,9 @@ import jax
 from .._placement import is_on_host
 from ..memory._table import readable_bytes
 from .array_layout import arrays_by_name, is_key
-from .config_error import ConfigError
+from .errors import ConfigError
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
-_CGROUP_STATISTICS = ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat")
+_CGROUP = "/sys/fs/cgroup/memory"  # of a container
 
 
 def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
@@ -86,10 +84,9 @@ def memory_bytes(device: Any) -> int | None:
 def available_host_bytes() -> int | None:
     """Bytes of host memory that a process can still take, without swap; None if not known."""
     left = [found for found in (_meminfo("MemAvailable"),) if found is not None]
-    for limit, used, statistics in zip(_CGROUP_LIMITS, _CGROUP_USES, _CGROUP_STATISTICS, strict=True):
-        most, now = _number(limit), _number(used)
-        if most is not None and now is not None:  # of a container, whose cached files give way
-            left.append(most - now + (_entry(statistics, "inactive_file") or 0))
+    most, now = _number(f"{_CGROUP}.max"), _number(f"{_CGROUP}.current")
+    if most is not None and now is not None:
+        left.append(most - now + (_entry(f"{_CGROUP}.stat", "inactive_file") or 0))  # cached files give way
     return max(min(left), 0) if left else None
 
 
@@ -98,8 +95,8 @@ def _machine_bytes() -> int | None:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
-    limits = [found for found in map(_number, _CGROUP_LIMITS) if found is not None]  # of a container
-    return min([physical, *limits]) + (_meminfo("SwapTotal") or 0)
+    limit = _number(f"{_CGROUP}.max")
+    return min(physical, physical if limit is None else limit) + (_meminfo("SwapTotal") or 0)
 
 
 def _meminfo(name: str) -> int | None:

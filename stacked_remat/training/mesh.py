@@ -26,8 +26,8 @@ from .._placement import is_on_host
 from .._stacked import Stacked
 from ..memory._arguments import on_one_device
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
-from .config_error import ConfigError
 from .data.batch_stream import ProcessShare
+from .errors import ConfigError
 from .trainer_config import MeshConfig
 
 T = TypeVar("T")
@@ -263,24 +263,16 @@ class Partitioning:
     def shard_batch(self, batch: TokenBatch) -> TokenBatch:
         """The batch of all processes, sharded over the devices, from this process's rows."""
         if self.mesh.size == 1:
-            return batch
-        process = self.process_share(self.parts_of(BATCH_AXIS))
+            return jax.device_put(batch)
+        processes = self.process_share(self.parts_of(BATCH_AXIS)).count
 
         def share(named: NamedArray) -> NamedArray:
-            local = np.asarray(named.array)
-            at = next(i for i, axis in enumerate(named.axes) if axis.name == BATCH_AXIS)
-            first = process.index * local.shape[at]
             axes = tuple(
-                axis.resize(axis.size * process.count) if i == at else axis
-                for i, axis in enumerate(named.axes)
+                axis.resize(axis.size * processes) if axis.name == BATCH_AXIS else axis for axis in named.axes
             )
-
-            def part(index: Any) -> np.ndarray:
-                start, stop, _ = index[at].indices(axes[at].size)
-                return local[(*index[:at], slice(start - first, stop - first), *index[at + 1 :])]
-
-            shape = tuple(axis.size for axis in axes)
-            return NamedArray(jax.make_array_from_callback(shape, self._batch_sharding(axes), part), axes)
+            local, shape = np.asarray(named.array), tuple(axis.size for axis in axes)
+            sharding = self._batch_sharding(axes)
+            return NamedArray(jax.make_array_from_process_local_data(sharding, local, shape), axes)
 
         return jax.tree.map(share, batch, is_leaf=is_named_array)
 

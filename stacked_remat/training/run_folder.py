@@ -4,20 +4,18 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import yaml
 
 from .._files import replaced_whole
 from .._messages import shortened
 from ..ghost import LOG_FOLDER
-from .config_error import ConfigError
-from .config_include import read_config_file
+from .config_tree import read_config_file
+from .errors import ConfigError
 from .processes import of_all
 
 # May change when a run resumes: these keys change paths and costs, but not results.
@@ -42,41 +40,25 @@ _ABSENT = "not set"
 _LOCK = ".lock"
 
 
-@dataclass(frozen=True)
+@final
 class RunFolder:
-    """Paths of a run's results."""
+    """Paths of a run's results.
 
-    root: Path
+    Attributes:
+        root: the folder.
+        config: the resolved config, YAML.
+        metrics: metrics, JSON lines.
+        checkpoints: the checkpoints, each a folder named by its step.
+        scores: the scores of examples, Parquet files.
+        result: the result, JSON; exists when the run is finished.
+        profile: traces of JAX's profiler.
+    """
 
-    @property
-    def config(self) -> Path:
-        """The resolved config, YAML."""
-        return self.root / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, JSON lines."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints, each a folder named by its step."""
-        return self.root / "checkpoints"
-
-    @property
-    def scores(self) -> Path:
-        """The scores of examples, Parquet files."""
-        return self.root / LOG_FOLDER
-
-    @property
-    def result(self) -> Path:
-        """The result, JSON; exists when the run is finished."""
-        return self.root / "result.json"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of JAX's profiler."""
-        return self.root / "profile"
+    def __init__(self, root: Path):
+        self.root = root
+        self.config, self.metrics = root / "config.yaml", root / "metrics.jsonl"
+        self.checkpoints, self.scores = root / "checkpoints", root / LOG_FOLDER
+        self.result, self.profile = root / "result.json", root / "profile"
 
     def nonfinite_step(self, step: int) -> Path:
         """The data of a step whose loss or gradient was not finite."""
@@ -99,7 +81,7 @@ class RunFolder:
         Raises:
             FileExistsError: the folder has a finished run, or results without a config.
             ConfigError: the folder has a run of another config (the message names the keys that differ), a
-                run whose config can't be read, or results that can't all be deleted (none is then).
+                run whose config can't be read, or a link in place of results that are to be deleted.
         """
         folder = RunFolder(root)
         if overwrite:
@@ -155,7 +137,7 @@ class RunFolder:
         return found + sorted(self.root.glob("nonfinite_step_*.npz"))
 
     def _delete_results(self) -> None:
-        """Deletes all results, or none if a link, a mount or a permission prevents deleting one."""
+        """Deletes all results, or none if one is a symbolic link."""
         results, deleted = self._results(), self.root / ".deleted"
         for path in (*results, deleted):  # an earlier deletion may have been interrupted
             if path.is_symlink():
@@ -164,48 +146,13 @@ class RunFolder:
                     f"deletes nothing outside the run folder. Remove the link, or give this run a folder of "
                     f"its own with --trainer.run_dir. Nothing was deleted."
                 )
-            _check_deletable(path)
         if deleted.exists():
             shutil.rmtree(deleted)
-        if not results:
-            return
-        # Moved first: a half-deleted folder of checkpoints must not be taken for a whole one.
-        deleted.mkdir()
-        try:
-            for path in results:
+        if results:
+            deleted.mkdir()
+            for path in results:  # moved first: half of the checkpoints must not be taken for all of them
                 os.replace(path, deleted / path.name)
-        except BaseException:
-            for path in deleted.iterdir():
-                os.replace(path, self.root / path.name)
-            raise
-        shutil.rmtree(deleted)
-
-
-def _check_deletable(path: Path) -> None:
-    """Refuses mount points, and folders without write permission, at a path or below it."""
-    within = f"{path.resolve()}/"
-    problems = {mount: "is a mount point" for mount in _mount_points() if f"{mount}/".startswith(within)}
-    if path.is_dir():
-        for folder, _, _ in os.walk(path):
-            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                problems[folder] = "can't be changed by this user"
-    for place, problem in problems.items():
-        raise ConfigError(
-            f"{place} {problem}, so trainer.checkpoint.overwrite can't delete {path}. Unmount it or change "
-            f"its mode, or give this run a folder of its own with --trainer.run_dir. Nothing was deleted."
-        )
-
-
-def _mount_points() -> list[str]:
-    """The system's mount points, as far as they are known."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    except OSError:
-        return []
-    escaped = [line.split()[4] for line in lines]  # a space in a path is written \040
-    return [
-        os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), at)) for at in escaped
-    ]
+            shutil.rmtree(deleted)
 
 
 _WAYS_OUT = (

@@ -14,11 +14,11 @@ import numpy as np
 import optax
 from haliax import NamedArray
 from haliax.util import is_named_array
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array
 
 from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
-from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
-from .config_error import ConfigError
+from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
+from .evaluation import counted_targets
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
 from .step import (
@@ -32,7 +32,6 @@ from .step import (
     of_whole_batch,
     share_of_objective,
 )
-from .streams import HeldOutSet
 from .trainer_config import TrainerConfig
 
 ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[tuple[NamedArray, Array], Metrics]]
@@ -63,17 +62,7 @@ def validation_batches(
     texts = {f"held_out/{name}": (by_source[name], weight) for name, weight in config.sources.items()}
     total, found = sum(config.sources.values()) or 1.0, []
     for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
-        if len(text) < config.batches:
-            raise ConfigError(
-                f"The set {name} has {len(text)} batches, fewer than ghost.validation.batches = "
-                f"{config.batches}. Lower it, data.batch_size or data.seq_len, or hold out more text."
-            )
-        tokens = [float(np.asarray(text.batch(index).weights.array).sum()) for index in range(config.batches)]
-        if not sum(tokens):
-            raise ConfigError(
-                f"No token in the first {config.batches} batches of the set {name} counts as a target. Raise "
-                f"ghost.validation.batches, or hold out other text."
-            )
+        tokens = counted_targets(text, config.batches, name, "ghost.validation.batches")
         found += [
             ValidationBatch(text, index, weight / total * own / sum(tokens))
             for index, own in enumerate(tokens)
@@ -107,14 +96,7 @@ class Scoring:
 
 @final
 class StepScorer:
-    """Does the scored steps of a run, and logs their scores.
-
-    Args:
-        scoring: what to do.
-        config: of the trainer.
-        loss_function: the loss that the other steps minimise.
-        optimizer: that of the other steps.
-        partitioning: as in `train_step`.
+    """Does the scored steps of a run, and logs their scores; the arguments are those of `train`.
 
     Raises:
         ValueError: the steps have a `RandomLoss` or a `FusedOptimizer`.
@@ -140,22 +122,16 @@ class StepScorer:
         )
         self._step = eqx.filter_jit(
             functools.partial(
-                scored_step,
-                losses=scoring.losses,
-                auxiliary=scoring.auxiliary,
-                auxiliary_of=scoring.auxiliary_of,
+                _scored_step,
+                scoring=scoring,
+                config=config,
                 loss_function=loss_function,
                 optimizer=optimizer,
-                of_example=scoring.config.token_mean == "example",
-                norms=scoring.config.norms,
-                microbatches=config.update.microbatches,
-                gradient_dtype=config.precision.gradients,
-                skip_nonfinite=config.update.on_nonfinite == "skip",
                 partitioning=partitioning,
             ),
             donate="all-except-first",
         )
-        self._found: BatchScores | None = None
+        self._found: _BatchScores | None = None
         self._is_checked = False
 
     def is_due(self, step: int) -> bool:
@@ -197,7 +173,7 @@ class StepScorer:
         self._scoring.log.flush()
 
 
-class BatchScores(eqx.Module):
+class _BatchScores(eqx.Module):
     """The scores and norms of a batch, as the log takes them: `[batch]` or `[layers, batch]`, by path."""
 
     scores: dict[str, Array]
@@ -205,55 +181,28 @@ class BatchScores(eqx.Module):
     norms: dict[str, Array] | None = None
 
 
-def scored_step(
+def _scored_step(
     data: tuple[TokenBatch, Any],
     state: TrainState,
     *,
-    losses: ExampleLosses,
-    auxiliary: Literal["none", "left_out", "included"],
-    auxiliary_of: Callable[[Any, Any], tuple[Array, Metrics]] | None = None,
+    scoring: Scoring,
+    config: TrainerConfig,
     loss_function: LossFunction,
     optimizer: optax.GradientTransformation,
-    of_example: bool = False,
-    norms: bool = False,
-    microbatches: int = 1,
-    gradient_dtype: DTypeLike = jnp.float32,
-    skip_nonfinite: bool = False,
-    partitioning: Partitioning | None = None,
-) -> tuple[TrainState, Metrics, BatchScores]:
-    """`train_step` that also returns scores.
-
-    Args:
-        data: the step's batch, and the direction: a tree like the trained arrays.
-        state: the state before the step.
-        losses: of the examples; their gradients' dot products with the direction are the scores.
-        auxiliary: as in `Scoring`.
-        auxiliary_of: the same.
-        loss_function: gives the gradient of the step in a pass of its own, where auxiliary losses are left
-            out of the scores.
-        optimizer: as in `train_step`.
-        of_example: whether a loss is the mean over the example's own tokens rather than the batch's.
-        norms: whether the norms of the examples' gradients are found too.
-        microbatches: as in `train_step`; each is scored in its own backward pass.
-        gradient_dtype: as in `train_step`.
-        skip_nonfinite: as in `train_step`.
-        partitioning: as in `train_step`.
-    """
+    partitioning: Partitioning | None,
+) -> tuple[TrainState, Metrics, _BatchScores]:
+    """`train_step` for a batch and a direction, a tree like the trained arrays, that also returns scores."""
     batch, direction = data
+    microbatches, dtype = config.update.microbatches, config.precision.gradients
     shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
     model = eqx.combine(shard(state.trained), state.frozen)
+    options = {"direction": direction, "reduction": "sum", "trainable": _marks(state.trained)}
 
-    def compute(part: TokenBatch, share: Any, index: Any = 0) -> tuple[Any, tuple[Metrics, BatchScores]]:
-        gradients, metrics, scores = _scored_part(
-            (part, share),
-            model,
-            losses,
-            auxiliary_of if auxiliary == "included" else None,
-            microbatches,
-            norms,
-            {"direction": direction, "reduction": "sum", "trainable": _marks(state.trained)},
-        )
-        if auxiliary == "left_out":  # the compiler then leaves out what gives only the gradients above
+    def compute(part: TokenBatch, share: Any, index: Any = 0) -> tuple[Any, tuple[Metrics, _BatchScores]]:
+        gradients, metrics, scores = _scored_part(part, share, model, scoring, microbatches, options)
+        if (
+            scoring.auxiliary == "left_out"
+        ):  # the compiler then leaves out what gives only the gradients above
 
             def whole(trained: Any) -> tuple[Array, Metrics]:
                 objective, metrics = loss_function(eqx.combine(shard(trained), state.frozen), part)
@@ -266,36 +215,29 @@ def scored_step(
         gradients, (metrics, scores) = compute(batch, 1.0)
     else:
         gradients, shares, (metrics, scores) = of_microbatches(
-            compute, state.trained, batch, gradient_dtype, microbatches
+            compute, state.trained, batch, dtype, microbatches
         )
         metrics = of_whole_batch(metrics, shares)
         scores = jax.tree.map(_put_together, scores)
-    gradients = shard(optax.tree.cast(gradients, gradient_dtype))
-    after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip_nonfinite)
+    gradients = shard(optax.tree.cast(gradients, dtype))
+    skip = config.update.on_nonfinite == "skip"
+    after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip)
+    of_example = scoring.config.token_mean == "example"
     factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
     return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)
 
 
 def _scored_part(
-    data: tuple[TokenBatch, Any],
-    model: Any,
-    losses: ExampleLosses,
-    auxiliary_of: Callable[[Any, Any], tuple[Array, Metrics]] | None,
-    microbatches: int,
-    norms: bool,
-    options: dict[str, Any],
-) -> tuple[Any, Metrics, BatchScores]:
-    """The gradients, metrics and scores of a microbatch, from this and its share of the batch's weights.
-
-    Auxiliary losses are included if `auxiliary_of` is given; `options` are of `grad_dot`.
-    """
-    (part, share), coupled = data, None
-    total = _weight(part)
+    part: TokenBatch, share: Any, model: Any, scoring: Scoring, microbatches: int, options: dict[str, Any]
+) -> tuple[Any, Metrics, _BatchScores]:
+    """The gradients, metrics and scores of a microbatch that has a share of the batch's weights."""
+    total, auxiliary_of = _weight(part), scoring.auxiliary_of if scoring.auxiliary == "included" else None
+    coupled = None
     if auxiliary_of is not None:
         coupled = lambda sums: auxiliary_of(model, sums)[0] / microbatches  # noqa: E731
 
     def of_examples(model: Any, one: TokenBatch) -> Any:
-        (each, sums), metrics = losses(model, one)
+        (each, sums), metrics = scoring.losses(model, one)
         each = each * (_weight(one) / total * share)
         return (each if coupled is None else (each, sums)), (each, sums, metrics)
 
@@ -305,12 +247,12 @@ def _scored_part(
     if auxiliary_of is not None:
         sums = jax.tree.map(_over_batch, sums, is_leaf=is_named_array)
         metrics |= auxiliary_of(model, sums)[1]
-    of_norms = None
-    if norms:
+    norms = None
+    if scoring.config.norms:
         alone = lambda model, one: of_examples(model, one)[1][0]  # noqa: E731
-        of_norms = grad_dot(model, alone, part, norms=True, **options)[1].norms
-        of_norms = None if of_norms is None else _arrays(of_norms)
-    return gradients, metrics, BatchScores(_arrays(found.scores), each.array, of_norms)
+        norms = grad_dot(model, alone, part, norms=True, **options)[1].norms
+        norms = None if norms is None else _arrays(norms)
+    return gradients, metrics, _BatchScores(_arrays(found.scores), each.array, norms)
 
 
 def _over_batch(leaf: Any) -> Any:

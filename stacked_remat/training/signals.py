@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import threading
 from types import FrameType
@@ -11,8 +10,7 @@ from typing import Any, final
 EXIT_INTERRUPTED = 75
 """Exit status of a run that a signal ended and that the same command resumes (EX_TEMPFAIL)."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SHOW_CURSOR = b"\x1b[?25h\n"
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -21,12 +19,10 @@ class Interrupted(KeyboardInterrupt):
 
 @final
 class StopSignals:
-    """A context in which the first SIGTERM or SIGINT only asks to stop, and a second SIGINT ends the process.
+    """A context in which the first SIGTERM or SIGINT only asks to stop, and the next SIGINT ends the process.
 
-    The second SIGINT works even while the main thread is in a long call, such as XLA's compiler, for which
-    Python's own handlers wait. The exit status is then 130, and nothing is cleaned up.
-
-    Does nothing outside the main thread, where Python handles no signals.
+    The system then ends it, whatever the process does; nothing is cleaned up. Does nothing outside the main
+    thread, where Python handles no signals.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
@@ -38,8 +34,6 @@ class StopSignals:
         self._at_once = at_once
         self._received: str | None = None
         self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
-        self._ends: tuple[socket.socket, ...] = ()
 
     @property
     def received(self) -> str | None:
@@ -52,42 +46,21 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self._ends = reader, writer = socket.socketpair()
-            writer.setblocking(False)
-            self._wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-            for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._receive)
-            threading.Thread(target=_end_at_the_second, args=(reader,), daemon=True).start()
+            numbers = (signal.SIGTERM, signal.SIGINT)
+            self._before = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._ends:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._wakeup_before)
-            self._ends[1].close()  # ends the thread, which closes the other end
-        self._before, self._ends = {}, ()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self._received is not None:
-            return  # the thread handles a second SIGINT
+            return
+        if sys.stdout is not None and sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # which a progress bar hides
         self._received = signal.Signals(number).name
         if self._at_once:
             raise Interrupted(self._received)
-
-
-def _end_at_the_second(reader: socket.socket) -> None:
-    """Reads signals from the wake-up socket, to which Python writes even while no handler can run."""
-    received = False
-    with reader:
-        while numbers := reader.recv(16):
-            for number in numbers:
-                if number == signal.SIGINT and received:
-                    _end_at_once()
-                received = received or number in _SIGNALS
-
-
-def _end_at_once() -> None:
-    if sys.stdout is not None and sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # which a progress bar hides
-    os._exit(128 + signal.SIGINT)

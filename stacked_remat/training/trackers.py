@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from .._files import replaced_whole
-from .config_error import ConfigError
+from .errors import ConfigError
 from .run_folder import named_in_errors
 from .trainer_config import TrackersConfig
 

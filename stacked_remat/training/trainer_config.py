@@ -134,8 +134,6 @@ class CheckpointConfig:
         asynchronous: whether training continues while a checkpoint is written.
         overwrite: whether to delete the results of an earlier run in `run_dir` and start again.
         accept_changes: whether a run may resume with a config that would give other results.
-        on_damaged: what to do when the latest checkpoint is damaged or incomplete: `stop` ends the run,
-            `go_back` resumes from the latest intact one, with a message.
     """
 
     every_steps: int | None = None
@@ -146,11 +144,9 @@ class CheckpointConfig:
     asynchronous: bool = True
     overwrite: bool = False
     accept_changes: bool = False
-    on_damaged: Literal["stop", "go_back"] = "stop"
 
     def __post_init__(self) -> None:
         check_at_least(1, "trainer.checkpoint", self, "keep_last")
-        check_choices("trainer.checkpoint", self)
         optional = ("every_steps", "every_minutes", "keep_every_steps", "keep_every_hours")
         check_positive("trainer.checkpoint", self, *optional, fix="; null for none")
         if self.keep_every_hours is not None and self.keep_every_hours > _MOST_HOURS:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -150,20 +151,18 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     (status, _), (shown, _) = ended(started)
     assert status == EXIT_INTERRUPTED == 75 and "another process of this run" in shown
     assert time.monotonic() - killed < HEARTBEAT + 30
-    last, damaged = checkpoints_of(workplace / "run")[-2:]
-    (damaged / "state/_METADATA").write_text("")
+    last, deleted = checkpoints_of(workplace / "run")[-2:]
     last = int(last.name)
-    # Four processes go back to the one before the last, which is damaged, and one of them is told to stop,
-    # after steps that the two had not done.
-    go_back = ("--trainer.checkpoint.on_damaged", "go_back")
+    shutil.rmtree(deleted)
+    # Four processes go back to the one before the last, and one of them is told to stop, after steps that the
+    # two had not done.
     accept = ("--trainer.checkpoint.accept_changes", "true", "--trainer.num_steps")
-    started = start(workplace, 4, *go_back, *accept, "4001")
+    started = start(workplace, 4, *accept, "4001")
     wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 20},', started)
     started[2].terminate()
     status, shown = ended(started)
     assert status == [EXIT_INTERRUPTED] * 4 and "stopped by SIGTERM after step" in shown[0]
     assert f"resuming after step {last}" in shown[0] and "resuming" not in "".join(shown[1:])
-    assert [path.name for path in damaged.parent.glob("*.damaged*")] == [f"{damaged.name}.damaged"]
     # One process ends it.
     done = int(checkpoints_of(workplace / "run")[-1].name)
     status, shown = ended(start(workplace, 1, *accept, str(done + 2)))
@@ -309,8 +308,10 @@ def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_pa
     status, (signalled, late) = ended(started)
     assert status == [EXIT_INTERRUPTED, 1], (signalled, late)
     assert "stopped by SIGTERM before a step was done" in signalled
-    message = rf"initialization_timeout = 2 seconds.*coordinator_address \(localhost:{ports[1]}\)"
-    assert late.startswith("error: ") and late.count("\n") == 1 and re.search(message, late), late
+    message = (
+        "error: distributed: JAX can't connect the processes. The lines above say why. Start all of them"
+    )
+    assert message in late, late
 
 
 def test_only_the_first_process_opens_trackers(tmp_path, monkeypatch):
@@ -327,7 +328,7 @@ def test_a_method_of_detection_outside_of_its_cluster_is_named_with_the_variable
     code = code.replace("{method}", "{'cluster_detection_method': 'slurm'}")
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     status, (shown,) = ended([python("-c", code, env=outside)])
-    expected = "ConfigError: .*cluster_detection_method = slurm: .* SLURM_JOB_ID is not set.*srun for slurm"
+    expected = "ConfigError: distributed: .*KeyError: 'SLURM_JOB_ID'.* start .* with the cluster's launcher"
     assert status == [1] and re.search(expected, shown), shown
 
 
@@ -336,38 +337,23 @@ def test_mistakes_are_named(tmp_path, capsys):
     for distributed, message in (
         ("on", "distributed is auto, off, or a section"),
         ("{coordinator: x}", "distributed.coordinator: .*Did you mean `coordinator_address`"),
-        (
-            "{coordinator_address: 10.0.0.1}",
-            "coordinator_address is a host and a port, such as .* '10.0.0.1'",
-        ),
-        ("{coordinator_address: 'localhost:70000'}", "coordinator_address is .*; got 'localhost:70000'"),
-        ("{initialization_timeout: soon}", "initialization_timeout is a whole number of seconds.* 'soon'"),
-        ("{heartbeat_timeout_seconds: null}", "heartbeat_timeout_seconds is .*; got None"),
-        ("{num_processes: 0}", "num_processes is an integer above 0; got 0"),
-        ("{process_id: true}", "process_id is an integer: .*; got True"),
-        ("{local_device_ids: [0, a]}", "local_device_ids is .*such as .*; got .*0, 'a'"),
-        ("{cluster_detection_method: slum}", "cluster_detection_method is one of .*, slurm.*; got 'slum'"),
     ):
         assert main(arguments_of(workplace, "--distributed", distributed)) == 1
         assert re.search(message, capsys.readouterr().out)
     start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
-    for host, given in (
-        ("localhost", "coordinator_address"),
-        ("::1", "coordinator_address"),
-        ("127.0.0.1", "coordinator_bind_address"),
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        taken = {"coordinator_address": f"localhost:{port}", "process_id": 0, "num_processes": 2}
+        with pytest.raises(ConfigError, match=rf"process 0 can't wait .*:{port} .*name another"):
+            start_processes(taken)
+        _check_port({**taken, "coordinator_bind_address": f"127.0.0.2:{port}"})
+    for wrong in (
+        {"coordinator_address": "localhost", "process_id": 1},
+        {"num_processes": 1, "process_id": 2},
     ):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as other:
-            other.bind((host, 0))
-            other.listen()
-            port = other.getsockname()[1]
-            taken = {"coordinator_address": f"localhost:{port}", "process_id": 0, "num_processes": 2}
-            taken |= {given: f"{'localhost' if ':' in host else host}:{port}"}
-            with pytest.raises(ConfigError, match=rf"{given}: process 0 can't wait .*:{port} .*name another"):
-                start_processes(taken)
-            _check_port({**taken, "coordinator_bind_address": f"127.0.0.2:{port}"})
-    with pytest.raises(
-        ConfigError, match="coordinator_address: process 0 can't wait for the others at localhost "
-    ):
-        start_processes({"coordinator_address": "localhost", "process_id": 0})
-    with pytest.raises(ConfigError, match=r"can't connect the processes: .*\w\. Or set distributed: off"):
-        start_processes({"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2})
+        with pytest.raises(
+            ConfigError, match="distributed: JAX can't connect.*coordinator_address.*Or set dist"
+        ):
+            start_processes({"coordinator_address": "localhost:1", **wrong})

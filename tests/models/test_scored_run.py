@@ -138,7 +138,7 @@ def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, setti
         ({"every": 61}, (), "ghost.every = 61 is never reached with trainer.num_steps = 60"),
         ({"norms": True, "auxiliary_losses": "included"}, (), "ghost.norms are of the cross entropy: set"),
         ({"every": 0}, (), "ghost.every must be at least 1, got 0"),
-        ({"validation": {"batches": 99}}, (), "Lower it, data.batch_size or data.seq_len"),
+        ({"validation": {"batches": 99}}, (), "Lower ghost.validation.batches, data.batch"),
         ({"validation": {"sources": {"wiki": 1}}}, (), "names 'wiki', which data.sources lacks. Valid: text"),
         ({"validation": {"sources": {"text": -1}}}, (), "ghost.validation.sources.text must be positive"),
         (

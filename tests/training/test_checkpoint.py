@@ -152,7 +152,7 @@ def test_a_failed_save_is_an_error_and_leaves_the_earlier_checkpoint(
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(checkpoint_module, "checksums", fail)  # written last
+    monkeypatch.setattr(checkpoint_module, "_checksums", fail)  # written last
     with pytest.raises(OSError, match=rf"checkpoint of step 2: {reason}\. Earlier ones are") as raised:
         checkpoints.save(2, state(), {})
         checkpoints.wait()
@@ -191,7 +191,8 @@ def test_any_damage_to_a_checkpoint_is_found_or_harmless(tmp_path):
             try:
                 restored = load_checkpoint(folder, shapes())
             except CheckpointDamagedError as error:
-                assert str(path) in str(error) and "Restore it from a copy" in str(error)
+                assert str(path) in str(error) or path.name == "checksums.json"
+                assert "Restore it from a copy" in str(error)
             else:
                 harmless.append(path)
                 assert eqx.tree_equal(restored, state(seed=1))
@@ -202,33 +203,21 @@ def test_any_damage_to_a_checkpoint_is_found_or_harmless(tmp_path):
         checkpoint_config(folder)
 
 
-def test_damaged_checkpoints_are_skipped_on_request_with_a_message(tmp_path):
-    saved_at(tmp_path, 1, 2, config=CheckpointConfig(keep_last=3))
+def test_a_damaged_checkpoint_names_those_to_resume_from(tmp_path):
+    saved_at(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "checkpoints" / "2", tmp_path / "checkpoints" / "3")
     (tmp_path / "checkpoints" / "3" / "commit_success.txt").unlink()  # half deleted: Orbax hides it
     (tmp_path / "checkpoints" / "3" / "checksums.json").unlink()
-    (tmp_path / "checkpoints" / "2" / "state" / "manifest.ocdbt").write_bytes(b"")
     checkpoints = opened(tmp_path)
     with pytest.raises(
-        CheckpointDamagedError, match=r"3 is half deleted.*of step 1, 2\) with .*on_damaged go_back"
+        CheckpointDamagedError, match=r"3 is damaged; .* half of it.* delete it.* \(of step 1, 2"
     ):
         checkpoints.restore(shapes())
     checkpoints.close()
-    told = []
-    checkpoints = opened(tmp_path, CheckpointConfig(on_damaged="go_back"), message=told.append)
-    restored, position = checkpoints.restore(shapes())
-    assert eqx.tree_equal(restored, state(seed=1)) and position == {"step": 1}
-    assert [line.split(" is ")[0][-1] for line in told] == ["3", "2"]
-    assert "Going back to the checkpoint of step 1" in told[1] and "2.damaged" in told[1]
-    checkpoints.save(2, state(seed=5), {"step": 2})
-    checkpoints.wait()
-    assert steps_in(tmp_path) == [1, 2] and checkpoints.restore(shapes())[1] == {"step": 2}
-    (tmp_path / "checkpoints" / "1" / "checksums.json").unlink()
-    (tmp_path / "checkpoints" / "2" / "checksums.json").unlink()
-    with pytest.raises(CheckpointDamagedError, match=r"There is no earlier one"):
-        checkpoints.restore(shapes())
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    checkpoints = opened(tmp_path)
+    assert checkpoints.restore(shapes())[1] == {"step": 2}
     checkpoints.close()
-    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_processes_that_find_different_checkpoints_are_refused(tmp_path, monkeypatch):

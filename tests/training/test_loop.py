@@ -1,6 +1,5 @@
 """Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
 
-import shutil
 import types
 from typing import Any
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stacked_remat.training import (
     AdamWConfig,
@@ -76,16 +74,6 @@ def stream(size, seed):
     return (np.cumsum(np.random.default_rng(seed).integers(1, 3, size)) % 7).astype(np.uint16)
 
 
-def split_over(devices):
-    """Shards the rows of a state's table over this many devices, and copies the rest to each."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-
-    def put(leaf):
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*(["data"] if leaf.ndim else []))))
-
-    return lambda state: jax.tree.map(put, state)
-
-
 def run(
     recorder,
     folder,
@@ -93,7 +81,6 @@ def run(
     loss_function=next_byte_loss,
     stop_after=None,
     num_sets=1,
-    place=lambda state: state,
     vocab=7,
     **config,
 ):
@@ -105,7 +92,7 @@ def run(
         )["held_out"]
         for number, name in enumerate(("held_out", "code")[:num_sets])
     }
-    state, position = place(TrainState.init(next_byte(vocab), optimizer)), None
+    state, position = TrainState.init(next_byte(vocab), optimizer), None
     checkpoints = Checkpoints(folder / "checkpoints", trainer.checkpoint, run_config={})
     if checkpoints.latest() is not None:
         state, restored = checkpoints.restore(state)
@@ -227,17 +214,6 @@ def test_a_stopped_run_resumes_to_the_same_results(tmp_path):
     assert not whole.of("mfu") and not (tmp_path / "whole" / "profile").exists()  # neither was asked for
     other = run(Recorder(), tmp_path / "other", seed=1, **options)
     assert jnp.any(other.state.model.table != expected.state.model.table)
-
-
-def test_a_run_resumes_on_another_number_of_devices(tmp_path):
-    options = {"num_steps": 8, "log_every": 1, "vocab": 8, "checkpoint": CheckpointConfig(every_steps=5)}
-    whole, resumed = Recorder(), Recorder()
-    run(whole, tmp_path, place=split_over(8), **options)
-    shutil.rmtree(tmp_path / "checkpoints" / "8")
-    result = run(resumed, tmp_path, place=split_over(2), **options)
-    assert len(result.state.model.table.devices()) == 2
-    assert resumed.calls[0] == "start 8 after 5"
-    np.testing.assert_allclose(resumed.of("loss"), whole.of("loss")[5:], rtol=1e-5)
 
 
 def diverges_below(limit, once=False):

@@ -253,7 +253,8 @@ def test_initial_weights_are_divided_by_their_own_mapping_alone():
 def test_one_device_needs_no_sharding():
     partitioning = Partitioning.of(MeshConfig({"data": 1}))
     tree = state()
-    assert partitioning.shard_weights(tree) is tree and partitioning.shard_batch(BATCH) is BATCH
+    assert partitioning.shard_weights(tree) is tree
+    assert isinstance(partitioning.shard_batch(BATCH).tokens.array, jax.Array)
     assert isinstance(partitioning.weight_sharding(tree["weight"]), SingleDeviceSharding)
     with partitioning.active():
         assert jax.sharding.get_abstract_mesh().empty

@@ -1,9 +1,6 @@
 """Tests of stacked_remat/training/run_folder.py."""
 
-import errno
 import json
-import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -108,7 +105,7 @@ def test_overwriting_deletes_results_and_nothing_else(tmp_path):
     assert yaml.safe_load(folder.config.read_text()) == changed(width=3)
 
 
-def test_overwriting_deletes_all_or_nothing(tmp_path, monkeypatch):
+def test_overwriting_deletes_nothing_where_a_result_is_a_link(tmp_path):
     folder, elsewhere = RunFolder.open(tmp_path / "run", CONFIG), tmp_path / "big_disk"
     folder.metrics.write_text("old")
     elsewhere.mkdir()
@@ -119,49 +116,13 @@ def test_overwriting_deletes_all_or_nothing(tmp_path, monkeypatch):
         RunFolder.open(folder.root, CONFIG, overwrite=True)
     assert folder.metrics.read_text() == "old" and elsewhere.is_dir()
 
-    folder.checkpoints.unlink()
-    folder.checkpoints.mkdir()
-    move = os.replace
-
-    def refuse(path, to):
-        if path == folder.checkpoints:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        move(path, to)
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(PermissionError):
-        RunFolder.open(folder.root, CONFIG, overwrite=True)
-    assert folder.metrics.read_text() == "old" and folder.config.exists() and folder.checkpoints.is_dir()
-
-
-@pytest.mark.parametrize("in_the_way", ["a mount", "a mode"])
-def test_overwriting_deletes_nothing_if_a_folder_in_a_result_cannot_be_deleted(
-    tmp_path, monkeypatch, in_the_way
-):
-    folder = RunFolder.open(tmp_path, CONFIG)
-    folder.metrics.write_text("old")
-    below = folder.checkpoints / "4" / "a b"
-    below.mkdir(parents=True)
-    if in_the_way == "a mount":
-        line = f"36 35 98:0 / {str(below).replace(' ', chr(92) + '040')} rw - tmpfs tmpfs rw\n"
-        read = Path.read_bytes
-        monkeypatch.setattr(
-            Path, "read_bytes", lambda path: line.encode() if "proc" in str(path) else read(path)
-        )
-    else:
-        access = os.access
-        monkeypatch.setattr(os, "access", lambda path, mode: path != str(below) and access(path, mode))
-    with pytest.raises(ConfigError, match=f"^{below} (is a mount|can't be).*Nothing was deleted"):
-        RunFolder.open(tmp_path, CONFIG, overwrite=True)
-    assert folder.metrics.read_text() == "old" and folder.config.exists() and below.is_dir()
-
 
 @pytest.mark.parametrize(
     ("damaged", "message"),
     [
         (b"", "config.yaml is empty"),
         (b"model: {type: x", "Can't read the config file"),
-        (b"model: \xff", "not UTF-8"),
+        (b"model: \xff", "utf-8"),
         (b"- model", r"holds \['model'\]"),
     ],
 )

@@ -61,19 +61,11 @@ def test_a_step_follows_the_negative_gradient():
     assert int(state.step) == 0 and int(after.step) == 1
 
 
-def test_steps_lower_the_loss_of_the_batch():
-    state, batch, losses = TrainState.init(next_byte(5), SGD), BATCHES.batch(0), []
-    for _ in range(4):
-        state, metrics = STEP(batch, state)
-        losses.append(float(metrics["loss"]))
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-
-
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2, "skip_nonfinite": True}], ids=str)
 def test_the_compiled_step_updates_the_state_in_place(options):
     step = functools.partial(train_step, loss_function=next_byte_loss, optimizer=SGD, **options)
     compiled = eqx.filter_jit(step, donate="all-except-first")
-    state, batch = TrainState.init(next_byte(5), SGD), BATCHES.batch(0)
+    state, batch = TrainState.init(next_byte(5), SGD), jax.device_put(BATCHES.batch(0))
     expected, _ = STEP(batch, state)
     after, _ = compiled(batch, state)
     np.testing.assert_allclose(after.model.table, expected.model.table, atol=1e-6)
@@ -188,7 +180,7 @@ def diverging(model, batch):
 
 
 def with_first_token(token):
-    batch = BATCHES.batch(0)
+    batch = jax.device_put(BATCHES.batch(0))
     return eqx.tree_at(lambda batch: batch.tokens.array, batch, batch.tokens.array.at[0, 0].set(token))
 
 

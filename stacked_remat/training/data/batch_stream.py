@@ -1,17 +1,17 @@
-"""An endless stream of training batches, in the order of a seed, whose position can be saved.
+"""An endless stream of training batches, whose position can be saved, and fixed batches of held-out text.
 
 Grain is imported where it is used: help and errors in configs do not wait for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
 from ..batches import TokenBatch
+from ..errors import DataError
 from ..run_folder import config_changes
-from .data_error import DataError
 from .packing import PackedDocuments
 
 # Sequences in an endless stream. Grain 0.2.18 divides the length of its own endless datasets by the batch
@@ -120,7 +120,7 @@ class BatchStream:
         """The next batch, or this process's rows of it."""
         arrays = next(self._iterator)
         self._delivered += 1
-        return TokenBatch.of(**arrays)
+        return TokenBatch.of(**arrays, on_host=True)
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch of `next`, and the identity of the data, as JSON."""
@@ -150,3 +150,48 @@ class BatchStream:
     def close(self) -> None:
         """Ends the thread that makes batches in advance."""
         self._iterator.close()
+
+
+@final
+class HeldOutBatches:
+    """The sequences of held-out documents, each once, as batches.
+
+    Their order is shuffled in the same way in every run, whatever its seed, so that the first few batches
+    are a fair sample. The last batch is padded with rows of weight 0.
+
+    Attributes:
+        batch_size: sequences in a batch, over all processes.
+        seq_len: positions in a sequence.
+        num_sequences: sequences in all batches.
+    """
+
+    def __init__(
+        self, sources: Sequence[PackedDocuments], batch_size: int, process: ProcessShare | None = None
+    ):
+        process = ProcessShare() if process is None else process
+        rows = process.rows(batch_size)
+        self.batch_size = batch_size
+        self.seq_len = sources[0].seq_len
+        places = [(packed, index) for packed in sources for index in range(len(packed))]
+        self.num_sequences = len(places)
+        self._places = [places[at] for at in np.random.default_rng(0).permutation(self.num_sequences)]
+        self._own = slice(process.index * rows, (process.index + 1) * rows)
+
+    def __len__(self) -> int:
+        """Number of batches; the last may have rows of weight 0."""
+        return -(-self.num_sequences // self.batch_size)
+
+    def batch(self, index: int) -> TokenBatch:
+        """The batch of this index, or this process's rows of it.
+
+        Raises:
+            IndexError: there are fewer batches.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"There are {len(self)} held-out batches; got index {index}.")
+        places = self._places[index * self.batch_size :][: self.batch_size]
+        rows = [packed[at] for packed, at in places]
+        empty = {name: np.zeros_like(array) for name, array in rows[0].items()}
+        own = (rows + [empty] * (self.batch_size - len(rows)))[self._own]
+        arrays = {name: np.stack([row[name] for row in own]) for name in empty}
+        return TokenBatch.of(**arrays, on_host=True)

@@ -1,30 +1,21 @@
 """Chat templates, the Jinja programs of tokenizers that turn messages into one text."""
 
-import atexit
-import contextlib
-import importlib.util
+import datetime
+import functools
 import json
-import multiprocessing
-import os
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, final
 
+from ..errors import DataError
 from .chat_answers import find_answers
-from .chat_template_worker import BEGIN, END
-from .data_error import DataError
 
-_MARKS = re.compile(f"[{BEGIN}{END}]")
-
-_SECONDS = 10  # for one chat; milliseconds are usual
-_MEMORY = 2**31  # bytes of the process that runs templates
-_LONGEST = 2**28  # bytes of an answer
+# Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_LONGEST = 2**28  # characters of a chat
+_SHOWN = 1000  # characters of an error message
 
 
 class ChatTemplateError(ValueError):
@@ -49,8 +40,8 @@ class RenderedChat:
 class ChatTemplate:
     """A chat template.
 
-    Templates are untrusted programs. They run in Jinja's sandbox, in a process of their own that is killed
-    when a chat takes 10 seconds or 2 GiB. The same messages always give the same text: the date is given.
+    Templates run in Jinja's sandbox, which denies them files and Python's internals, and may write 2**28
+    characters. The same messages always give the same text: the date is given.
 
     Attributes:
         source: the Jinja program.
@@ -74,7 +65,7 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template raised an error for these messages.
             DataError: Jinja is not installed, or the template is not valid Jinja, asks for a date that is not
-                given, takes too long or takes too much memory.
+                given, or writes too much.
         """
         return _MARKS.sub("", self._run(messages, add_generation_prompt))
 
@@ -91,7 +82,7 @@ class ChatTemplate:
             DataError: as for `render`.
         """
         marked = self._run(messages, False)
-        if BEGIN in marked:
+        if _BEGIN in marked:
             return _without_marks(marked)
         answers = find_answers(self._render, messages, marked)
         lost = [at for at, answer in answers.items() if answer is None]
@@ -114,30 +105,33 @@ class ChatTemplate:
             "documents": None,
             **self.special_tokens,
         }
-        answer = _worker.ask(self.source, values, self.date)
-        if "text" in answer:
-            return answer["text"]
-        if "limit" in answer:
+        if self.date is not None:
+            values["strftime_now"] = datetime.datetime.fromisoformat(self.date).strftime
+        template, text = _compiled(self.source), ""
+        try:
+            for piece in template.generate(**values):
+                text += piece
+                if len(text) > _LONGEST:
+                    break
+        except Exception as error:  # templates can raise anything
+            if str(error) == "'strftime_now' is undefined":
+                raise DataError(
+                    "The tokenizer's chat template writes today's date (strftime_now), with which runs would "
+                    "not repeat. Give one: data.chat_date (--chat_date of models.generate), such as "
+                    "2025-06-30."
+                ) from error
+            raise ChatTemplateError(str(error)[:_SHOWN]) from error
+        if len(text) > _LONGEST:
             raise DataError(
-                f"The tokenizer's chat template was stopped: it took more than "
-                f"{f'{_SECONDS} seconds' if answer['limit'] == 'time' else f'{_MEMORY / 2**30:g} GiB'} for "
-                f"one chat. Fix the template (chat_template.jinja, or `chat_template` in "
-                f"tokenizer_config.json), or use another tokenizer."
+                f"The tokenizer's chat template writes more than {_LONGEST:,} characters for one chat. Fix "
+                f"the template (chat_template.jinja, or `chat_template` in tokenizer_config.json), or use "
+                f"another tokenizer."
             )
-        if "line" in answer:
-            raise DataError(
-                f"The tokenizer's chat template is not valid Jinja, line {answer['line']}: {answer['error']}"
-            )
-        if answer["error"] == "'strftime_now' is undefined":
-            raise DataError(
-                "The tokenizer's chat template writes today's date (strftime_now), with which runs would not "
-                "repeat. Give one: data.chat_date (--chat_date of models.generate), such as 2025-06-30."
-            )
-        raise ChatTemplateError(answer["error"])
+        return text
 
 
 def _without_marks(marked: str) -> RenderedChat:
-    if any(mark != (BEGIN, END)[number % 2] for number, mark in enumerate(_MARKS.findall(marked))):
+    if any(mark != (_BEGIN, _END)[number % 2] for number, mark in enumerate(_MARKS.findall(marked))):
         raise ChatTemplateError(
             "the messages contain the Unicode noncharacters U+FDD0 or U+FDD1, which mark answers here"
         )
@@ -149,64 +143,52 @@ def _without_marks(marked: str) -> RenderedChat:
     return RenderedChat(text, tuple(answers))
 
 
-@final
-class _Worker:
-    """The process that runs templates, one request at a time; started by the first request."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._owner = 0
-
-    def ask(self, source: str, values: Mapping[str, Any], date: str | None) -> dict[str, Any]:
-        """The answer of `chat_template_worker.py`, or the limit that was exceeded."""
-        answer: dict[str, Any] = {"limit": "memory"}  # which a process that ended has exceeded
-        with self._lock:
-            connection = self._running()
-            try:
-                with contextlib.suppress(EOFError, OSError):
-                    connection.send((source, dict(values), date))
-                    in_time = connection.poll(_SECONDS)
-                    answer = json.loads(connection.recv_bytes(_LONGEST)) if in_time else {"limit": "time"}
-            finally:  # also for an interrupt: a late answer must not be taken for the next request's
-                if "limit" in answer:
-                    self.close()
-        return answer
-
-    def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None and self._connection is not None:
-            self._connection.close()
-            if self._owner == os.getpid():
-                process.kill()
-                process.wait()
-
-    def _running(self) -> Connection:
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
-            assert self._connection is not None
-            return self._connection
-        if importlib.util.find_spec("jinja2") is None:
-            raise DataError(
-                "Chat templates need jinja2, which is not installed: pip install 'stacked_remat[data]'."
-            )
-        self.close()
-        self._owner = os.getpid()
-        program = str(Path(__file__).with_name("chat_template_worker.py"))
-        self._connection, other_end = multiprocessing.Pipe()
-        with other_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", program, *map(str, (other_end.fileno(), _MEMORY, _SECONDS))],
-                pass_fds=[other_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                start_new_session=True,  # Ctrl-C is for the process that asks
-            )
-        return self._connection
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    try:
+        return _environment().from_string(source)
+    except ImportError as error:
+        raise DataError(
+            "Chat templates need jinja2, which is not installed: pip install 'stacked_remat[data]'."
+        ) from error
+    except Exception as error:  # Jinja also evaluates constants while it compiles
+        raise DataError(
+            f"The tokenizer's chat template is not valid Jinja, line {getattr(error, 'lineno', 1)}: "
+            f"{str(error)[:_SHOWN]}"
+        ) from error
 
 
-_worker = _Worker()
-atexit.register(_worker.close)
+@functools.cache
+def _environment() -> Any:
+    import jinja2.exceptions
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """The tags that some templates put around the assistant's answers."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = _as_json
+    return environment
+
+
+def _as_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Plain JSON; Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)

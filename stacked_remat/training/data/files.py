@@ -9,15 +9,13 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from ..._messages import shortened
-from ..credentials import without_credentials
-from .data_error import DataError
+from ..errors import DataError, without_credentials
 
 # Installed packages differ between machines, tests contain tables of data, pydoc_data is generated.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
@@ -25,8 +23,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 _WEB = ("http://", "https://")
 _FILE = "file://"
 
-# Addresses that differ only in these entries of their queries are the same file.
-_SECRET = re.compile(r"token|sig|secret|key|pass|pwd|auth|cred|expires|x-(amz|goog|ms)-", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/@]*@")
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class SourceFile:
         version: changes when the contents do.
         identity: the same for all paths, links and URLs of the file.
         split_name: decides which of its documents are held out, and does not change when the folder moves:
-            `name`, or the name by which another source found the same file first.
+            `name`, or the name by which another source found the same file first; empty if none is.
     """
 
     url: str
@@ -205,19 +202,4 @@ def _identity(url: str) -> str:
     if last.startswith(_FILE) and os.path.exists(last.removeprefix(_FILE)):
         return _local_identity(last, os.stat(last.removeprefix(_FILE)))
     inside = url.removesuffix(last) if url.startswith(("zip:", "tar:", "libarchive:")) else ""
-    if not last.startswith(_WEB):  # such as a key of S3, in which `#`, `%20`, `//` and `..` are only text
-        scheme, _, place = last.partition("://")
-        host, slash, key = place.lstrip("/").partition("/")
-        return f"{inside}{scheme}://{re.sub('^[^@]*:[^@]*@', '', host)}{slash}{key}"
-    parts = urlsplit(last)
-    host = re.sub(r":(80|443)$", "", parts.netloc.rpartition("@")[2].lower())
-    path = list[str]()
-    for part in parts.path.removeprefix("/").split("/"):
-        if part == "..":
-            path = path[:-1]
-        elif part != ".":
-            path.append(quote(unquote(part), safe=""))
-    query = [
-        entry for entry in parse_qsl(parts.query, keep_blank_values=True) if not _SECRET.search(entry[0])
-    ]
-    return f"{inside}web://{host}/{'/'.join(path)} {sorted(query)}"
+    return inside + _USER.sub("", last)

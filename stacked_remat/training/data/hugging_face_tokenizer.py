@@ -8,8 +8,8 @@ from typing import Any, final
 
 import numpy as np
 
+from ..errors import DataError
 from .chat_template import ChatTemplate, RenderedChat
-from .data_error import DataError
 from .tokenizers import Counted, Tokenizer, Tokens
 
 # Names of the end-of-text token where no config names it.

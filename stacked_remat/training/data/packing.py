@@ -7,28 +7,20 @@ an input, so no position is spent between two documents.
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 from jaxtyping import Int64
 
-from .data_error import DataError
+from ..errors import DataError
 from .tokenized import TokenizedDocuments
 
 PackedSequence: TypeAlias = dict[str, np.ndarray]
 """The fields of a `TokenBatch` for one sequence."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive positions of one document in a sequence.
-
-    Attributes:
-        document: index of the document.
-        first: its first position in the piece.
-        count: number of positions.
-    """
+class Piece(NamedTuple):
+    """`count` consecutive positions of a document in a sequence, of which `first` is the first."""
 
     document: int
     first: int

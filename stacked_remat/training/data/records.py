@@ -1,7 +1,6 @@
 """Reads files: each text file, line of JSON or row of Parquet is a document."""
 
 import contextlib
-import dataclasses
 import io
 import json
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 import fsspec
 import fsspec.compression
 
-from .data_error import DataError
+from ..errors import DataError
 from .files import SourceFile
 
 Message: TypeAlias = dict[str, Any]
@@ -20,14 +19,7 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How the files of a source are read.
-
-    Attributes:
-        format: `text`, `jsonl`, `parquet`, or `auto` to go by the ending of each file's name.
-        text_key: key or column of a document's text.
-        messages_key: key or column of a chat.
-        max_bytes: decompressed bytes that a text, a line or a row may have.
-    """
+    """How the files of a source are read; the fields are those of `SourceConfig` and `DataConfig`."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_key: str = "text"
@@ -61,10 +53,10 @@ _Numbered: TypeAlias = tuple[int, int, _Content]  # a record's number, offset an
 
 
 def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterator[Record]:
-    """The records of a file from number `start` on; those before it are not parsed.
+    """The records of a file from number `start` on.
 
-    Blank lines are not records. Memory: one line, text file or batch of Parquet rows. Anything longer
-    than `how.max_bytes` is never in memory, and is a record with a problem.
+    Blank lines are not records. Anything longer than `how.max_bytes` is a record with a problem. Memory: one
+    line or text file, of which `how.max_bytes` at most, or 64 rows of Parquet.
 
     Raises:
         DataError: the file can't be opened or decompressed, is an archive, is not Parquet, or lacks both
@@ -73,9 +65,10 @@ def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterato
     reader = _READERS[format_of(file, how)]
     try:
         for number, offset, found in reader(file, how, start):
-            record = Record(number, offset, None if isinstance(found, _Problem) else found)
-            problem = f"{place_of(file, record)} {found}" if isinstance(found, _Problem) else None
-            yield dataclasses.replace(record, problem=problem)
+            if isinstance(found, _Problem):
+                yield Record(number, offset, None, f"{place_of(file, number)} {found}")
+            else:
+                yield Record(number, offset, found)
     except DataError:
         raise
     except Exception as error:  # file systems and decompressors raise anything
@@ -83,9 +76,9 @@ def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterato
         raise DataError(f"Can't read {file.place}: {error}") from (None if hidden else error)
 
 
-def place_of(file: SourceFile, record: Record) -> str:
+def place_of(file: SourceFile, number: int) -> str:
     """The place of a record for messages: `folder/file.jsonl:17`."""
-    return f"{file.place}:{record.number + 1}"
+    return f"{file.place}:{number + 1}"
 
 
 def format_of(file: SourceFile, how: RecordFormat) -> str:
@@ -101,8 +94,7 @@ def format_of(file: SourceFile, how: RecordFormat) -> str:
 
 
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-_DICTIONARY_PAGE = 2  # in Parquet's page headers, which use Thrift's compact protocol
-_SMALL_DICTIONARY = 2**24  # more than programs write by default
+_ROWS = 64  # of Parquet that are in memory at once
 _UNREAD = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".snappy", ".lzma", ".z")
 
 
@@ -194,119 +186,25 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_
                 f"{', '.join(table.schema_arrow.names)}. Set data.sources.NAME.text_key to the column with "
                 f"the text."
             )
+        number = 0
         try:
-            # A short file may hold many long rows that share a value: these are not written out at once.
-            shared = _shared_texts(file, how, table, columns, stored)
-            table = pyarrow.parquet.ParquetFile(stored, read_dictionary=shared, metadata=table.metadata)
-            for number, found in _rows(file, how, start, table, columns, stored):
-                yield number, file.size * (number + 1) // table.metadata.num_rows, found
+            for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
+                for row in range(batch.num_rows) if number + batch.num_rows > start else ():
+                    if number + row >= start:
+                        offset = file.size * (number + row + 1) // table.metadata.num_rows
+                        yield number + row, offset, _content_of_row(batch.slice(row, 1), how)
+                number += batch.num_rows
         except pyarrow.ArrowException as error:
             raise DataError(f"{file.place} is damaged: {error}. Repair it, or leave it out.") from None
 
 
-def _leaves(table: Any, columns: list[str]) -> list[int]:
-    """The indices of the columns that hold texts or parts of chats."""
-    paths = [table.schema.column(at).path for at in range(len(table.schema))]
-    return [at for at, path in enumerate(paths) if path.split(".")[0] in columns]
-
-
-def _shared_texts(
-    file: SourceFile, how: RecordFormat, table: Any, columns: list[str], stored: BinaryIO
-) -> list[str]:
-    """The columns to read as dictionaries, because their rows would be too long if all had the longest value.
-
-    Raises:
-        DataError: a dictionary is too long.
-    """
-    shared = set[str]()
-    for group in range(table.num_row_groups):
-        about = table.metadata.row_group(group)
-        for at in _leaves(table, columns):
-            chunk = about.column(at)
-            longest = _dictionary_bytes(stored, chunk)
-            if longest > max(how.max_bytes, _SMALL_DICTIONARY):
-                raise DataError(f"{file.place}: the dictionary of row group {group} {_too_long(how)}.")
-            if longest * chunk.num_values > how.max_bytes * about.num_rows:
-                shared.add(table.schema.column(at).path)
-    return list(shared)
-
-
-def _dictionary_bytes(stored: BinaryIO, chunk: Any) -> int:
-    """The decompressed size of the dictionary of a column chunk; 0 if it has none."""
-    stored.seek(chunk.dictionary_page_offset or chunk.data_page_offset)
-    header = iter(stored.read(16))
-    fields = []  # the page's kind and size: each a byte 0x15 and a number in bytes of 7 bits
-    for _ in range(2):
-        if next(header, None) != 0x15:
-            return 0
-        number = shift = 0
-        for byte in header:
-            number, shift = number | (byte & 0x7F) << shift, shift + 7
-            if byte < 0x80:
-                break
-        fields.append(number >> 1)
-    return fields[1] if fields[0] == _DICTIONARY_PAGE else 0
-
-
-def _rows(
-    file: SourceFile, how: RecordFormat, start: int, table: Any, columns: list[str], stored: BinaryIO
-) -> Iterator[tuple[int, _Content]]:
-    number = 0
-    for group in range(table.num_row_groups):
-        about = table.metadata.row_group(group)
-        chunks = [about.column(at) for at in _leaves(table, columns)]
-        held = sum(max(chunk.total_uncompressed_size, 4 * chunk.num_values) for chunk in chunks)
-        first, number = number, number + about.num_rows
-        if number <= start or not about.num_rows:
-            continue
-        if held > how.max_bytes * about.num_rows:
-            raise DataError(f"{file.place}: on average, a row of row group {group} {_too_long(how)}.")
-        longest = max(_longest(stored, chunk) for chunk in chunks)
-        at_once = max(1, min(256, how.max_bytes // max(held // about.num_rows, longest, 1)))
-        for batch in table.iter_batches(batch_size=at_once, row_groups=[group], columns=columns):
-            rows = batch.slice(min(max(start - first, 0), batch.num_rows))
-            first += batch.num_rows
-            yield from enumerate(_contents(rows, how), first - rows.num_rows)
-
-
-def _longest(stored: BinaryIO, chunk: Any) -> int:
-    """The most bytes a value of a column chunk may have beyond what is stored for it, or 0."""
-    if "DELTA_BYTE_ARRAY" in chunk.encodings:  # a value may repeat all of the one before it
-        return chunk.total_uncompressed_size
-    return _dictionary_bytes(stored, chunk)
-
-
-def _contents(rows: Any, how: RecordFormat) -> Iterator[_Content]:
-    if sum(map(_decoded_bytes, rows.columns)) <= how.max_bytes:
-        with contextlib.suppress(UnicodeDecodeError):
-            yield from [_content(fields, how) for fields in rows.to_pylist()]
-            return
-    for at in range(rows.num_rows):
-        row = rows.slice(at, 1)
-        if sum(map(_decoded_bytes, row.columns)) > how.max_bytes:
-            yield _too_long(how)
-            continue
-        try:
-            yield _content(row.to_pylist()[0], how)
-        except UnicodeDecodeError as error:
-            yield _not_utf8(error)
-
-
-def _decoded_bytes(column: Any) -> int:
-    """The bytes of a column's values, with those that share an entry of a dictionary written out."""
-    import pyarrow.compute
-    import pyarrow.types
-
-    compute: Any = pyarrow.compute  # its functions are made at import time
-    kind = column.type
-    if pyarrow.types.is_dictionary(kind):
-        lengths = compute.binary_length(column.dictionary).take(column.indices)
-        return column.indices.nbytes + (compute.sum(lengths.cast("int64")).as_py() or 0)
-    if pyarrow.types.is_struct(kind):
-        return sum(map(_decoded_bytes, column.flatten()))
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_map(kind):
-        return _decoded_bytes(column.flatten())
-    return column.nbytes
+def _content_of_row(row: Any, how: RecordFormat) -> _Content:
+    if row.nbytes > how.max_bytes:
+        return _too_long(how)
+    try:
+        return _content(row.to_pylist()[0], how)
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
 
 
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,33 +15,26 @@ import numpy as np
 from jaxtyping import UInt32
 
 from ..._files import replaced_whole
-from ..checksums import json_with_checksum, read_json_with_checksum
+from ..errors import DataError
 from ..progress import Progress
 from .chat_template import ChatTemplateError, RenderedChat
-from .data_error import DataError
 from .files import SourceFile
-from .outdated_caches import COMPLETE, LOCK, UNFINISHED, hold, remove_outdated
 from .records import Message, Record, RecordFormat, place_of, read_records
-from .token_shards import ShardSummary, open_shards, read_summaries, shard_folder, write_shard
-from .tokenized import TokenizedDocuments, damaged_cache
+from .tokenized import TokenizedDocuments, damaged_cache, load_array
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 2  # of the files of a cache
+_FORMAT = 3  # of the files of a cache
+_COMPLETE, _LOCK, _SUMMARY = "complete.json", ".lock", "shard.json"
+_TOKENS, _COUNTED, _LENGTHS, _KEYS = "tokens.npy", "counted.npy", "lengths.npy", "keys.npy"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT = 5
 
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """The files to tokenize, and how.
+    """The files to tokenize, in the order of their documents, and how.
 
-    Attributes:
-        name: of the source; the name of the cache's folder begins with it.
-        files: in the order of their documents.
-        how: how to read the files.
-        tokenizer: to tokenize them.
-        answers_only: whether only the assistant's turns of chats count as targets.
-        on_malformed: whether a record that can't be read is an error, or counted and skipped.
+    The name of the cache's folder begins with `name`, that of the source.
     """
 
     name: str
@@ -72,19 +66,26 @@ class CacheRequest:
 
 
 @dataclass(frozen=True)
-class CachedTokens:
-    """The contents of a cache.
+class ShardSummary:
+    """The contents of a shard, what was left out of it, and the file and record where the next one begins."""
 
-    Attributes:
-        documents: the documents as tokens.
-        keys: a 32-bit hash of each document's file name and place in the file.
-        file_indices: index of each document's file.
-        counts: documents, tokens, and what was left out, summed over shards.
-    """
+    next_file: int = 0
+    next_record: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_empty: int = 0
+    num_malformed: int = 0
+    problems: Sequence[str] = ()
+    fingerprint: str = ""
+    has_counted: bool = False
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """The documents of a cache, a 32-bit hash of each one's file name and place in the file, and counts."""
 
     documents: TokenizedDocuments
     keys: UInt32[np.ndarray, " documents"]
-    file_indices: UInt32[np.ndarray, " documents"]
     counts: ShardSummary
 
 
@@ -96,8 +97,7 @@ def open_token_cache(
     Tokens are written in shards. After a kill the next call resumes after the last whole shard, with the
     same result. One process at a time builds; others wait. The folder's name has a hash of the tokenizer and
     of the files' addresses, sizes and times (or other versions of their file system), so that any change
-    builds a new cache. Caches of the same source with an earlier version of one of its files, which can't be
-    found again, are then removed unless a process has them open.
+    builds a new cache beside the earlier ones.
 
     Args:
         request: what to tokenize.
@@ -113,11 +113,10 @@ def open_token_cache(
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache_dir.expanduser() / f"{request.name}-{digest}"
     try:
-        if not (folder / COMPLETE).exists():
+        if not (folder / _COMPLETE).exists():
             with _locked(folder):
-                if not (folder / COMPLETE).exists():
+                if not (folder / _COMPLETE).exists():
                     _build(request, folder, progress, shard_tokens)
-        hold(folder)
         return _open(request, folder)
     except OSError as error:  # errors of reading are DataErrors already
         raise DataError(
@@ -132,27 +131,20 @@ def open_token_cache(
 def _locked(folder: Path) -> Iterator[None]:
     """Waits until no other process builds here. The system releases the lock of a process that dies."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with (folder / _LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> None:
-    """Makes a cache whole, and removes those that it replaces."""
-    with replaced_whole(folder / UNFINISHED) as path:
-        path.write_text(json.dumps(request.identity()), encoding="utf-8")
     count = _write_shards(request, folder, progress, shard_tokens)
-    with replaced_whole(folder / COMPLETE) as path:
-        path.write_text(json_with_checksum({**request.identity(), "shards": count}), encoding="utf-8")
-    (folder / UNFINISHED).unlink()
-    if removed := remove_outdated(folder, request.name, request.files):
-        names = ", ".join(path.name for path in removed)
-        progress.message(f"removed token caches of earlier versions of the files of {request.name}: {names}")
+    with replaced_whole(folder / _COMPLETE) as path:
+        path.write_text(json.dumps({**request.identity(), "shards": count}), encoding="utf-8")
 
 
 def _write_shards(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> int:
     """Tokenizes what is not in a shard yet, and returns the number of shards."""
-    finished = read_summaries(folder)
+    finished = _read_summaries(folder)
     start = finished[-1] if finished else ShardSummary()
     shard = _Shard(request)
     before = np.concatenate([[0], np.cumsum([file.size for file in request.files])])
@@ -165,11 +157,11 @@ def _write_shards(request: CacheRequest, folder: Path, progress: Progress, shard
         progress.work(what, done, total + 1, f"{tokens + shard.num_tokens:,} tokens")
         if shard.num_tokens >= shard_tokens:
             tokens += shard.num_tokens
-            shard.write(folder, index)
+            shard.write(_shard_folder(folder, index))
             shard, index = _Shard(request), index + 1
     if not shard.is_empty:
         tokens += shard.num_tokens
-        shard.write(folder, index)
+        shard.write(_shard_folder(folder, index))
         index += 1
     progress.work(what, total + 1, total + 1, f"{tokens:,} tokens")
     return index
@@ -197,7 +189,7 @@ class _Shard:
     def __init__(self, request: CacheRequest):
         self._request = request
         self._documents: list[tuple[Tokens, Counted | None]] = []
-        self._places: list[tuple[int, int]] = []
+        self._keys: list[int] = []
         self._next = (0, 0)
         self._num_empty = 0
         self._problems: list[str] = []
@@ -216,38 +208,59 @@ class _Shard:
                 self._num_empty += 1
             elif text is not None:
                 texts.append(text)
-                self._places.append((at, _key(self._request, at, record)))
+                self._keys.append(_key(self._request, at, record))
         documents = _encode(self._request.tokenizer, texts)
         self._documents += documents
         self.num_tokens += sum(len(tokens) for tokens, _ in documents)
         at, record = group[-1]
         self._next = (at, record.number + 1)
 
-    def write(self, folder: Path, index: int) -> None:
-        """Writes the collected documents as the shard of this index."""
+    def write(self, folder: Path) -> None:
+        """Writes the collected documents as a shard, which exists only when all of it is on the disk."""
+        tokens, counted = zip(*self._documents, strict=True) if self._documents else ((), ())
+        arrays = {
+            _TOKENS: np.concatenate(tokens) if tokens else np.zeros(0, np.uint16),
+            _LENGTHS: np.array([len(own) for own in tokens], dtype=np.uint32),
+            _KEYS: np.array(self._keys, dtype=np.uint32),
+        }
+        if any(own is not None for own in counted):
+            both = zip(tokens, counted, strict=True)
+            marks = [np.ones(len(own), bool) if marked is None else marked for own, marked in both]
+            arrays[_COUNTED] = np.concatenate(marks)
+        raw = b"".join(arrays[name].tobytes() for name in sorted(arrays))
         summary = ShardSummary(
             *self._next,
+            num_documents=len(tokens),
+            num_tokens=self.num_tokens,
             num_empty=self._num_empty,
             num_malformed=len(self._problems),
-            problems=tuple(self._problems[:_PROBLEMS_KEPT]),
+            problems=self._problems[:_PROBLEMS_KEPT],
+            fingerprint=hashlib.sha256(raw).hexdigest(),
+            has_counted=_COUNTED in arrays,
         )
-        places = np.array(self._places, dtype=np.uint32).reshape(-1, 2).T
-        write_shard(folder, index, self._documents, places, summary)
+        with replaced_whole(folder) as unfinished:
+            unfinished.mkdir(parents=True)
+            for name, array in arrays.items():
+                np.save(unfinished / name, array)
+            (unfinished / _SUMMARY).write_text(json.dumps(dataclasses.asdict(summary), indent=2))
+            for path in unfinished.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
 
     def _text_of(self, file: SourceFile, record: Record) -> str | RenderedChat | None:
         """The text to tokenize, or None after counting a problem."""
-        problem, text = record.problem, record.content or ""
+        place, problem, text = place_of(file, record.number), record.problem, record.content or ""
         if not isinstance(text, str):
             try:
                 text = _render(self._request, text)
             except ChatTemplateError as error:
-                problem, text = f"{place_of(file, record)} does not fit the chat template: {error}", ""
+                problem, text = f"{place} does not fit the chat template: {error}", ""
         if problem is None:
             try:
                 (text if isinstance(text, str) else text.text).encode("utf-8")
                 return text
             except UnicodeEncodeError:
-                problem = f"{place_of(file, record)} has half a surrogate pair, which is not valid Unicode"
+                problem = f"{place} has half a surrogate pair, which is not valid Unicode"
         if self._request.on_malformed == "error":
             raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
         self._problems.append(problem)
@@ -271,21 +284,23 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[t
 def _key(request: CacheRequest, at: int, record: Record) -> int:
     """A hash of a document that depends neither on the location of its folder nor on its other files."""
     name = request.files[at].split_name
+    if not name:
+        return 2**32 - 1  # above every fraction
     place = name if record.number == 0 else f"{name}:{record.number}"
     return int.from_bytes(hashlib.sha256(place.encode("utf-8", "surrogateescape")).digest()[:4], "big")
 
 
 def _open(request: CacheRequest, folder: Path) -> CachedTokens:
-    summaries = read_summaries(folder)
+    summaries = _read_summaries(folder)
     try:
-        whole = read_json_with_checksum(folder / COMPLETE)
-    except ValueError:
-        raise damaged_cache(folder / COMPLETE, folder) from None
-    if len(summaries) != whole["shards"]:
-        raise damaged_cache(shard_folder(folder, len(summaries)), folder)
+        count = json.loads((folder / _COMPLETE).read_bytes())["shards"]
+    except (ValueError, KeyError, TypeError):
+        raise damaged_cache(folder / _COMPLETE, folder) from None
+    if len(summaries) != count:
+        raise damaged_cache(_shard_folder(folder, len(summaries)), folder)
     numbers = ("num_documents", "num_tokens", "num_empty", "num_malformed")
     totals: dict[str, Any] = {name: sum(getattr(summary, name) for summary in summaries) for name in numbers}
-    problems = tuple(problem for summary in summaries for problem in summary.problems)[:_PROBLEMS_KEPT]
+    problems = [problem for summary in summaries for problem in summary.problems][:_PROBLEMS_KEPT]
     counts = ShardSummary(**totals, problems=problems)
     if counts.num_documents == 0:
         raise DataError(
@@ -293,5 +308,31 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
             f"are empty and {counts.num_malformed} can't be read."
             + "".join(f" First: {problem}." for problem in counts.problems[:1])
         )
-    documents, places = open_shards(folder)
-    return CachedTokens(documents, places[1], places[0], counts)
+    shards = [(_shard_folder(folder, index), own) for index, own in enumerate(summaries) if own.num_documents]
+    lengths, keys = (
+        np.concatenate([load_array(shard / name) for shard, _ in shards]) for name in (_LENGTHS, _KEYS)
+    )
+    lengths = lengths.astype(np.int64)
+    documents = TokenizedDocuments(
+        shards=tuple(shard / _TOKENS for shard, _ in shards),
+        counted=tuple(shard / _COUNTED if own.has_counted else None for shard, own in shards),
+        shard_starts=np.cumsum([0, *(own.num_tokens for _, own in shards)]),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        fingerprint=hashlib.sha256("".join(own.fingerprint for own in summaries).encode()).hexdigest(),
+    )
+    return CachedTokens(documents, keys, counts)
+
+
+def _read_summaries(folder: Path) -> list[ShardSummary]:
+    found = []
+    while (shard := _shard_folder(folder, len(found))).exists():
+        try:
+            found.append(ShardSummary(**json.loads((shard / _SUMMARY).read_bytes())))
+        except (FileNotFoundError, ValueError, TypeError):
+            raise damaged_cache(shard / _SUMMARY, folder) from None
+    return found
+
+
+def _shard_folder(folder: Path, index: int) -> Path:
+    return folder / f"shard-{index:05d}"

@@ -6,50 +6,32 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 from jaxtyping import Bool, Float32, Integer
 
-from ..checksums import checksum
-from .data_error import DataError
+from ..errors import DataError
 
-Shard: TypeAlias = Any
-"""The concatenated tokens of some documents: an array, or an `ArrayFile`."""
+Shard: TypeAlias = np.ndarray | Path
+"""The concatenated tokens of some documents: an array, or the file of one."""
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class ArrayFile:
-    """A file that `numpy.save` wrote into a shard of a token cache.
+def load_array(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+    """An array of a token cache.
 
-    Attributes:
-        path: the file.
-        checksum: of the file when it was written.
+    Raises:
+        DataError: the file is missing or damaged.
     """
-
-    path: Path
-    checksum: str
-
-    @functools.cached_property
-    def whole(self) -> Path:
-        """The path; the file is compared with its checksum when this is first asked for.
-
-        Raises:
-            DataError: the file is missing or damaged.
-        """
-        try:
-            found = checksum(self.path)
-        except FileNotFoundError:
-            found = None
-        if found != self.checksum:
-            raise damaged_cache(self.path, self.path.parent.parent)
-        return self.path
+    try:
+        return np.load(path, mmap_mode=mmap_mode)
+    except (FileNotFoundError, ValueError, EOFError):
+        raise damaged_cache(path, path.parent.parent) from None
 
 
 def damaged_cache(path: Path, folder: Path) -> DataError:
     """The error for a missing or damaged file of a token cache."""
-    found = "damaged: its checksum differs" if path.exists() else "missing"
+    found = "damaged" if path.exists() else "missing"
     return DataError(
         f"{path} is {found}. Delete the token cache {folder}, and the next run tokenizes its text again."
     )
@@ -60,8 +42,7 @@ def damaged_cache(path: Path, folder: Path) -> DataError:
 class TokenizedDocuments:
     """Documents as tokens, in a fixed order.
 
-    Memory: 16 bytes a document. Shards on disk are memory-mapped, and compared with their checksums when
-    first used.
+    Memory: 16 bytes a document. Shards on disk are memory-mapped.
 
     Attributes:
         shards: the tokens; each document is in one shard.
@@ -146,10 +127,10 @@ class TokenizedDocuments:
 
 
 def _array(shard: Shard) -> np.ndarray:
-    return _mapped(shard) if isinstance(shard, ArrayFile) else shard
+    return _mapped(shard) if isinstance(shard, Path) else shard
 
 
 # A mapped file keeps a descriptor open; there may be more shards than descriptors.
 @functools.lru_cache(maxsize=128)
-def _mapped(file: ArrayFile) -> np.ndarray:
-    return np.load(file.whole, mmap_mode="r")
+def _mapped(path: Path) -> np.ndarray:
+    return load_array(path, "r")

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..._files import read_json_fields
-from .data_error import DataError
+from ..errors import DataError
 from .hugging_face_tokenizer import HuggingFaceTokenizer
 from .tokenizers import ByteTokenizer, Tokenizer
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
-_LARGEST = 2**28  # bytes of a file; tokenizers of 250,000 tokens have 2**25
 _Finder: TypeAlias = Callable[[str], Path | None]
 """From the usual name of a tokenizer's file to its path; None if there is no such file."""
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
@@ -32,11 +31,11 @@ def load_tokenizer(name: str, chat_date: str | None = None) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
-    find = _finder(name)
-    definition = _definition(name, find)
-    config = {**_fields(name, find(_SPECIAL_TOKENS)), **_fields(name, find(_CONFIG))}
-    template = _text(find(_TEMPLATE)) or _template(name, config.get("chat_template"))
-    return HuggingFaceTokenizer(name, definition, config, template, chat_date)
+    files = _files(name)
+    config = {**_fields(name, files.get(_SPECIAL_TOKENS)), **_fields(name, files.get(_CONFIG))}
+    own = files.get(_TEMPLATE)
+    template = _template(name, config.get("chat_template")) if own is None else _text(own)
+    return HuggingFaceTokenizer(name, _text(files[_TOKENIZER]), config, template, chat_date)
 
 
 def read_tokenizer_files(name: str) -> dict[str, str]:
@@ -48,12 +47,19 @@ def read_tokenizer_files(name: str) -> dict[str, str]:
     Raises:
         DataError: there is no such tokenizer, or it can't be read.
     """
-    if name == "byte":
-        return {}
+    return {} if name == "byte" else {file: _text(path) for file, path in _files(name).items()}
+
+
+def _files(name: str) -> dict[str, Path]:
+    """The files that a tokenizer has, by their usual names."""
     find = _finder(name)
-    found = {_TOKENIZER: _definition(name, find)}
-    found |= {file: _text(find(file)) for file in (_CONFIG, _SPECIAL_TOKENS, _TEMPLATE)}
-    return {file: text for file, text in found.items() if text is not None}
+    found = {file: find(file) for file in (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE)}
+    if found[_TOKENIZER] is None:
+        raise DataError(
+            f"data.tokenizer = {name!r} has no {_TOKENIZER}. Convert older kinds of tokenizers with "
+            f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        )
+    return {file: path for file, path in found.items() if path is not None}
 
 
 def _finder(name: str) -> _Finder:
@@ -77,16 +83,6 @@ def _finder(name: str) -> _Finder:
     )
 
 
-def _definition(name: str, find: _Finder) -> str:
-    text = _text(find(_TOKENIZER))
-    if text is None:
-        raise DataError(
-            f"data.tokenizer = {name!r} has no {_TOKENIZER}. Convert older kinds of tokenizers with "
-            f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
-        )
-    return text
-
-
 def _template(name: str, entry: Any) -> str | None:
     """The chat template of a tokenizer's config, where it may be one of several."""
     if isinstance(entry, list) and all(isinstance(one, dict) for one in entry):
@@ -106,15 +102,9 @@ def _fields(name: str, path: Path | None) -> dict[str, Any]:
         raise DataError(f"data.tokenizer = {name!r}: {error}") from error
 
 
-def _text(path: Path | None) -> str | None:
-    if path is None:
-        return None
+def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise DataError(f"{path} of data.tokenizer is larger than {_LARGEST >> 20} MiB.")
-        return text.decode("utf-8")
+        return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise DataError(f"Can't read {path} of data.tokenizer: {error.strerror}.") from error
     except UnicodeDecodeError as error:

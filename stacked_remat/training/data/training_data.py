@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -10,11 +9,10 @@ from typing import final
 import numpy as np
 
 from ..data_config import DataConfig, SourceConfig
+from ..errors import DataError
 from ..progress import Progress
-from .batch_stream import BatchStream, MixtureShare, ProcessShare
-from .data_error import DataError
+from .batch_stream import BatchStream, HeldOutBatches, MixtureShare, ProcessShare
 from .files import SourceFile, find_files, standard_library_files
-from .held_out import HeldOutBatches
 from .packing import PackedDocuments
 from .records import RecordFormat, format_of
 from .token_cache import CachedTokens, CacheRequest, open_token_cache
@@ -58,11 +56,9 @@ def open_training_data(
         process: this process's share of every batch; all of it if not given.
 
     Raises:
-        DataError: a path matches no file, a record can't be read, there is too little text, or batches do not
-            fit into this machine's memory.
+        DataError: a path matches no file, a record can't be read, or there is too little text.
     """
     process = ProcessShare() if process is None else process
-    _check_memory(config, process)
     training: dict[str, MixtureShare] = {}
     held_out: dict[str, PackedDocuments] = {}
     for source in _sources(config, progress):
@@ -96,21 +92,12 @@ def open_training_data(
 
 @dataclass(frozen=True)
 class _Source:
-    """The files of a source.
-
-    Attributes:
-        name: in the config.
-        config: of the source.
-        files: to train on; no source names them under `held_out`.
-        held_out: to evaluate on; empty if a fraction of the documents is held out instead.
-        also_split: indices of the `files` of which another source holds out a fraction.
-    """
+    """A source: files to train on, and to evaluate on if it names some."""
 
     name: str
     config: SourceConfig
     files: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...] = ()
-    also_split: tuple[int, ...] = ()
 
     @property
     def record_format(self) -> RecordFormat:
@@ -147,7 +134,7 @@ def _sources(config: DataConfig, progress: Progress) -> list[_Source]:
 
 
 def _with_others(source: _Source, sources: list[_Source]) -> _Source:
-    """The source with `also_split` set."""
+    """The source, with `split_name` only for files of which it or another source holds out a fraction."""
     splitting = {
         file.identity: (other, file)
         for other in sources
@@ -163,8 +150,13 @@ def _with_others(source: _Source, sources: list[_Source]) -> _Source:
                 f"as {formats[1]}, so the documents that one holds out can't be left out of the other. Give "
                 f"both the same format, or name files to hold out under held_out."
             )
-    also = tuple(at for at, file in enumerate(source.files) if file.identity in splitting)
-    return dataclasses.replace(source, also_split=also)
+    if not source.held_out:
+        return source
+    files = (
+        file if file.identity in splitting else dataclasses.replace(file, split_name="")
+        for file in source.files
+    )
+    return dataclasses.replace(source, files=tuple(files))
 
 
 def _split(
@@ -175,15 +167,14 @@ def _split(
     cached = _cached(source, source.files, name, config, tokenizer, progress)
     documents, in_fraction = cached.documents, cached.keys < fraction * 2**32
     if source.held_out:
-        elsewhere = in_fraction & np.isin(cached.file_indices, source.also_split)
-        if elsewhere.all():
+        if in_fraction.all():
             raise DataError(
                 f"Other sources hold out all documents of data.sources.{name}: nothing is left to train on. "
                 f"Name files to hold out under their held_out."
             )
-        if elsewhere.any():
-            digest = hashlib.sha256(np.packbits(elsewhere).tobytes()).hexdigest()
-            documents = documents.select(~elsewhere, f"without what other sources hold out, {digest}")
+        if in_fraction.any():
+            digest = hashlib.sha256(np.packbits(in_fraction).tobytes()).hexdigest()
+            documents = documents.select(~in_fraction, f"without what other sources hold out, {digest}")
         apart = _cached(source, source.held_out, f"{name}-held-out", config, tokenizer, progress)
         return documents, apart.documents
     if in_fraction.all() or not in_fraction.any():
@@ -194,19 +185,6 @@ def _split(
         )
     trained_on = documents.select(~in_fraction, f"trained on, {fraction} held out")
     return trained_on, documents.select(in_fraction, f"held out, {fraction} held out")
-
-
-def _check_memory(config: DataConfig, process: ProcessShare) -> None:
-    """Refuses batches that do not fit into memory before any is made."""
-    rows, ahead = process.rows(config.batch_size), 1 + config.prefetch
-    size = 20 * config.seq_len * rows * ahead  # five fields of four bytes
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory:
-        raise DataError(
-            f"Batches of {rows:,} sequences (data.batch_size) of data.seq_len = {config.seq_len:,} tokens, "
-            f"{ahead:,} at a time (data.prefetch + 1), take {size / 2**30:,.1f} GiB, and this machine has "
-            f"{memory / 2**30:,.1f}. Make them smaller."
-        )
 
 
 def _cached(

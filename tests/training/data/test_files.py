@@ -97,11 +97,6 @@ def test_remote_names_are_told_apart_by_every_letter(memory):
     assert (
         same == files_module._identity("ftp://host/a@b") == files_module._identity("ftp://me:other@host/a@b")
     )
-    parts = [
-        files_module._identity(f"https://host/{path}")
-        for path in ("a//b", "a/b", "a%2Fb", "a%23b", "a%2523b")
-    ]
-    assert len(set(parts)) == len(parts)
 
 
 def test_versions_change_with_size_time_and_the_remote_version(folder, memory):
@@ -157,18 +152,6 @@ def test_a_file_has_one_identity_for_all_its_paths(folder, memory):
     assert file.name == "b.txt"
     assert names(str(folder)) == ["a.txt", "b.txt", "sub/c.txt", "sub/d.md"]
     assert len(find_files(["memory://texts/a.txt", "memory:///texts/a.txt"], "key")) == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        *("https://HOST:443/a/../x.txt?v=1&token=B", "http://user:p@host/x.txt?v=1"),
-        *("https://host/%78.txt?v=1#part", "simplecache::https://host/x.txt?v=1&X-Amz-Signature=1"),
-    ],
-)
-def test_credentials_do_not_change_the_identity_of_a_url(other):
-    same = files_module._identity("https://host/x.txt?v=1&token=A")
-    assert files_module._identity(other) == same != files_module._identity("https://host/x.txt?v=2")
 
 
 def test_one_odd_file_does_not_block_a_folder(folder):

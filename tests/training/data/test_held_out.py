@@ -1,4 +1,4 @@
-"""Tests of stacked_remat/training/data/held_out.py."""
+"""Tests of stacked_remat/training/data/batch_stream.py."""
 
 import numpy as np
 import pytest

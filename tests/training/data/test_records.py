@@ -196,34 +196,6 @@ def test_invalid_and_long_rows_of_parquet_are_problems(tmp_path):
     assert [record.content for record in found] == ["good", None, None, "fine"]
     problems = [record.problem for record in found if record.problem]
     assert "a.parquet:2 is not UTF-8" in problems[0] and "a.parquet:3 is longer than" in problems[1]
-    with pytest.raises(DataError, match=r"a.parquet: on average, a row of row group 0 is longer than the 9 "):
-        read(tmp_path / "a.parquet", RecordFormat(max_bytes=9))
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_rows_of_parquet_that_share_a_long_value_are_read_a_few_at_a_time(tmp_path, chat):
-    long = "a" * 2**20
-    fields = {"messages": [[{"role": "user", "content": long}] * 64] * 3} if chat else {"text": [long] * 128}
-    path, how = tmp_path / "a.parquet", RecordFormat(max_bytes=2**22)
-    pyarrow.parquet.write_table(
-        pyarrow.table(fields), path, compression="zstd", dictionary_pagesize_limit=2**30
-    )
-    assert path.stat().st_size < 3000
-    before, most = pyarrow.total_allocated_bytes(), 0
-    (file,) = find_files([str(path)], "key")
-    for record in read_records(file, how):
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-        assert "is longer than" in (record.problem or "") if chat else record.content == long
-    assert 0 < most < 2**25
-
-
-def test_a_long_dictionary_of_parquet_is_refused_unread(tmp_path):
-    texts = [letter * 2**23 for letter in "abc"] * 9
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": texts}), tmp_path / "a.parquet", dictionary_pagesize_limit=2**30
-    )
-    with pytest.raises(DataError, match=r"the dictionary of row group 0 is longer than the 10,000,000 bytes"):
-        read(tmp_path / "a.parquet", RecordFormat(max_bytes=10**7))
 
 
 def test_damaged_parquet_is_named(tmp_path):

@@ -6,7 +6,6 @@ import huggingface_hub
 import pytest
 
 from stacked_remat.training import ByteTokenizer, DataError, load_tokenizer, read_tokenizer_files
-from stacked_remat.training.data import tokenizer_files
 
 from .word_tokenizer import save
 
@@ -181,13 +180,6 @@ EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 def test_damaged_files_are_named(tmp_path, file, written, message):
     (save(tmp_path) / file).write_bytes(written)
     with pytest.raises(DataError, match=message):
-        load_tokenizer(str(tmp_path))
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer_files, "_LARGEST", 2**20)
-    (tmp_path / "tokenizer.json").write_bytes(bytes(2**20 + 1))
-    with pytest.raises(DataError, match=r"tokenizer.json of data.tokenizer is larger than 1 MiB"):
         load_tokenizer(str(tmp_path))
 
 

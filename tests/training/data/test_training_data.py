@@ -268,19 +268,11 @@ def test_a_file_read_in_two_formats_is_held_out_only_by_name(tmp_path):
     )
 
 
-@pytest.mark.parametrize("change", [{"seq_len": 2**31 - 1, "batch_size": 10**5}, {"prefetch": 10**12}])
-def test_batches_that_do_not_fit_into_memory_are_refused_with_their_size(folder, tmp_path, change):
-    with pytest.raises(DataError, match=r"take [\d,.]+ GiB, and this machine has"):
-        open_data(tmp_path, sources={"all": SourceConfig((str(folder),))}, **change)
-
-
 def test_a_damaged_shard_is_an_error_that_names_it(folder, tmp_path):
     sources = {"all": SourceConfig((str(folder),))}
     open_data(tmp_path, sources=sources)
     (tokens,) = (tmp_path / "cache").rglob("tokens.npy")
-    written = bytearray(tokens.read_bytes())
-    written[-9] ^= 1
-    tokens.write_bytes(written)
+    tokens.write_bytes(tokens.read_bytes()[:-9])
     data = open_data(tmp_path, sources=sources, prefetch=2)
     with pytest.raises(
         DataError, match=r"tokens.npy is damaged.*Delete the token cache .*cache/all-\w+, and"

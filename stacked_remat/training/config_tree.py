@@ -1,4 +1,6 @@
-"""Config files that include others: `!include FILE` in the place of any value, and at a merge key.
+"""Config files as trees of entries that know where each was written, and files that include others.
+
+`!include FILE` stands in the place of any value, and at a merge key:
 
     <<: !include base.yaml  # all of it, except for the keys below
     trainer:
@@ -8,14 +10,13 @@ A name is relative to the file that includes it. Keys beside a merge override si
 at any depth; a section that names another `type`, or `{}`, replaces the included one.
 """
 
-import itertools
 import json
 import os
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import fsspec
@@ -23,12 +24,84 @@ import yaml
 
 from .._files import unique_keys
 from .._messages import shown
-from .config_entries import Entry, entry_of, overlaid, too_large
-from .config_error import ConfigError
+from .errors import ConfigError
 
 ON_THE_COMMAND_LINE = "on the command line"
 
-_LARGEST, _MOST_INCLUDES = 2**20, 100  # more bytes and files than any config has
+
+@dataclass(frozen=True)
+class Entry:
+    """A value of a config, or a section of it.
+
+    Attributes:
+        value: a scalar, a list, or for a section a dict of entries by key.
+        where: where it was written, for errors: `in FILE` or `on the command line`.
+    """
+
+    value: Any
+    where: str
+
+    @staticmethod
+    def of(value: Any, where: str) -> "Entry":
+        """The tree of a plain value, in which parts may be entries already."""
+        if isinstance(value, Entry):
+            return value
+        if isinstance(value, Mapping):
+            return Entry({key: Entry.of(own, where) for key, own in value.items()}, where)
+        if isinstance(value, list):
+            return Entry([Entry.of(item, where).plain for item in value], where)
+        return Entry(value, where)
+
+    @property
+    def is_section(self) -> bool:
+        """Whether this is a mapping of keys."""
+        return isinstance(self.value, dict)
+
+    @property
+    def plain(self) -> Any:
+        """The value without the places."""
+        return {key: entry.plain for key, entry in self.value.items()} if self.is_section else self.value
+
+    def leaves(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], "Entry"]]:
+        """Every value that is not a section, with its path."""
+        if self.is_section:
+            for key, entry in self.value.items():
+                yield from entry.leaves((*path, key))
+        else:
+            yield path, self
+
+    def overlaid(self, above: "Entry") -> "Entry":
+        """This tree and another merged key by key; where both have a value, that of `above` holds.
+
+        A section that is empty, or names another `type` than the one below, replaces all of it.
+        """
+        if not (self.is_section and above.is_section and above.value):
+            return above
+        if "type" in above.value and above.plain["type"] != self.plain.get("type"):
+            return above
+        merged = dict(self.value)
+        for key, entry in above.value.items():
+            merged[key] = merged[key].overlaid(entry) if key in merged else entry
+        return Entry(merged, above.where)
+
+    def with_key(self, dotted: str, entry: "Entry", above: tuple[str, ...] = ()) -> "Entry":
+        """The tree with the entry at `dotted`, below the keys `above`, replaced; adds missing sections.
+
+        Raises:
+            ConfigError: a key that leads to it has a value, and is not a section.
+        """
+        if not self.is_section and self.value is not None:
+            name = ".".join(above)
+            raise ConfigError(
+                f"`{name}.{dotted}` {entry.where} is a key of the section `{name}`, but `{name}` "
+                f"{self.where} is {shown(self.plain)}, which has no keys. Write a section there, or leave "
+                f"`{name}` out."
+            )
+        key, dot, rest = dotted.partition(".")
+        keys: dict[str, Entry] = dict(self.value or {})
+        below = keys.get(key, Entry({}, entry.where))
+        keys[key] = below.with_key(rest, entry, (*above, key)) if dot else entry
+        return Entry(keys, self.where if self.is_section else entry.where)
 
 
 def read_config_file(location: str) -> Entry:
@@ -57,7 +130,9 @@ def read_config_value(key: str, text: str) -> Entry:
     """
     try:
         return _parsed(text, _File(""))
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`
         raise ConfigError(f"The value of `--{key}` {ON_THE_COMMAND_LINE} is not YAML: {error}") from error
 
 
@@ -68,7 +143,6 @@ class _File:
     location: str
     chain: str = ""  # `, included by FILE line N` for each of them, the nearest first
     includers: tuple[str, ...] = ()
-    count: Iterator[int] = field(default_factory=itertools.count)  # of all included files
 
     @property
     def where(self) -> str:
@@ -78,11 +152,7 @@ class _File:
         """The entries of a file that this one includes in a line."""
         by = f"{self.location} line {line}" if self.location else "the command line"
         location, includers = _beside(self.location, name), (*self.includers, self.location)
-        found = _File(location, f", included by {by}{self.chain}", includers, self.count)
-        if next(self.count) == _MOST_INCLUDES:
-            raise ConfigError(
-                f"A config includes at most {_MOST_INCLUDES} files; one more is {location}{found.chain}."
-            )
+        found = _File(location, f", included by {by}{self.chain}", includers)
         if location in includers:
             raise ConfigError(f"A config file can't include itself: {location}{found.chain}.")
         return _read(found)
@@ -102,29 +172,18 @@ def _read(file: _File) -> Entry:
 
 def _text(location: str) -> str:
     with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
-        found = stream.read(_LARGEST + 1)  # pyright: ignore[reportAttributeAccessIssue]
-    if len(found) > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST >> 20} MiB, which no config has.")
-    try:
-        return found.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"it is not UTF-8 text (byte {error.start}). Save it as UTF-8, or restore it."
-        ) from error
+        return stream.read().decode("utf-8-sig")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _parsed(text: str, file: _File) -> Entry:
-    try:
-        match posixpath.splitext(file.location)[1]:
-            case ".json":
-                plain = json.loads(text, object_pairs_hook=unique_keys)
-            case ".toml":
-                plain = tomllib.loads(text)
-            case _:
-                plain = _Loader(text, file).get_single_data()
-        return entry_of(plain, file.where)
-    except RecursionError as error:
-        raise too_large(file.where) from error
+    match posixpath.splitext(file.location)[1]:
+        case ".json":
+            plain = json.loads(text, object_pairs_hook=unique_keys)
+        case ".toml":
+            plain = tomllib.loads(text)
+        case _:
+            plain = _Loader(text, file).get_single_data()
+    return Entry.of(plain, file.where)
 
 
 class _Loader(yaml.SafeLoader):
@@ -144,15 +203,6 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str, file: _File):
         super().__init__(text)
         self.name, self._file = file.location or file.where, file
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError, ConfigError):
-            raise
-        except Exception as error:  # PyYAML: a KeyError for `!!bool abc`, an AttributeError for a timestamp
-            why = f": {error}" if isinstance(error, ValueError) else ""
-            raise _error(f"{shown(node.value)} is not a {node.tag.rpartition(':')[2]}{why}", node) from error
 
     def construct_map(self, node: yaml.MappingNode) -> Any:
         """A dict, or an entry where it merges included files."""
@@ -174,10 +224,10 @@ class _Loader(yaml.SafeLoader):
             if isinstance(below, dict) and isinstance(tree, dict):
                 tree = {**below, **tree}  # YAML's own merge replaces whole values
                 continue
-            entry = entry_of(below, self._file.where)
+            entry = Entry.of(below, self._file.where)
             if not entry.is_section:
                 raise ConfigError(f"`<<` merges {shown(entry.plain)} {entry.where}; it must be a mapping.")
-            tree = overlaid(entry, entry_of(tree, self._file.where)) if tree else entry
+            tree = entry.overlaid(Entry.of(tree, self._file.where)) if tree else entry
         return tree
 
     def construct_include(self, node: yaml.ScalarNode) -> Entry:

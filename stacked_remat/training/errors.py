@@ -1,4 +1,4 @@
-"""Removes passwords and tokens from URLs in messages, logs and files."""
+"""The errors of configs and data, whose messages hold no passwords and tokens."""
 
 import re
 from typing import Any
@@ -9,6 +9,20 @@ _USER = re.compile(r"(?<=://)([^/?#]*@|[^/?#@:]*:(?!\d+([/?#]|$))[^?#]*@)")
 _VALUE = re.compile(r"(?<=[?&;#])([^=&;#]*=)?[^=&;#]+")
 _URL_BEGIN = re.compile(r"[A-Za-z][\w+.-]*://")
 _WEB = re.compile(r"https?://", re.IGNORECASE)
+
+
+class ConfigError(ValueError):
+    """A config that can't be used; the message names the key, where it was written, and the fix."""
+
+    def __init__(self, message: str):
+        super().__init__(without_credentials(message))
+
+
+class DataError(ValueError):
+    """Data that can't be used; the message names the file, the line or row if there is one, and the fix."""
+
+    def __init__(self, message: str):
+        super().__init__(without_credentials(message))
 
 
 def without_credentials(text: str) -> str:

@@ -74,7 +74,8 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
             return _of_expert(module, parts[-1], index[1], config.sparse.num_experts, bool(known.fused))
         module = _module(known, parts, index)
         # PEFT adapts a router as a parameter; beside experts, it takes a module of an MLP for one of theirs.
-        return PeftParameter(module, "weight") if "mlp" in parts and config.sparse else module
+        beside = config.sparse is not None and "mlp" in parts and "experts" not in parts
+        return PeftParameter(module, "weight") if beside else module
 
     return name
 

@@ -14,7 +14,7 @@ from stacked_remat.training import TokenBatch
 from .cases import token_means
 
 torch = pytest.importorskip("torch")
-parity = pytest.importorskip("tests.models.test_qwen3_moe_parity")
+parity = pytest.importorskip("tests.models.test_parity")
 
 pytestmark = pytest.mark.torch
 
@@ -33,11 +33,13 @@ def torch_gradients(reference, ids, targets):
     return {name: parameter.grad.double().clone() for name, parameter in reference.named_parameters()}
 
 
-@pytest.mark.parametrize("variant", ["moe", "moe, tied, biases, dense first layer", "dense"])
+@pytest.mark.parametrize(
+    "variant", ["Qwen3 MoE", "Qwen3 MoE, tied, biases, dense first layer", "Qwen3", "Gemma 3"]
+)
 def test_scores_equal_those_of_a_loop_in_pytorch(variant, tmp_path):
-    reference = parity.hugging_face_model(*parity.VARIANTS[variant])
+    reference = parity.new_model(*parity.CASES[variant])
     model = parity.decoder_from(reference, tmp_path)
-    assert isinstance(model.config, Qwen3MoeConfig) == variant.startswith("moe")
+    assert isinstance(model.config, Qwen3MoeConfig) == ("MoE" in variant)
     (train, targets), (val, val_targets) = drawn(0), drawn(1)
     direction = torch_gradients(reference, val, val_targets)
     total = np.zeros(Examples.size)

@@ -1,12 +1,15 @@
 """Adapters of a decoder in PEFT's format."""
 
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 from haliax import Axis
+from haliax.util import ensure_tuple
 
 from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
@@ -75,9 +78,24 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
         module = _module(known, parts, index)
         # PEFT adapts a router as a parameter; beside experts, it takes a module of an MLP for one of theirs.
         beside = config.sparse is not None and "mlp" in parts and "experts" not in parts
-        return PeftParameter(module, "weight") if beside else module
+        parameter, (part, widths) = "weight" if beside else "", _part(known, path, linears)
+        if len(widths) > 1:
+            return PeftParameter(module, parameter, part=part, parts=len(widths), widths=widths)
+        return PeftParameter(module, parameter) if beside else module
 
     return name
+
+
+def _part(known: HfFormat, path: str, linears: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
+    """Which of the linear maps that transformers has as one this is, and the numbers of outputs of them."""
+
+    def module(path: str) -> tuple[str, str]:
+        parent, _, own = path.rpartition(".")
+        return parent, known.name_of(own)
+
+    alike = [other for other in linears if module(other) == module(path)]
+    widths = (math.prod(axis.size for axis in ensure_tuple(linears[other].Out)) for other in alike)
+    return alike.index(path), tuple(widths)
 
 
 def _module(known: HfFormat, parts: list[str], index: tuple[int, ...]) -> str:

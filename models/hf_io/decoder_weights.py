@@ -5,6 +5,7 @@ experts of a layer; the decoder stacks the layers of each kind. A linear map to 
 axes for them, where its tensor has a single one.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -27,7 +28,14 @@ from models.decoder.decoder import Decoder
 from models.decoder.layers import Norm
 from models.hf_io.formats import config_to_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError, write_safetensors
-from models.hf_io.stacked_weights import FusedTensor, Place, check_tensors, pending_tensors, read_array
+from models.hf_io.stacked_weights import (
+    FusedTensor,
+    Place,
+    TensorRows,
+    check_tensors,
+    pending_tensors,
+    read_array,
+)
 from stacked_remat import ScanCheckpointSpec, StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
 
@@ -139,7 +147,7 @@ def decoder_places(decoder: Decoder) -> dict[str, Place]:
             shape = _tensor_shape(module, kind, layer_shape)
             place = Place(f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers)
             places[place.path] = _in_fused_tensors(place, known.fused)
-    return places
+    return _in_concatenated_tensors(places)
 
 
 def _in_fused_tensors(place: Place, fused_tensors: Mapping[str, FusedTensor]) -> Place:
@@ -151,6 +159,21 @@ def _in_fused_tensors(place: Place, fused_tensors: Mapping[str, FusedTensor]) ->
     *narrow, wide = place.tensor_shape[::-1] if fused.transposed else place.tensor_shape
     shape = (place.stacked[-1], *narrow, wide * fused.parts)
     return replace(place, name=f"{module}.{fused.name}", tensor_shape=shape, fused=fused)
+
+
+def _in_concatenated_tensors(places: dict[str, Place]) -> dict[str, Place]:
+    """The places, of which those of the same tensors have the rows of these one after the other."""
+    alike: dict[Any, list[Place]] = {}
+    for place in places.values():
+        if place.fused is None:
+            alike.setdefault((place.name, place.layers), []).append(place)
+    found = dict(places)
+    for same in (same for same in alike.values() if len(same) > 1):
+        rows = [place.tensor_shape[0] for place in same]
+        for place, own, stop in zip(same, rows, itertools.accumulate(rows), strict=True):
+            shape = (sum(rows), *place.tensor_shape[1:])
+            found[place.path] = replace(place, tensor_shape=shape, fused=TensorRows(stop - own, stop))
+    return found
 
 
 def _is_module(node: Any) -> bool:

@@ -37,8 +37,9 @@ class HfFormat:
         config_class: of its decoders.
         fields: the entries of its `config.json`.
         tensors: names of the parts of a decoder in the names of tensors, where they differ from the
-            attribute's name; and by what the tensor of an expert would be called (`down_proj.weight`) the
-            tensor that holds those of all experts.
+            attribute's name. Linear maps of one module with one name are in one tensor, which has their rows
+            in the order of the attributes. And by what the tensor of an expert would be called
+            (`down_proj.weight`) the tensor that holds those of all experts.
         loaded: parts of names that transformers has otherwise in memory, as adapters have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are read.
     """

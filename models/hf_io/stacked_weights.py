@@ -47,6 +47,23 @@ class FusedTensor:
 
 
 @dataclass(frozen=True)
+class TensorRows:
+    """The rows of one linear map in a tensor in which those of several are concatenated.
+
+    Attributes:
+        start: the first one.
+        stop: the first one of the next linear map.
+    """
+
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a tensor that is of this linear map."""
+        return tensor[self.start : self.stop]
+
+
+@dataclass(frozen=True)
 class Place:
     """One array of a model and the tensors of a checkpoint that it holds.
 
@@ -67,12 +84,13 @@ class Place:
     tensor_shape: tuple[int, ...]
     layer_shape: tuple[int, ...]
     layers: tuple[int, ...] | None = None
-    fused: FusedTensor | None = None
+    fused: FusedTensor | TensorRows | None = None
 
     def __post_init__(self) -> None:
         inside = math.prod(self.stacked[self.name.count("{}") :])
-        parts = 1 if self.fused is None else self.fused.parts
-        assert math.prod(self.tensor_shape) == math.prod(self.layer_shape) * inside * parts, self.path
+        tensor = np.broadcast_to(np.int8(0), self.tensor_shape)
+        own = tensor if self.fused is None else self.fused.of(tensor)
+        assert own.size == math.prod(self.layer_shape) * inside, self.path
 
     def numbered(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
         """For every entry: its index along the stacking axes, the name of its tensor, its index in that.
@@ -135,8 +153,8 @@ def read_array(
     Returns:
         The array, of shape `(*place.stacked, *place.layer_shape)`.
 
-    Cost: one entry in host memory, or of fused tensors the entries of one expert, and on each device one part
-    of it besides the array.
+    Cost: one entry in host memory, or of fused tensors the entries of one expert or of all linear maps, and
+    on each device one part of it besides the array.
     """
     shape = (*place.stacked, *place.layer_shape)
     dtype = jnp.dtype(dtype)

@@ -309,7 +309,7 @@ def _problems(
     for target, (a, b) in keys.items():
         one = any_of(places[target])
         (narrow, wide), rows = sizes[one], settings.rank(one) * one.size
-        expected[a], expected[b] = (rows, narrow), (wide * one.parts, rows)
+        expected[a], expected[b] = (rows, narrow), (one.num_rows(wide), rows)
     expected |= {key: (linear.wide, linear.narrow) for key, linear in weights.items()}
     problems = entry_problems(expected, shapes)
     for linear in linears:

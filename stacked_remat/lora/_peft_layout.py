@@ -2,8 +2,8 @@
 
 The adapter of a module has `MODULE.lora_A.weight`, `[rank, in]`, and `MODULE.lora_B.weight`, `[out, rank]`.
 For a parameter with many matrices, such as the experts of a layer, the rows of all A are concatenated and the
-columns of all B interleaved. Adapters of the parts of one fused matrix (gate and up) form one adapter of the
-summed rank: the A concatenated, the B on the diagonal of a larger B.
+columns of all B interleaved. Adapters of the parts of one fused matrix (gate and up; query, key and value)
+form one adapter of the summed rank: the A concatenated, the B on the diagonal of a larger B.
 """
 
 import itertools
@@ -26,11 +26,12 @@ class PeftParameter:
         parameter: its name there, `gate_up_proj`.
         index: which of its matrices this is; an expert's number.
         size: how many matrices it has; 1 for a single matrix.
-        part: which of the equal parts of that matrix's rows are the linear's outputs.
+        part: which of the parts of that matrix's rows are the linear's outputs.
         parts: how many parts there are.
         order: the position of the parameter in the order of definition in its module, on which the names of
             tensors depend.
         interleaved: whether parts alternate row by row, rather than being blocks of rows.
+        widths: how many rows each part has; empty if all have the same number.
     """
 
     module: str
@@ -41,15 +42,25 @@ class PeftParameter:
     parts: int = 1
     order: int = 0
     interleaved: bool = False
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.index < self.size and 0 <= self.part < self.parts):
             raise ValueError(f"index and part of {self} must be below size and parts.")
+        if self.widths and (self.interleaved or len(self.widths) != self.parts):
+            raise ValueError(f"widths of {self} must be one for each part, and parts not interleaved.")
+
+    def num_rows(self, wide: int) -> int:
+        """How many rows the matrix has if those of the linear are `wide`."""
+        return sum(self.widths) or wide * self.parts
 
     def rows(self, matrix: np.ndarray) -> np.ndarray:
         """The view of the matrix's rows that are the linear's outputs."""
         if self.interleaved:
             return matrix[self.part :: self.parts]
+        if self.widths:
+            first = sum(self.widths[: self.part])
+            return matrix[first : first + self.widths[self.part]]
         wide = matrix.shape[0] // self.parts
         return matrix[self.part * wide : (self.part + 1) * wide]
 
@@ -96,10 +107,11 @@ def places_of(members: Iterable[PeftParameter]) -> dict[str, Place]:
             raise ValueError(f"Two linears are named {one}.")
         place[one.part, one.index] = one
     for target, place in places.items():
-        kinds = {(one.size, one.parts, one.order, one.interleaved) for one in place.values()}
+        kinds = {(one.size, one.parts, one.order, one.interleaved, one.widths) for one in place.values()}
         if len(kinds) > 1:
             raise ValueError(
-                f"The linears named {target} disagree on (size, parts, order, interleaved): {sorted(kinds)}."
+                f"The linears named {target} disagree on (size, parts, order, interleaved, widths): "
+                f"{sorted(kinds)}."
             )
     return {**places}
 
@@ -134,7 +146,7 @@ class Assembled:
     """
 
     a: Float[np.ndarray, "size*rank in"]
-    b: Float[np.ndarray, "parts*out rank*size"]
+    b: Float[np.ndarray, "rows rank*size"]
     rank: int
     scale: float
     part_ranks: tuple[int, ...]
@@ -157,9 +169,9 @@ def assemble(place: Place, pairs: Mapping[PeftParameter, Pair]) -> Assembled | N
         raise ValueError(f"The adapters of {layout.target} can't be written as one: {reason}.")
     ranks = {part: own[part, 0].a.shape[0] for part in present}
     some = own[present[0], 0]
-    wide, rank = some.b.shape[0], sum(ranks.values())
+    num_rows, rank = layout.num_rows(some.b.shape[0]), sum(ranks.values())
     a = np.zeros((layout.size, rank, some.a.shape[1]), np.float32)
-    b = np.zeros((layout.parts * wide, rank, layout.size), np.float32)
+    b = np.zeros((num_rows, rank, layout.size), np.float32)
     first = 0
     for part in present:
         columns = slice(first, first + ranks[part])

@@ -390,6 +390,9 @@ def test_invalid_names_are_refused(tmp_path):
         save_peft(tmp_path, pair, lambda path, index: PeftParameter("m", "p", int(path), 2, order=int(path)))
     with pytest.raises(ValueError, match="below size and parts"):
         PeftParameter("module", "parameter", index=3, size=3)
+    for wrong in (dict(widths=(4,)), dict(widths=(4, 2), interleaved=True)):
+        with pytest.raises(ValueError, match="one for each part, and parts not interleaved"):
+            PeftParameter("module", "parameter", parts=2, **wrong)
     with pytest.raises(ValueError, match=r"can't be written as one: \(part, index\) \[\(0, 2\)"):
         save_peft(
             tmp_path,

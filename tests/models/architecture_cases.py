@@ -87,6 +87,11 @@ CASES: dict[str, tuple[str, dict]] = {
             }
         ),
     ),
+    "Phi-3": ("Phi3", _SHALLOW),
+    "Phi-3, tied, window, all heads": (
+        "Phi3",
+        _DENSE | dict(tie_word_embeddings=True, sliding_window=3, num_key_value_heads=4, rope_theta=100.0),
+    ),
     "DeepSeek V3": ("DeepseekV3", _DEEPSEEK),
     "DeepSeek V3, no ranks of queries, no groups, biases, halves, raw gates": (
         "DeepseekV3",
@@ -147,7 +152,7 @@ def drawn(seed: int) -> tuple[str, dict]:
     def one_of(*values):
         return values[rng.integers(len(values))]
 
-    others = (name for name, _ in CASES.values() if name != "DeepseekV3")
+    others = (name for name, _ in CASES.values() if name not in ("DeepseekV3", "Phi3"))
     family = one_of(*dict.fromkeys(others))
     kv_heads, layers = one_of(1, 2, 3), one_of(2, 3)
     heads = kv_heads * one_of(1, 2, 3)

@@ -1,5 +1,6 @@
 """The registry of Hugging Face's formats."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -14,11 +15,11 @@ import models.hf_io.formats as formats
 from models.decoder.config import AttentionConfig, DecoderConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
-from models.hf_io.config_fields import DECODER_FIELDS
+from models.hf_io.config_fields import DECODER_FIELDS, full_every, windows
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import HfFormat, config_from_hf, format_of, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
-from stacked_remat.lora import LoraConfig, apply_lora
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 
 Vocab = Axis("vocab", 7)
 
@@ -61,6 +62,51 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
     save_adapters(tmp_path / "adapters", adapted)
     loaded = load_adapters(decoder, tmp_path / "adapters")
     assert jax.tree.structure(loaded) == jax.tree.structure(adapted)
+
+
+def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
+    """Also where the layers are of two kinds, which are two stacks."""
+    names = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "wi", "up_proj": "wi"}
+    fields = DECODER_FIELDS | {"windows": windows(None, full_every(None))}
+    formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, fields, names))
+    attention = AttentionConfig(head_dim=4, window=3, windowed_layers=(1,), bias=True)
+    config = dataclasses.replace(other, num_heads=4, num_kv_heads=2, attention=attention)
+    decoder = decoder_of(config)
+    write_decoder(tmp_path / "model", decoder)
+    sliding = decoder.layers.stacks["sliding_dense"].stacked
+    parts = [getattr(sliding.attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+    with safe_open(tmp_path / "model" / SINGLE, framework="np") as tensors:
+        stored, bias = (tensors.get_tensor(f"layers.1.attention.qkv.{kind}") for kind in ("weight", "bias"))
+        assert tensors.get_slice("layers.0.mlp.wi.weight").get_shape() == [12, 8]
+        assert not any("q_proj" in name or "up_proj" in name for name in tensors.keys())
+    np.testing.assert_array_equal(stored, np.vstack([part.weight.array.reshape(-1, 8) for part in parts]))
+    np.testing.assert_array_equal(bias, np.concatenate([part.bias.array.reshape(-1) for part in parts]))
+    again = read_decoder(tmp_path / "model", read_hf_config(tmp_path / "model")[0], Vocab)
+    for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(decoder), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("targets", [("layers.*",), ("layers.*.k_proj",)])
+def test_their_adapters_are_one_adapter(other, tmp_path, targets):
+    names = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "wi", "up_proj": "wi"}
+    formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, DECODER_FIELDS, names))
+    decoder = decoder_of(other)
+    shapes = apply_lora(decoder, LoraConfig(2, targets=targets), key=jax.random.key(1))
+    rng = np.random.default_rng(1)
+    adapted = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
+    save_adapters(tmp_path, adapted)
+    with safe_open(tmp_path / "adapter_model.safetensors", framework="np") as tensors:
+        prefix = "base_model.model.layers.0.attention.qkv"
+        a, b = (tensors.get_tensor(f"{prefix}.lora_{kind}.weight") for kind in "AB")
+    rank = 6 if targets == ("layers.*",) else 2
+    assert a.shape == (rank, 8) and b.shape == (16, rank)
+    loaded = load_adapters(decoder, tmp_path)
+    for one, two in zip(lora_leaves(loaded), lora_leaves(adapted), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def lora_leaves(model):
+    return jax.tree.leaves(eqx.filter(model, lora_filter(model)))
 
 
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):

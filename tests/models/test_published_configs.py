@@ -27,6 +27,7 @@ def sizes(hidden, inner, layers, heads, kv_heads, vocab):
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 LLAMA |= {"pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "rope_scaling": LLAMA3}
 LLAMA |= {"max_position_embeddings": 131_072}
@@ -80,6 +81,23 @@ PUBLISHED = {
         7_298_011_136,
     ),
 }
+PHI = {"model_type": "phi3", "hidden_act": "silu", "attention_bias": False, "embd_pdrop": 0.0}
+PHI |= {"resid_pdrop": 0.0, "pad_token_id": 32_000, "rms_norm_eps": 1e-5, "rope_scaling": None}
+PHI |= {"tie_word_embeddings": False}
+PUBLISHED["Phi-3 mini, 4k"] = (
+    PHI
+    | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+    | {"rope_theta": 10_000.0, "sliding_window": 2047}
+    | sizes(3072, 8192, 32, 32, 32, 32_064),
+    3_821_079_552,
+)
+PUBLISHED["Phi-4"] = (
+    PHI
+    | {"max_position_embeddings": 16_384, "original_max_position_embeddings": 16_384}
+    | {"pad_token_id": 100_349, "rope_theta": 250_000, "sliding_window": None}
+    | sizes(5120, 17_920, 40, 40, 10, 100_352),
+    14_659_507_200,
+)
 DEEPSEEK = {"model_type": "deepseek_v3", "hidden_act": "silu", "attention_bias": False, "ep_size": 1}
 DEEPSEEK |= {"first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128}
 DEEPSEEK |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "max_position_embeddings": 163_840}
@@ -127,6 +145,10 @@ def test_layers_are_what_the_papers_say():
         ("Llama 3.1 8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1"),
         ("DeepSeek V3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
         ("DeepSeek V3", {"quantization_config": {"quant_method": "fp8"}}, "only None is supported"),
+        ("Phi-4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75; only 1"),
+        ("Phi-4", {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
+        ("Phi-4", {"rope_scaling": LLAMA3}, "model.rotary.scaling is llama3: .* no scaling but longrope"),
+        ("Phi-4", {"layer_types": ["full_attention"] * 40}, "layer_types is .*; only None"),
         ("Mixtral 8x7B", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         (
             "OLMo 3 7B",

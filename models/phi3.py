@@ -1,0 +1,64 @@
+"""Phi-3 and Phi-4 (Abdin et al. 2024): a Llama whose files have queries, keys and values in one tensor."""
+
+from dataclasses import dataclass
+
+from models.decoder.config import DecoderConfig
+from models.hf_io.config_fields import (
+    DECODER_FIELDS,
+    Computed,
+    Field,
+    Only,
+    full_every,
+    rope,
+    sliding_window,
+    windows,
+)
+from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.lm import LmConfig
+
+
+@LmConfig.register_subclass("phi3")
+@dataclass(frozen=True)
+class Phi3Config(DecoderConfig):
+    """A Phi-3 decoder, with a window in all layers or in none, and without a scaling of rotary frequencies.
+
+    The scaling of its long models, `longrope`, is not supported: which of its two sets of frequencies is used
+    depends on the length of the text.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotary.scaling is not None:
+            raise ValueError(
+                f"model.rotary.scaling is {self.rotary.scaling.rope_type}: Phi-3 has no scaling but "
+                f"longrope, which is not supported. Leave it out, or use a model without one, such as "
+                f"Phi-3-mini-4k-instruct or phi-4."
+            )
+
+
+FIELDS = {
+    **DECODER_FIELDS,
+    "attention_bias": Only(False),
+    "embd_pdrop": Only(0),
+    "resid_pdrop": Only(0),
+    "rotary": rope(longest=4_096),
+    # Of longrope.
+    "original_max_position_embeddings": Computed(
+        lambda given, _: given("original_max_position_embeddings", None), lambda _: {}
+    ),
+    "rms_norm_eps": Field("rms_norm_eps", 1e-5),
+    "layer_types": Only(None),  # which transformers ignores, and `windows` would read
+    "windows": windows(None, full_every(None), sliding_window),
+    # Transformers' default is beyond the embedding of a smaller vocabulary.
+    "pad_token_id": Computed(lambda given, _: given("pad_token_id", None), lambda _: {"pad_token_id": None}),
+}
+TENSORS = {
+    **DECODER_TENSORS,
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+register_format(HfFormat("phi3", "Phi3ForCausalLM", Phi3Config, FIELDS, TENSORS))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from models.decoder.config import DecoderConfig
-from models.hf_io.config_fields import DECODER_FIELDS, Field, Only, full_every, rope, sliding_window, windows
+from models.hf_io.config_fields import DECODER_FIELDS, Field, Only, rope, window_of_all
 from models.hf_io.formats import HfFormat, register_format
 from models.lm import LmConfig
 
@@ -19,7 +19,7 @@ FIELDS = {
     "num_key_value_heads": Field("num_kv_heads", 8),
     "attention_bias": Only(False),
     "rotary": rope(longest=131_072),
-    "windows": windows(4_096, full_every(None), sliding_window),
+    "windows": window_of_all(4_096),
 }
 
 register_format(HfFormat("mistral", "MistralForCausalLM", MistralConfig, FIELDS))

@@ -8,10 +8,8 @@ from models.hf_io.config_fields import (
     LOAD_BALANCE,
     Field,
     Only,
-    full_every,
     rope,
-    sliding_window,
-    windows,
+    window_of_all,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.lm import LmConfig
@@ -34,7 +32,7 @@ FIELDS = {
     "attention_bias": Only(False),
     "rotary": rope(theta=1_000_000.0, longest=131_072),
     "rms_norm_eps": Field("rms_norm_eps", 1e-5),
-    "windows": windows(None, full_every(None), sliding_window),
+    "windows": window_of_all(None),
     "num_local_experts": Field("experts.num_experts", 8, aliases=("num_experts",)),
     "num_experts_per_tok": Field("experts.experts_per_token", 2),
     "load_balance": LOAD_BALANCE,

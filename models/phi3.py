@@ -8,10 +8,8 @@ from models.hf_io.config_fields import (
     Computed,
     Field,
     Only,
-    full_every,
     rope,
-    sliding_window,
-    windows,
+    window_of_all,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.lm import LmConfig
@@ -47,8 +45,7 @@ FIELDS = {
         lambda given, _: given("original_max_position_embeddings", None), lambda _: {}
     ),
     "rms_norm_eps": Field("rms_norm_eps", 1e-5),
-    "layer_types": Only(None),  # which transformers ignores, and `windows` would read
-    "windows": windows(None, full_every(None), sliding_window),
+    "windows": window_of_all(None),
     # Transformers' default is beyond the embedding of a smaller vocabulary.
     "pad_token_id": Computed(lambda given, _: given("pad_token_id", None), lambda _: {"pad_token_id": None}),
 }

@@ -287,12 +287,12 @@ Usual: TypeAlias = Callable[[ConfigFields, int | None, int], tuple[int | None, S
 """(fields, `sliding_window`, number of layers) to the window and which layers have it by default."""
 
 
-def full_every(period: int | None) -> Usual:
-    """Windows in all layers but every `period`-th; None for all layers without exception."""
+def full_every(period: int) -> Usual:
+    """Windows in all layers but every `period`-th."""
 
     def usual(given: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, list[bool]]:
         layers = range(1, num_layers + 1)
-        return window, [window is not None and (period is None or layer % period != 0) for layer in layers]
+        return window, [window is not None and layer % period != 0 for layer in layers]
 
     return usual
 
@@ -303,9 +303,18 @@ def layer_types(config: DecoderConfig) -> dict[str, Any]:
     return {"sliding_window": config.attention.window or 4096, "layer_types": kinds}
 
 
-def sliding_window(config: DecoderConfig) -> dict[str, Any]:
-    """The field of an architecture with a window in all layers or in none."""
-    return {"sliding_window": config.attention.window}
+def window_of_all(default: int | None) -> Computed:
+    """`sliding_window`, whose default is this, of an architecture with a window in all layers or in none.
+
+    Transformers ignores `layer_types` there, so they are refused.
+    """
+
+    def read(given: ConfigFields, found: Found) -> None:
+        given.only("layer_types", None)
+        window = given.size("sliding_window", None if "sliding_window" in given else default)
+        found["attention.window"] = window
+
+    return Computed(read, lambda config: {"sliding_window": config.attention.window})
 
 
 def windows(

@@ -35,7 +35,8 @@ class HfFormat:
         model_type: its name in `config.json`.
         class_name: of transformers' model.
         config_class: of its decoders.
-        fields: the entries of its `config.json`.
+        fields: the entries of its `config.json`, in the order in which they are read: some need what those
+            before them have found.
         tensors: names of the parts of a decoder in the names of tensors, where they differ from the
             attribute's name. Linear maps of one module with one name are in one tensor, which has their rows
             in the order of the attributes. And by what the tensor of an expert would be called

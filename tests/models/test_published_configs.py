@@ -149,6 +149,7 @@ def test_layers_are_what_the_papers_say():
         ("Phi-4", {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
         ("Phi-4", {"rope_scaling": LLAMA3}, "model.rotary.scaling is llama3: .* no scaling but longrope"),
         ("Phi-4", {"layer_types": ["full_attention"] * 40}, "layer_types is .*; only None"),
+        ("Mistral 7B v0.3", {"layer_types": ["sliding_attention"] * 32}, "layer_types is .*; only None"),
         ("Mixtral 8x7B", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         (
             "OLMo 3 7B",

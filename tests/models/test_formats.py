@@ -15,7 +15,7 @@ import models.hf_io.formats as formats
 from models.decoder.config import AttentionConfig, DecoderConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
-from models.hf_io.config_fields import DECODER_FIELDS, window_of_all
+from models.hf_io.config_fields import DECODER_FIELDS, full_every, windows
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import HfFormat, config_from_hf, format_of, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
@@ -67,7 +67,7 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
 def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
     """Also where the layers are of two kinds, which are two stacks."""
     names = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "wi", "up_proj": "wi"}
-    fields = DECODER_FIELDS | {"windows": window_of_all(None)}
+    fields = DECODER_FIELDS | {"windows": windows(None, full_every(2))}
     formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, fields, names))
     attention = AttentionConfig(head_dim=4, window=3, windowed_layers=(1,), bias=True)
     config = dataclasses.replace(other, num_heads=4, num_kv_heads=2, attention=attention)

@@ -1,8 +1,8 @@
 """Attention alone, by each kernel: its gradients beside those of the definition, and its time."""
 
+import functools
 import re
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +15,8 @@ from stacked_remat.memory import count_flops
 from stacked_remat.ops import UnsupportedCallError, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS
 from stacked_remat.training import POSITION_AXIS
+
+from .record import timed_in_turn
 
 KERNELS = tuple(name for name in BACKENDS if name != "exact")
 CASES = ("plain", "documents", "window", "sinks")
@@ -121,7 +123,9 @@ def timed_rows(
                 try:
                     run = layer.run(kernel)
                     counted = count_flops(jax.make_jaxpr(run)(*arguments)).matmul
-                    seconds = _median(run, arguments, rounds)
+                    call = functools.partial(run, *arguments)
+                    jax.block_until_ready(call())
+                    seconds = statistics.median(timed_in_turn({kernel: call}, rounds)[kernel])
                 except (UnsupportedCallError, jax.errors.JaxRuntimeError) as error:
                     yield row | {"refused": _reason(error)}
                     continue
@@ -132,16 +136,6 @@ def timed_rows(
                     "flops": counted,
                     "utilisation_of_matmul_peak": share,
                 }
-
-
-def _median(run: Any, arguments: list[NamedArray], rounds: int) -> float:
-    jax.block_until_ready(run(*arguments))
-    seconds = []
-    for _ in range(rounds):
-        before = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
-        seconds.append(time.perf_counter() - before)
-    return statistics.median(seconds)
 
 
 def _reason(error: Exception) -> str:

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from stacked_remat._placement import platform_of
 from stacked_remat.memory._targets import find_target
 from stacked_remat.ops import ExpertLinear, apply_linear, grouped_experts
 
-from .record import RESULTS, allocate_as_needed, write_results
+from .record import RESULTS, allocate_as_needed, timed_in_turn, write_results
 
 _TOLERANCE = 0.05  # of the largest gradient, in bfloat16
 
@@ -123,14 +122,9 @@ def timed_rows(sizes: Sizes, backends: list[str], rounds: int) -> list[dict[str,
     runs["dense", "trained"] = functools.partial(
         jax.jit(dense(sizes)), [one[0] for one in weights], many[0], many[1]
     )
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for run in runs.values():
         jax.block_until_ready(run())
-    for _ in range(rounds):
-        for key_of_run, run in runs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[key_of_run].append(time.perf_counter() - began)
+    seconds = timed_in_turn(runs, rounds)
     beside = seconds["dense", "trained"]
     return [
         {

@@ -244,8 +244,9 @@ class DecoderConfig(LmConfig):
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: whether the head reuses the embedding's weights.
         tiles: into how many parts a layer is cut that exist one after the other, so that what it computes
-            inside takes less memory: attention by its key-value heads (at most as many), MLPs and experts by
-            positions. Each part is computed once more in the backward pass, and gives names to nothing.
+            inside takes less memory: attention by its key-value heads (at most as many; whole where norms are
+            over all heads), MLPs and experts by positions. Each part is computed once more in the backward
+            pass, and gives names to nothing.
         compute_dtype: dtype of activations; parameters are cast to it a layer at a time.
     """
 

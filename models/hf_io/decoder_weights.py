@@ -71,8 +71,8 @@ def read_decoder(
     folder = SafetensorsFolder.open(root)
     _check_separate_experts(folder, config)
     shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
-    _check_size(folder, shapes)
     places = decoder_places(shapes)
+    _check_size(folder, shapes, places)
     embedding = places[".embedding.weight"]
     head = replace(embedding, name=f"{format_of(config).name_of('head')}.weight")
     copied = config.tie_word_embeddings and head.name in folder.shapes
@@ -195,7 +195,7 @@ def _tensor_shape(module: Any, kind: str, layer_shape: tuple[int, ...]) -> tuple
     return math.prod(layer_shape[:rows]), math.prod(layer_shape[rows:])
 
 
-def _check_size(folder: SafetensorsFolder, shapes: Decoder) -> None:
+def _check_size(folder: SafetensorsFolder, shapes: Decoder, places: Mapping[str, Place]) -> None:
     """Refuses a config of another order of magnitude before a list of its tensors is made."""
     num_weights = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     found = sum(math.prod(shape) for shape in folder.shapes.values())
@@ -204,7 +204,7 @@ def _check_size(folder: SafetensorsFolder, shapes: Decoder) -> None:
             f"The config describes a model of {num_weights:,} weights, and the tensors in {folder.root} have "
             f"{found:,}. Check that the model's config is the checkpoint's own."
         )
-    expected = sum(place.num_tensors for place in decoder_places(shapes).values())
+    expected = sum(place.num_tensors for place in places.values())
     there = len(folder.shapes) + len(folder.absent)
     if expected > 2 * there + _FEW_TENSORS:
         raise WeightsError(

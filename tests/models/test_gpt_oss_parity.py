@@ -1,35 +1,34 @@
 """What gpt-oss alone has, against transformers' implementation: MXFP4, adapters of halves of a parameter."""
 
-import copy
 import json
 import warnings
 
-import equinox as eqx
-import haliax as hax
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
-from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import SINGLE
-from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+
+from .test_parity import (
+    Vocab,
+    check_that_peft_reads,
+    check_that_we_read,
+    close,
+    decoder_from,
+    hf_logits,
+    logits,
+    new_model,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    peft = pytest.importorskip("peft")
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
-
-Vocab, Batch, Pos = Axis("vocab", 53), Axis("batch", 2), Axis("position", 11)
-TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "truncate": False}
 SMALL = dict(
@@ -46,53 +45,10 @@ SMALL = dict(
 )
 
 
-def new_model(fields):
-    config = transformers.GptOssConfig(
-        vocab_size=Vocab.size,
-        max_position_embeddings=64,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        **fields,
-    )
-    torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Wide enough that some experts reach the limit of their SwiGLU.
-            scale = 1.0 if "gate_up" in name else 0.2
-            parameter.copy_(torch.randn_like(parameter) * scale + (1.0 if "norm" in name else 0.0))
-    return model
-
-
-def decoder_from(model, folder):
-    """Ours, read from what Hugging Face's model saves."""
-    model.save_pretrained(folder, max_shard_size="20KB")
-    config, vocab_size = read_hf_config(folder)
-    assert vocab_size == Vocab.size
-    return read_decoder(folder, config, Vocab)
-
-
-def logits(decoder):
-    def run(decoder):
-        hidden, _ = decoder.hidden_states(hax.named(jnp.asarray(TOKENS), (Batch, Pos)))
-        return decoder.logits(hidden).array
-
-    return np.asarray(eqx.filter_jit(run)(decoder))
-
-
-def hf_logits(model):
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS)).logits.numpy()
-
-
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
-
-
 def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path):
     """Blocks of 32 values: hidden and inner widths are multiples of it."""
     fields = SMALL | dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2)
-    reference, rng = new_model(fields), np.random.default_rng(0)
+    reference, rng = new_model("GptOss", fields), np.random.default_rng(0)
     reference.save_pretrained(tmp_path)
     tensors, stored = load_file(tmp_path / SINGLE), {}
     for name, tensor in tensors.items():
@@ -117,48 +73,18 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(tmp_path):
     close(logits(found), hf_logits(reference))
 
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-PEFT_CONFIGS = {
-    "gate and up alone": dict(target_modules=[], target_parameters=EXPERTS[:1]),
-}
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    reference = new_model(SMALL)
+    reference = new_model("GptOss", SMALL)
     return reference, decoder_from(reference, tmp_path_factory.mktemp("small"))
 
 
-@pytest.mark.parametrize("fields", PEFT_CONFIGS.values(), ids=PEFT_CONFIGS)
-def test_what_peft_writes_we_read(small, tmp_path, fields):
+def test_adapters_of_gate_and_up_alone_are_read(small, tmp_path):
     reference, decoder = small
-    config = peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, init_lora_weights=False, **fields)
-    torch.manual_seed(1)
-    model = peft.get_peft_model(copy.deepcopy(reference), config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(tmp_path)
-    expected = hf_logits(model)
-    assert np.abs(expected - hf_logits(reference)).max() > 1e-2
-    close(logits(load_adapters(decoder, tmp_path)), expected)
+    only = dict(target_modules=[], target_parameters=["experts.gate_up_proj"])
+    check_that_we_read(reference, decoder, tmp_path, **only)
 
 
 def test_the_adapters_of_up_alone_are_read_by_peft_and_read_back(small, tmp_path):
     reference, decoder = small
-    shapes = apply_lora(decoder, LoraConfig(3, 2.0, ("*.up_proj",)), key=jax.random.key(0))
-    rng = np.random.default_rng(1)
-    adapted = jax.tree.map(
-        lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32) if own else leaf,
-        shapes,
-        lora_filter(shapes),
-    )
-    save_adapters(tmp_path, adapted)
-    expected = logits(adapted)
-    assert np.abs(expected - logits(decoder)).max() > 1e-2
-    close(hf_logits(peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path).eval()), expected)
-    again = load_adapters(decoder, tmp_path)
-    assert jax.tree.structure(again) == jax.tree.structure(adapted)
-    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(adapted), strict=True):
-        np.testing.assert_array_equal(left, right)
+    check_that_peft_reads(reference, decoder, tmp_path, ("*.up_proj",))

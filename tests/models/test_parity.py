@@ -188,39 +188,49 @@ def test_greedy_text(case):
         assert found == whole[0, len(prompt) :].tolist()
 
 
-def test_what_peft_writes_we_read(case, tmp_path):
-    reference, decoder, _ = case
-    of_experts = isinstance(decoder.config, SparseDecoderConfig)
-    targets = dict(target_parameters=EXPERTS) if of_experts else {}
-    modules = ATTENTION if of_experts else ATTENTION + MLP
-    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, target_modules=modules, **targets)
+def check_that_we_read(reference, decoder, folder, **targets):
+    """What PEFT writes of random adapters of these targets changes our logits as it changes theirs."""
+    config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **targets)
     torch.manual_seed(1)
     model = peft.get_peft_model(copy.deepcopy(reference), config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     expected = hf_logits(model)
     assert np.abs(expected - hf_logits(reference)).max() > 1e-2
-    close(logits(load_adapters(decoder, tmp_path)), expected, 2e-5)
+    close(logits(load_adapters(decoder, folder)), expected, 2e-5)
 
 
-def test_what_we_write_peft_reads_and_we_read_back(case, tmp_path):
-    reference, decoder, _ = case
-    shapes = apply_lora(decoder, LoraConfig(3, 2.0, ("layers.*",)), key=jax.random.key(0))
+def check_that_peft_reads(reference, decoder, folder, targets):
+    """What we write of random adapters of these targets, which we read back too."""
+    shapes = apply_lora(decoder, LoraConfig(3, 2.0, targets), key=jax.random.key(0))
     rng = np.random.default_rng(1)
     adapted = jax.tree.map(
         lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32) if own else leaf,
         shapes,
         lora_filter(shapes),
     )
-    save_adapters(tmp_path, adapted)
+    save_adapters(folder, adapted)
     expected = logits(adapted)
     assert np.abs(expected - logits(decoder)).max() > 1e-2
-    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path).eval()
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), folder).eval()
     close(hf_logits(theirs), expected, 2e-5)
-    again = load_adapters(decoder, tmp_path)
+    again = load_adapters(decoder, folder)
     assert jax.tree.structure(again) == jax.tree.structure(adapted)
     for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(adapted), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+def test_what_peft_writes_we_read(case, tmp_path):
+    reference, decoder, _ = case
+    of_experts = isinstance(decoder.config, SparseDecoderConfig)
+    targets = dict(target_parameters=EXPERTS) if of_experts else {}
+    modules = ATTENTION if of_experts else ATTENTION + MLP
+    check_that_we_read(reference, decoder, tmp_path, target_modules=modules, **targets)
+
+
+def test_what_we_write_peft_reads_and_we_read_back(case, tmp_path):
+    reference, decoder, _ = case
+    check_that_peft_reads(reference, decoder, tmp_path, ("layers.*",))

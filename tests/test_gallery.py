@@ -8,21 +8,6 @@ import pytest
 
 from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run, run_apart
 
-SUBJECTS = (
-    "attribution",
-    "deep_residual_network",
-    "gpt_equinox",
-    "gpt_named_axes",
-    "hessian_eigenvalue",
-    "influence",
-    "kv_cache",
-    "nnx_model",
-    "planner",
-    "qwen3_lora",
-    "saved_names",
-    "simulation",
-    "visitor",
-)
 QUICK = (
     "saved_names",
     "simulation",
@@ -52,11 +37,13 @@ def test_an_example_that_fails_or_prints_once_ends_the_build(tmp_path):
         run_apart(script)
 
 
-def test_every_subject_has_an_example_in_the_navigation():
-    assert tuple(script.stem for script in examples()) == SUBJECTS
+def test_every_example_is_in_the_navigation_and_the_table():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"- (.*): gallery/(\w+)\.md", navigation)
-    assert sorted(name for _, name in listed if name != "index") == list(SUBJECTS)
+    subjects = [script.stem for script in examples()]
+    assert sorted(name for _, name in listed if name != "index") == subjects
+    table = (GALLERY / "index.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| \[.*\]\((\w+)\.py\)", table, re.MULTILINE)) == subjects
 
 
 @pytest.mark.parametrize("script", examples(), ids=lambda script: script.stem)

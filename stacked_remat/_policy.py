@@ -131,7 +131,7 @@ class ScanCheckpointPolicy:
         for name in ("save_block_internals", "offload_block_internals"):
             if self.first_layers and name in written and not cuts:
                 yield (
-                    f"{written[name]} cannot be obeyed beside {first}: the layers after the first can be cut "
+                    f"{written[name]} has no effect beside {first}: the layers after the first can be cut "
                     "(nested, max_carries), or keep or offload their carries."
                 )
         if not self.first_layers and self.first_policy is not False:
@@ -272,8 +272,8 @@ def kept_internals(**fields: Any) -> Kept:
 
 def _nothing_to_offload(save_field: str, setting: str) -> str:
     return (
-        f"{save_field}=True keeps everything on the device and leaves nothing to offload, so {setting} "
-        f"cannot be obeyed. Name the internals to keep instead: {save_field}=[...]."
+        f"{save_field}=True keeps everything on the device, so {setting} has nothing to offload. "
+        f"Name the internals to keep instead: {save_field}=[...]."
     )
 
 

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from ._block_foldable import B, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked
-from ._scan.checks import axis_or_name, layers_axis
+from ._scan.checks import axis_or_name, describe, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike
 from ._scan.layers import map_layers
@@ -85,9 +85,8 @@ class Stacked(StackedKinds[M]):
         what = type(self).__name__
         if not isinstance(self.stacked, eqx.Module):
             raise TypeError(
-                f"{what} holds a module whose arrays are stacked; got {self.stacked!r} "
-                f"({type(self.stacked).__name__}). Let the block be an eqx.Module, and build the stack by "
-                f"{what}.init(Layers, Block)(...)."
+                f"{what} holds a module whose arrays are stacked; got {describe(self.stacked)}. Let the "
+                f"block be an eqx.Module, and build the stack by {what}.init(Layers, Block)(...)."
             )
         check_stacked(self.stacked, self.Layers, Caller(what, name_in_stack))
 

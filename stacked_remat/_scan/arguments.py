@@ -167,11 +167,12 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
         return
     agreeing = [caller.name_of(path) for path, _, _ in agreeing]
     wrong = [(caller.name_of(path), leaf, rule) for path, leaf, rule in wrong]
-    lines = [f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths:"]
-    lines += [f"  {_describe_size(*entry, axis, caller.what)}" for entry in wrong]
+    found = [_describe_size(*entry, axis, caller.what) for entry in wrong]
     if agreeing:
         shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
-        lines.append(f"  {shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
+        found.append(f"{shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
+    over = f"{caller.what} over `{axis.name}` (size {axis.size})"
+    lines = [f"{over} was given inputs of different lengths: {'; '.join(found)}."]
     keys = [name for name, leaf, _ in wrong if _is_typed_key(leaf) or _may_be_raw_key(leaf)]
     for name in keys:
         lines.append(
@@ -180,9 +181,12 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     plain = [name for name, leaf, rule in wrong if rule == "default" and not is_named(leaf)]
     if to_share := [name for name in plain if name not in keys]:
         lines.append(
-            "A plain array has no axis names, so it is split along its first dimension, one part for each of "
-            f"the {axis.size} layers. To give every layer the whole array instead, mark it, "
-            f"stacked_remat.shared({to_share[0]}), or pass it as a NamedArray without the axis `{axis.name}`."
+            "Plain arrays are split along their first dimension, one part for each layer. To give every "
+            f"layer the whole array, write stacked_remat.shared({to_share[0]})."
+        )
+    if named := [name for name, leaf, _ in wrong if is_named(leaf) and leaf_size(leaf, axis) is not None]:
+        lines.append(
+            f"Give {named[0]} `{axis.name}` of size {axis.size}, or rename that axis of it to share it."
         )
     raise ValueError("\n".join(lines))
 

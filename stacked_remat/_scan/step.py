@@ -46,7 +46,15 @@ class Call:
 
     @classmethod
     def of(cls, verb: Verb, fn: Callable[..., Any], until: Until | None = None) -> "Call":
-        """The call of a function that is given no block."""
+        """The call of a function that is given no block.
+
+        Raises:
+            TypeError: it is no function.
+        """
+        if not callable(fn):
+            raise TypeError(
+                f"{verb} takes a function and then an axis: {verb}(f, axis)(...); got {describe(fn)}."
+            )
         caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))
         return cls(caller, verb, fn, fn, until=until)
 

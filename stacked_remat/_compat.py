@@ -30,8 +30,6 @@
   instruction should have 1 operands"): `compiled_with_text` lets libtpu write it to a file.
 - JAX (0.10.2, 0.12) takes from its compilation cache a program that was compiled from other source lines,
   which its text then has, and has no public context manager against that: `compiled_with_text`.
-- Equinox (0.13) raises the errors of `eqx.error_if` in a branch of callbacks, and nothing else tells which
-  branch that is: `raises_error`.
 - JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
   `nothing_is_traced`.
 - JAX's primitives as classes (`jax.experimental.hijax`) are `VJPHiPrimitive` in 0.10.2, `HiPrim` from 0.12:
@@ -92,15 +90,6 @@ from jax.extend.core.primitives import device_put_p, remat_p
 from jax.interpreters import ad, mlir
 
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
-
-
-def raises_error(branch: Any) -> bool:
-    """Whether a branch ends the program with the error of an `eqx.error_if`."""
-    return any(
-        equation.primitive.name == "pure_callback"
-        and getattr(equation.params["callback"].callback_func, "__module__", "") == "equinox._errors"
-        for equation in getattr(branch, "jaxpr", branch).eqns
-    )
 
 
 def _is_constant_dim(dimension: Any) -> bool:

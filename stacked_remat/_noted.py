@@ -42,12 +42,6 @@ class Notes:
         return rule if is_call else None
 
 
-def is_noted(equation: Any) -> bool:
-    """Whether an equation is of a noted call, of whatever trace."""
-    name = equation.params.get("name")
-    return isinstance(name, str) and name.startswith(_PREFIX)
-
-
 _notes = jax.make_user_context(default_value=None)
 
 

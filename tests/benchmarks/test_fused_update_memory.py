@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax depends on i
 MOST = 13.6 * GIB
 SGD = optax.sgd(0.01)
 CASES = {
-    "sgd": (SGD, {}, 0),
     "clipped by layer": (SGD, {"max_grad_norm": 1.0, "clip": "layer"}, 0),
     "adamw": (in_float32(optax.adamw(1e-3)), {"gradient_dtype": jnp.float32}, 4 * STACK),
 }
@@ -54,15 +53,10 @@ def test_no_gradient_of_the_stack_exists_and_all_is_updated_in_place(target, nam
     record_testsuite_property(f"{target}, {name}: GiB", report.total / GIB)
     assert report.aliased >= STACK + state
     assert report.total < MOST + state
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
-def test_gradient_and_update_as_two_steps_take_the_gradient_more(target, name, record_testsuite_property):
-    optimizer, options, _ = CASES[name]
-    two_steps, fused = two_steps_report(target, optimizer), fused_report(target, optimizer, options)
-    record_testsuite_property(f"{target}, {name}, two steps: GiB", two_steps.total / GIB)
-    assert two_steps.total > fused.total + 0.9 * STACK
+    if name == "adamw":
+        two_steps = two_steps_report(target, optimizer)
+        record_testsuite_property(f"{target}, {name}, two steps: GiB", two_steps.total / GIB)
+        assert two_steps.total > report.total + 0.9 * STACK  # the gradient
 
 
 @pytest.mark.parametrize("target", [ON_H200, ON_V5P])

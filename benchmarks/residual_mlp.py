@@ -7,7 +7,8 @@ in what a library keeps and copies.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -15,8 +16,8 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 
-import stacked_remat
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, tiled
+from stacked_remat.nnx import remat_scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,11 @@ class Sizes:
         return layers, tokens, width, inner
 
 
+DEEP = Sizes()
+
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function to compile, and the shapes of its arguments, whose weights are named `up` and `down`."""
+Build = Callable[[Sizes], Program]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +51,12 @@ class Variant:
 
     Attributes:
         name: library and setting.
-        build: makes the function to compile, and the shapes of its arguments.
+        build: makes the program.
         needs: the module that it imports.
     """
 
     name: str
-    build: Callable[[Sizes], Program]
+    build: Build
     needs: str = "jax"
 
     def missing(self) -> str | None:
@@ -91,56 +96,52 @@ class Block(eqx.Module):
         return hax.dot(hidden, self.down, axis="inner")
 
 
-def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False, **options: Any) -> Program:
-    layers, tokens, width, _ = sizes.axes
-    keys = jax.random.split(jax.random.key(0), sizes.layers)
-    blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys, **options), keys)
-    x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=sizes.dtype))
+def named(stacked: Callable[[hax.Axis], Any], *, frozen: bool = False, **options: Any) -> Build:
+    """A stack of `Block`; `stacked(axis)` makes it, and `frozen` weights have no gradient."""
 
-    def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
-        return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
+    def build(sizes: Sizes) -> Program:
+        layers, tokens, width, _ = sizes.axes
+        keys = jax.random.split(jax.random.key(0), sizes.layers)
+        blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys, **options), keys)
+        x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=sizes.dtype))
 
-    return jax.grad(loss, 1 if frozen else (0, 1)), (blocks, x)
+        def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
+            return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
 
+        return jax.grad(loss, 1 if frozen else (0, 1)), (blocks, x)
 
-def ours(remat: ScanCheckpointSpec, *, frozen: bool = False, tiles: int = 1) -> Callable[[Sizes], Program]:
-    """The stack with this library's `Stacked`; `frozen` weights have no gradient."""
-
-    def stacked(axis: hax.Axis) -> Any:
-        return Stacked.init(axis, Block, remat=remat)
-
-    return lambda sizes: _named(stacked, sizes, frozen=frozen, tiles=tiles)
+    return build
 
 
-def haliax(remat: Any) -> Callable[[Sizes], Program]:
+def ours(remat: ScanCheckpointSpec, **options: Any) -> Build:
+    """The stack with this library's `Stacked`."""
+    return named(lambda axis: Stacked.init(axis, Block, remat=remat), **options)
+
+
+def haliax(remat: Any) -> Build:
     """The stack with Haliax's own `Stacked`."""
-
-    def stacked(axis: hax.Axis) -> Any:
-        return hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat)
-
-    return lambda sizes: _named(stacked, sizes)
+    return named(lambda axis: hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat))
 
 
-def plain(remat: bool) -> Callable[[Sizes], Program]:
+def plain(remat: bool) -> Build:
     """`lax.scan`, with `jax.checkpoint` around the layer or without."""
 
-    def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        up, down = weights
-        return x + jax.nn.silu(x @ up) @ down, None
+    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        return x + jax.nn.silu(x @ weights["up"]) @ weights["down"], None
 
-    def loss(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def loss(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
         x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, weights)
         return jnp.sum(x.astype(jnp.float32))
 
     def build(sizes: Sizes) -> Program:
         up = jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.inner), sizes.dtype)
         down = jax.ShapeDtypeStruct((sizes.layers, sizes.inner, sizes.width), sizes.dtype)
-        return jax.grad(loss, (0, 1)), (_input(sizes), (up, down))
+        return jax.grad(loss, (0, 1)), (_input(sizes), {"up": up, "down": down})
 
     return build
 
 
-def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
+def linen(levels: int) -> Build:
     """Flax Linen's `remat_scan`: scans inside scans, one for each level."""
 
     def build(sizes: Sizes) -> Program:
@@ -154,7 +155,7 @@ def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
                 down = self.param("down", init, (sizes.inner, sizes.width), sizes.dtype)
                 return x + jax.nn.silu(x @ up) @ down
 
-        model: Any = nn.remat_scan(LinenBlock, lengths=levels(sizes.layers))()
+        model: Any = nn.remat_scan(LinenBlock, lengths=_lengths(sizes.layers, levels))()
         parameters = jax.eval_shape(model.init, jax.random.key(0), _input(sizes))
 
         def loss(parameters: Any, x: jax.Array) -> jax.Array:
@@ -165,7 +166,7 @@ def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
     return build
 
 
-def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Program]:
+def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Build:
     """Flax NNX, where `scan(nnx)` is `nnx.scan` or what has its arguments."""
 
     def build(sizes: Sizes) -> Program:
@@ -196,32 +197,16 @@ def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Progr
     return build
 
 
-def _scan_of_remat(nnx: Any) -> Callable[..., Any]:
-    return lambda f, **axes: nnx.scan(nnx.remat(f), **axes)
-
-
-def _remat_of_scan(nnx: Any) -> Callable[..., Any]:
-    return lambda f, **axes: nnx.remat(nnx.scan(f, **axes))
-
-
-def _remat_scan(**options: Any) -> Callable[[Any], Callable[..., Any]]:
-    return lambda _: functools.partial(stacked_remat.nnx.remat_scan, **options)
-
-
 def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((sizes.tokens, sizes.width), sizes.dtype)
 
 
-def _two_levels(layers: int) -> tuple[int, int]:
-    """The two closest factors, the larger outermost, which costs less memory."""
-    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n * n <= layers)
-    return layers // inner, inner
-
-
-def _three_levels(layers: int) -> tuple[int, int, int]:
-    """The three closest factors, the largest outermost."""
-    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**3 <= layers)
-    return *_two_levels(layers // inner), inner
+def _lengths(layers: int, levels: int) -> tuple[int, ...]:
+    """The closest factors of a number, the largest outermost, which costs less memory."""
+    if levels == 1:
+        return (layers,)
+    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**levels <= layers)
+    return *_lengths(layers // inner, levels - 1), inner
 
 
 def variants() -> Iterator[Variant]:
@@ -230,24 +215,25 @@ def variants() -> Iterator[Variant]:
     yield Variant("lax.scan + jax.checkpoint", plain(True))
     for remat in (False, True, "nested", "offload"):
         yield Variant(f"haliax {remat}", haliax(remat))
-    yield Variant("flax linen remat_scan, 2 levels", linen(_two_levels), "flax.linen")
-    yield Variant("flax linen remat_scan, 3 levels", linen(_three_levels), "flax.linen")
-    yield Variant("flax nnx.scan", of_nnx(lambda nnx: nnx.scan), "flax.nnx")
-    yield Variant("flax nnx.scan + nnx.remat", of_nnx(_scan_of_remat), "flax.nnx")
-    yield Variant("flax nnx.remat of nnx.scan", of_nnx(_remat_of_scan), "flax.nnx")
-    yield Variant("stacked_remat.nnx nested", of_nnx(_remat_scan()), "flax.nnx")
-    yield Variant("stacked_remat.nnx offload", of_nnx(_remat_scan(policy="offload")), "flax.nnx")
-    nested_offload = ScanCheckpointPolicy(nested=True, save_carries="offload")
-    keep_some = ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True)
+    for levels in (2, 3):
+        yield Variant(f"flax linen remat_scan, {levels} levels", linen(levels), "flax.linen")
+    for name, scan in {
+        "flax nnx.scan": lambda nnx: nnx.scan,
+        "flax nnx.scan + nnx.remat": lambda nnx: lambda f, **axes: nnx.scan(nnx.remat(f), **axes),
+        "flax nnx.remat of nnx.scan": lambda nnx: lambda f, **axes: nnx.remat(nnx.scan(f, **axes)),
+        "stacked_remat.nnx nested": lambda _: remat_scan,
+        "stacked_remat.nnx offload": lambda _: functools.partial(remat_scan, policy="offload"),
+    }.items():
+        yield Variant(name, of_nnx(scan), "flax.nnx")
     for name, remat in {
         "False": False,
         "True": True,
         "nested": "nested",
         "nested=7": ScanCheckpointPolicy(nested=7),
         "max_carries=6": ScanCheckpointPolicy(max_carries=6),
-        "nested, 8 keep carries": keep_some,
+        "nested, 8 keep carries": ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True),
         "offload": "offload",
-        "nested + offload": nested_offload,
+        "nested + offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
     }.items():
         yield Variant(f"stacked_remat {name}", ours(remat))
     for tiles in (4, 16):
@@ -265,6 +251,14 @@ def hessian_products() -> Iterator[Variant]:
             yield dataclasses.replace(variant, name=f"{variant.name}, Hessian product", build=build)
 
 
-def _hessian_product(build: Callable[[Sizes], Program], sizes: Sizes) -> Program:
+def _hessian_product(build: Build, sizes: Sizes) -> Program:
     gradient, args = build(sizes)
     return lambda args, vector: jax.jvp(gradient, args, vector)[1], (args, args)
+
+
+def chosen(every: Iterable[Variant], only: str) -> list[Variant]:
+    """Those whose names match a regular expression, without those that need what is not installed."""
+    found = [variant for variant in every if re.search(only, variant.name)]
+    for notice in filter(None, (variant.missing() for variant in found)):
+        print(notice)
+    return [variant for variant in found if variant.missing() is None]

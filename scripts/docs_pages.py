@@ -1,17 +1,18 @@
 """Pages of the documentation that are generated when it is built, as hooks of mkdocs."""
 
 import json
+import multiprocessing
+import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # mkdocs runs this file as a module of no package
+# mkdocs runs this file as a module of no package.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.run_config import LmRunConfig  # noqa: E402
 from scripts import gallery  # noqa: E402
@@ -40,8 +41,10 @@ def on_files(files: Files, config: Any) -> Files:
     for plot in sorted(RESULTS.glob("*.svg")):
         files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
     scripts = gallery.examples()
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        printed = list(pool.map(gallery.run_apart, scripts))
+    os.environ["JAX_PLATFORMS"] = "cpu"  # also of the processes
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=2, mp_context=spawn, max_tasks_per_child=1) as pool:
+        printed = list(pool.map(gallery.run, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
         name = f"gallery/{script.stem}"
         content = links_on_site(gallery.page(script, outputs), f"{name}.md")

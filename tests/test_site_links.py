@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.schedule_pictures import PICTURES, picture
 from scripts.site_links import links_on_site
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,9 +39,3 @@ def text_of(page):
 )
 def test_links_lead_to_the_pages_of_the_site(page, link, on_site):
     assert links_on_site(f"see [it]({link}), (x)", page) == f"see [it]({on_site}), (x)"
-
-
-def test_pictures_of_schedules_are_those_that_are_drawn():
-    for name, policy in PICTURES.items():
-        drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
-        assert drawn == picture(policy), f"python -m scripts.schedule_pictures draws {name}.svg again"

@@ -1,19 +1,16 @@
-"""Tests of the benchmark of memory at small sizes, and of the memory that it recorded."""
+"""Tests of the programs of the benchmark of memory, and of the memory that it recorded."""
 
 import functools
 import json
-import sys
 
 import jax
 import pytest
 
 from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes, Variant, variants
-from benchmarks.stack_memory import main
 from stacked_remat import memory
 from tests.recorded_on import ON_H200, ON_V5P, h200, why_not
 
-TINY = ["--layers", "8", "--tokens", "64", "--width", "16", "--inner", "16"]
 GIB = 2**30
 
 
@@ -34,32 +31,9 @@ def test_every_variant_is_the_same_program(variant, standard_promotion):
     assert sizes == [64 * 16, 8 * 16 * 16, 8 * 16 * 16]
 
 
-def test_it_writes_json_also_to_a_folder_that_is_not_there_and_without_matplotlib(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = main([*TINY, "--out", str(tmp_path / "new"), "--only", "^lax[^,]*$"])
-    assert path == tmp_path / "new" / "stack_memory_local.json"
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["lax.scan", "lax.scan + jax.checkpoint"]
-    assert rows[0]["temporaries"] > rows[1]["temporaries"] > 0
-    assert "lax.scan + jax.checkpoint" in capsys.readouterr().out
-
-
-def test_with_run_it_also_times(tmp_path):
-    main([*TINY, "--out", str(tmp_path), "--only", "stacked_remat True$", "--run"])
-    rows = json.loads((tmp_path / "stack_time_cpu_16.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["stacked_remat True"]
-
-
 def test_a_peer_that_is_not_installed_is_named():
     missing = Variant("a peer", lambda sizes: (lambda: None, ()), "no_such_peer.scan").missing()
     assert missing == "a peer is left out: pip install no_such_peer"
-
-
-def test_a_choice_without_variants(tmp_path):
-    with pytest.raises(SystemExit, match="leaves nothing"):
-        main([*TINY, "--out", str(tmp_path), "--only", "no such thing"])
 
 
 def measured(name, target, **sizes):

@@ -1,0 +1,95 @@
+"""Memory of whole training steps of configs, on one device or several, and what these send each other.
+
+The steps are compiled for devices that need not be attached, and nothing is run:
+
+    python -m benchmarks.step_memory --target v5p --devices 16 --trainer.mesh.param_mapping '{embed: data}'
+    python -m benchmarks.step_memory --target h100 --devices 8 --layers 24 48 --updates after fused
+    python -m benchmarks.step_memory --target h200 --configs A.yaml B.yaml --context 65536 1048576
+
+With `--devices` each has one sequence; otherwise one device has the config's batch. Updates come after the
+backward pass or within it (`fused`). Where an option is not given, the config says it. Further options are
+those of the config, such as `--model.experts.backend block`. Writes
+`results/<config>_<target>_<devices>.json` or `results/streaming_steps_<target>.json`: bytes of each device.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+from models.decoder.config import DecoderConfig
+from models.run_config import LmRunConfig
+from models.step_memory import StepMemory
+from stacked_remat import memory
+from stacked_remat.training import parse_config
+
+from .command import Rows, benchmark
+from .qwen3_context import POLICIES
+from .record import memory_row
+
+CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_30b_a3b_65k_fsdp.yaml"
+
+
+def _result(configs: tuple[Path, ...], target: str, devices: int, **_: Any) -> str:
+    return f"{configs[0].stem}_{target}_{devices}" if devices else f"streaming_steps_{target}"
+
+
+@benchmark(_result)
+def main(
+    configs: tuple[Path, ...] = (CONFIG,),
+    target: str = "h100",
+    devices: int = 0,
+    layers: tuple[int, ...] = (),
+    context: tuple[int, ...] = (),
+    policies: tuple[str, ...] = (),
+    updates: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
+) -> Rows:
+    for file in configs:
+        given = parse_config(LmRunConfig, ["--config_path", str(file), *overrides]).resolved(
+            check_folder=False
+        )
+        if not isinstance(given.model, DecoderConfig):
+            raise SystemExit("A config of a decoder is expected.")
+        depths, lengths = layers or [given.model.num_layers], context or [given.data.seq_len]
+        fused = [update == "fused" for update in updates] or [given.trainer.update.fused]
+        for depth, tokens, is_fused, policy in itertools.product(depths, lengths, fused, policies or [""]):
+            config = _altered(given, depth, tokens, is_fused, devices)
+            assert given.policy is not None
+            found = StepMemory(config, target, devices or 1).report(POLICIES.get(policy, given.policy))
+            yield {
+                "config": file.stem,
+                "layers": depth,
+                "tokens": tokens,
+                "policy": policy or str(given.remat),
+                "update": "fused" if is_fused else "after",
+                "weights divided by": ", ".join(given.trainer.mesh.param_mapping),
+                "transfers": _transfers(found, config.data.batch_size * tokens),
+                "sent": found.sent,
+                **memory_row(found),
+            }
+
+
+def _altered(config: LmRunConfig, layers: int, tokens: int, fused: bool, devices: int) -> LmRunConfig:
+    model: Any = config.model
+    data = dataclasses.replace(config.data, seq_len=tokens, batch_size=devices or config.data.batch_size)
+    update = dataclasses.replace(config.trainer.update, fused=fused)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(model, num_layers=layers),
+        data=data,
+        trainer=dataclasses.replace(config.trainer, update=update),
+    )
+
+
+def _transfers(found: memory.MemoryReport, tokens: int) -> str:
+    """What crosses to the host and back in a step, and whether that takes longer than computing."""
+    moved, least = found.flops.bytes_from_host + found.flops.bytes_to_host, found.least_time
+    if not moved or least is None:
+        return "-"
+    bound = f"bound by the link at {tokens / least.transfer:,.0f} tokens/s"
+    return f"{memory.readable_bytes(moved)}, {'hidden' if least.hidden else bound}"
+
+
+if __name__ == "__main__":
+    main()

@@ -53,6 +53,7 @@ disk() {{
 signalled() {{ # sends a signal once a condition holds
     set -m
     {{ exec "$python" -m models.train_lm "${{given[@]}}" --data.cache_dir "$own/cache"; }} &
+    set +m
     until "${{@:2}}" 2>/dev/null || ! kill -0 $!; do sleep 0.005; done
     kill "-$1" $!
     wait $!
@@ -90,6 +91,7 @@ class Case(NamedTuple):
 _ARRAYS = "run/checkpoints/{}/state/ocdbt*/d/*"
 _CHANGED = "--trainer.checkpoint.accept_changes true --trainer.num_steps 160"
 _FITS = "This can't fit"
+_LAYERS = "at most 10000 are supported"
 _NEWEST = f"flipped '{_ARRAYS.format(150)}'"
 CASES = [
     Case("a number for a section", "configured --trainer.seed 3 <<< 'trainer: 5'", "has no keys"),
@@ -108,8 +110,8 @@ CASES = [
     Case("a cut of more layers than there are", "train --remat '{nested: [7, 9]}'", "remat"),
     Case("names that no layer has", "train --remat '{save_block_internals: [scoers]}'", "scoers"),
     Case("hidden_dim 200,000", "train --model.hidden_dim 200000", _FITS),
-    Case("10**8 layers", "train --model.num_layers 100000000", _FITS),
-    Case("10**8 layers, planned", 'command plan_lm "${given[@]}" --model.num_layers 100000000', _FITS),
+    Case("10**8 layers", "train --model.num_layers 100000000", _LAYERS),
+    Case("10**8 layers, planned", 'command plan_lm "${given[@]}" --model.num_layers 100000000', _LAYERS),
     Case("a vocabulary of 10**11", "train --vocab_size 100000000000", _FITS),
     Case(
         "10**9 new tokens",
@@ -152,7 +154,7 @@ CASES = [
     ),
     Case("no run to generate from", 'command generate --checkpoint "$own" --prompt a', "run folder"),
     Case("no model to generate from", 'command generate --model "$own/none" --prompt a', "none"),
-    Case("no run to export", 'command export_hf --run_dir "$own" --out "$own/out"', "No checkpoint in"),
+    Case("no run to export", 'command export_hf --run_dir "$own" --out "$own/out"', "not a run folder"),
     Case(
         "an export onto something", 'command export_hf --run_dir "$root/whole" --out "$root/whole"', "whole"
     ),

@@ -55,10 +55,10 @@ def charts() -> Iterator[tuple[Path, Figure]]:
     """Every chart, by its path."""
     found = json.loads((RESULTS / "stack_memory_h200.json").read_text(encoding="utf-8"))
     for theme, colors in THEMES.items():
-        yield RESULTS / f"memory_chart_{theme}.svg", memory_chart(found, 2_048, colors)
-        yield RESULTS / f"memory_chart_16384_{theme}.svg", memory_chart(found, 16_384, colors)
+        yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, 2_048, colors)
+        yield PICTURES / f"memory_chart_16384_{theme}.svg", memory_chart(found, 16_384, colors)
     (planted,) = json.loads((RESULTS / "planted_examples.json").read_text(encoding="utf-8"))["rows"]
-    yield RESULTS / "planted_examples.svg", planted_chart(planted["found"])
+    yield PICTURES / "planted_examples.svg", planted_chart(planted["found"])
     for name, policy in SCHEDULES.items():
         yield PICTURES / f"{name}.svg", schedule_picture(policy)
 

@@ -18,28 +18,14 @@ from models.run_config import LmRunConfig  # noqa: E402
 from scripts import gallery  # noqa: E402
 from scripts.page_tables import with_tables  # noqa: E402
 from scripts.reported_memory import cases  # noqa: E402
-from scripts.result_tables import RESULTS  # noqa: E402
-from scripts.site_links import links_on_site  # noqa: E402
 from stacked_remat.training import config_reference  # noqa: E402
 
-_INTRODUCTION = """# Config reference
-
-Every key of the files that `python -m models.train_lm --config_path FILE` reads, with its type, its default
-and what it means, made from the dataclasses themselves; `--help` prints the same. On the command line a key
-is written by its dotted name, `--trainer.num_steps 500`. `models.plan_lm` reads the same files and adds
-`target`, `devices` and [what to find](training.md#plan-a-run). [Training runs](training.md) explains
-includes.
-
-"""
+_CONFIG_REFERENCE = "<!-- config-reference -->"
 _REPORTED_MEMORY = "<!-- reported-memory -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the config reference, plots of results, and the gallery, which it runs."""
-    page = _INTRODUCTION + config_reference(LmRunConfig)
-    files.append(File.generated(config, "config-reference.md", content=page))
-    for plot in sorted(RESULTS.glob("*.svg")):
-        files.append(File.generated(config, f"results/{plot.name}", abs_src_path=str(plot)))
+    """Adds the pages and notebooks of the gallery, which it runs."""
     scripts = gallery.examples()
     os.environ["JAX_PLATFORMS"] = "cpu"  # also of the processes
     spawn = multiprocessing.get_context("spawn")
@@ -47,18 +33,18 @@ def on_files(files: Files, config: Any) -> Files:
         printed = list(pool.map(gallery.run, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
         name = f"gallery/{script.stem}"
-        content = links_on_site(gallery.page(script, outputs), f"{name}.md")
-        files.append(File.generated(config, f"{name}.md", content=content))
+        files.append(File.generated(config, f"{name}.md", content=gallery.page(script, outputs)))
         files.append(File.generated(config, f"{name}.ipynb", content=gallery.notebook(script, outputs)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts in tables of results and links to pages, and refuses a figure that no result has."""
-    if page.file.generated_by:  # above: defaults, examples and what programs printed
+    """Puts in tables, the config reference and links to examples; refuses a figure that no result has."""
+    if page.file.generated_by:  # above: examples and what programs printed
         return markdown
     try:
-        return links_on_site(with_tables(markdown), page.file.src_uri)
+        found = gallery.with_links_to_pages(with_tables(markdown))
+        return found.replace(_CONFIG_REFERENCE, config_reference(LmRunConfig))
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from None
 

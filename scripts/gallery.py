@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GALLERY = ROOT / "docs" / "gallery"
 
 _PAGE = re.compile(r"\[([^\]]+)\]\([^)]+\.md[^)]*\)")  # a link that only the site has
+_EXAMPLE = re.compile(r"(?<=\]\()([\w./-]+)\.py(?=\))")  # a link that works where the repository is read
 _CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
 
@@ -71,14 +72,19 @@ def run(script: Path) -> list[str]:
     return outputs
 
 
+def with_links_to_pages(markdown: str) -> str:
+    """Links to examples made links to their pages, which only the site has."""
+    return _EXAMPLE.sub(r"\1.md", markdown)
+
+
 def page(script: Path, outputs: Sequence[str]) -> str:
     """The example as a page, with what each cell printed under it."""
     heading, *rest = cells_of(script)
     title, _, introduction = heading.text.partition("\n")
     files = f"[Notebook]({script.stem}.ipynb){{ download }} · [Python]({script.name}){{ download }}"
-    parts = [title, files, introduction.strip()]
+    parts = [title, files, with_links_to_pages(introduction.strip())]
     for cell, output in zip(rest, outputs[1:], strict=True):
-        parts.append(f"```python\n{cell.text}\n```" if cell.is_code else cell.text)
+        parts.append(f"```python\n{cell.text}\n```" if cell.is_code else with_links_to_pages(cell.text))
         if output:
             parts.append(f"```text\n{output.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"

@@ -6,15 +6,15 @@ in what a library keeps and copies.
 
 import dataclasses
 import functools
-import importlib
-import re
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from flax import linen as nn, nnx
 
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, tiled
 from stacked_remat.nnx import remat_scan
@@ -43,29 +43,6 @@ DEEP = Sizes()
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function to compile, and the shapes of its arguments, whose weights are named `up` and `down`."""
 Build = Callable[[Sizes], Program]
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """The stack in one library, with one setting.
-
-    Attributes:
-        name: library and setting.
-        build: makes the program.
-        needs: the module that it imports.
-    """
-
-    name: str
-    build: Build
-    needs: str = "jax"
-
-    def missing(self) -> str | None:
-        """What to install, if the module is missing."""
-        try:
-            importlib.import_module(self.needs)
-        except ImportError:
-            return f"{self.name} is left out: pip install {self.needs.split('.')[0]}"
-        return None
 
 
 class Block(eqx.Module):
@@ -145,8 +122,6 @@ def linen(levels: int) -> Build:
     """Flax Linen's `remat_scan`: scans inside scans, one for each level."""
 
     def build(sizes: Sizes) -> Program:
-        from flax import linen as nn
-
         class LinenBlock(nn.Module):
             @nn.compact
             def __call__(self, x: jax.Array) -> jax.Array:
@@ -166,12 +141,10 @@ def linen(levels: int) -> Build:
     return build
 
 
-def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Build:
-    """Flax NNX, where `scan(nnx)` is `nnx.scan` or what has its arguments."""
+def of_nnx(scan: Callable[..., Any]) -> Build:
+    """Flax NNX, where `scan` is `nnx.scan` or what has its arguments."""
 
     def build(sizes: Sizes) -> Program:
-        from flax import nnx
-
         class NnxBlock(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
                 init = nnx.initializers.normal(0.02)
@@ -187,7 +160,7 @@ def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Build:
             return NnxBlock(rngs)
 
         graph, weights = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
-        forward = scan(nnx)(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        forward = scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 
         def loss(weights: Any, x: jax.Array) -> jax.Array:
             return jnp.sum(forward(x, nnx.merge(graph, weights)).astype(jnp.float32))
@@ -209,23 +182,19 @@ def _lengths(layers: int, levels: int) -> tuple[int, ...]:
     return *_lengths(layers // inner, levels - 1), inner
 
 
-def variants() -> Iterator[Variant]:
-    """Every variant, other libraries first."""
-    yield Variant("lax.scan", plain(False))
-    yield Variant("lax.scan + jax.checkpoint", plain(True))
-    for remat in (False, True, "nested", "offload"):
-        yield Variant(f"haliax {remat}", haliax(remat))
-    for levels in (2, 3):
-        yield Variant(f"flax linen remat_scan, {levels} levels", linen(levels), "flax.linen")
-    for name, scan in {
-        "flax nnx.scan": lambda nnx: nnx.scan,
-        "flax nnx.scan + nnx.remat": lambda nnx: lambda f, **axes: nnx.scan(nnx.remat(f), **axes),
-        "flax nnx.remat of nnx.scan": lambda nnx: lambda f, **axes: nnx.remat(nnx.scan(f, **axes)),
-        "stacked_remat.nnx nested": lambda _: remat_scan,
-        "stacked_remat.nnx offload": lambda _: functools.partial(remat_scan, policy="offload"),
-    }.items():
-        yield Variant(name, of_nnx(scan), "flax.nnx")
-    for name, remat in {
+def variants() -> dict[str, Build]:
+    """The stack in every library with every setting, other libraries first."""
+    found = {"lax.scan": plain(False), "lax.scan + jax.checkpoint": plain(True)}
+    found |= {f"haliax {remat}": haliax(remat) for remat in (False, True, "nested", "offload")}
+    found |= {f"flax linen remat_scan, {levels} levels": linen(levels) for levels in (2, 3)}
+    found |= {
+        "flax nnx.scan": of_nnx(nnx.scan),
+        "flax nnx.scan + nnx.remat": of_nnx(lambda f, **axes: nnx.scan(nnx.remat(f), **axes)),
+        "flax nnx.remat of nnx.scan": of_nnx(lambda f, **axes: nnx.remat(nnx.scan(f, **axes))),
+        "stacked_remat.nnx nested": of_nnx(remat_scan),
+        "stacked_remat.nnx offload": of_nnx(functools.partial(remat_scan, policy="offload")),
+    }
+    policies = {
         "False": False,
         "True": True,
         "nested": "nested",
@@ -234,31 +203,20 @@ def variants() -> Iterator[Variant]:
         "nested, 8 keep carries": ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True),
         "offload": "offload",
         "nested + offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
-    }.items():
-        yield Variant(f"stacked_remat {name}", ours(remat))
-    for tiles in (4, 16):
-        for remat in (True, "nested", "offload"):
-            yield Variant(f"stacked_remat {remat}, {tiles} tiles", ours(remat, tiles=tiles))
-    yield Variant("stacked_remat nested, frozen weights", ours("nested", frozen=True))
+    }
+    found |= {f"stacked_remat {name}": ours(remat) for name, remat in policies.items()}
+    for tiles, remat in itertools.product((4, 16), (True, "nested", "offload")):
+        found[f"stacked_remat {remat}, {tiles} tiles"] = ours(remat, tiles=tiles)
+    return found | {"stacked_remat nested, frozen weights": ours("nested", frozen=True)}
 
 
-def hessian_products() -> Iterator[Variant]:
+def hessian_products() -> dict[str, Build]:
     """The Hessian of some of them times a vector: `jax.jvp` of the gradient."""
     names = ("lax.scan", "lax.scan + jax.checkpoint", "stacked_remat True", "stacked_remat nested")
-    for variant in variants():
-        if variant.name in names:
-            build = functools.partial(_hessian_product, variant.build)
-            yield dataclasses.replace(variant, name=f"{variant.name}, Hessian product", build=build)
+    every = variants()
+    return {f"{name}, Hessian product": functools.partial(_hessian_product, every[name]) for name in names}
 
 
 def _hessian_product(build: Build, sizes: Sizes) -> Program:
     gradient, args = build(sizes)
     return lambda args, vector: jax.jvp(gradient, args, vector)[1], (args, args)
-
-
-def chosen(every: Iterable[Variant], only: str) -> list[Variant]:
-    """Those whose names match a regular expression, without those that need what is not installed."""
-    found = [variant for variant in every if re.search(only, variant.name)]
-    for notice in filter(None, (variant.missing() for variant in found)):
-        print(notice)
-    return [variant for variant in found if variant.missing() is None]

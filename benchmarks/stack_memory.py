@@ -10,6 +10,7 @@ which `make figures` draws charts. `benchmarks.stack_time` compares it with what
 """
 
 import dataclasses
+import re
 
 import jax
 
@@ -17,7 +18,7 @@ from stacked_remat import memory
 
 from .command import Rows, benchmark
 from .record import memory_row
-from .residual_mlp import Sizes, chosen, hessian_products, variants
+from .residual_mlp import Sizes, hessian_products, variants
 
 
 @benchmark("stack_memory_{target}")
@@ -29,12 +30,12 @@ def main(
     inner: tuple[int, ...] = (2_048, 16_384),
     only: str = "",
 ) -> Rows:
-    every = chosen([*variants(), *hessian_products()], only)
+    every = variants() | hessian_products()
     for sizes in (Sizes(layers, tokens, width, size) for size in inner):
-        for variant in every:
-            row = {"name": variant.name, **dataclasses.asdict(sizes)}
+        for name in (name for name in every if re.search(only, name)):
+            row = {"name": name, **dataclasses.asdict(sizes)}
             try:
-                fn, args = variant.build(sizes)
+                fn, args = every[name](sizes)
                 yield row | memory_row(memory.report(fn, *args, target=target))
             except (memory.DoesNotFit, jax.errors.JaxRuntimeError) as error:
                 yield row | {"refused": str(error).splitlines()[0]}

@@ -12,7 +12,6 @@ those of the config, such as `--model.experts.backend block`. Writes
 `results/<config>_<target>_<devices>.json` or `results/streaming_steps_<target>.json`: bytes of each device.
 """
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -45,41 +44,32 @@ def main(
     updates: tuple[str, ...] = (),
     overrides: tuple[str, ...] = (),
 ) -> Rows:
-    for file in configs:
-        given = parse_config(LmRunConfig, ["--config_path", str(file), *overrides]).resolved(
-            check_folder=False
-        )
-        if not isinstance(given.model, DecoderConfig):
-            raise SystemExit("A config of a decoder is expected.")
-        depths, lengths = layers or [given.model.num_layers], context or [given.data.seq_len]
-        fused = [update == "fused" for update in updates] or [given.trainer.update.fused]
-        for depth, tokens, is_fused, policy in itertools.product(depths, lengths, fused, policies or [""]):
-            config = _altered(given, depth, tokens, is_fused, devices)
-            assert given.policy is not None
-            found = StepMemory(config, target, devices or 1).report(POLICIES.get(policy, given.policy))
-            yield {
-                "config": file.stem,
-                "layers": depth,
-                "tokens": tokens,
-                "policy": policy or str(given.remat),
-                "update": "fused" if is_fused else "after",
-                "weights divided by": ", ".join(given.trainer.mesh.param_mapping),
-                "transfers": _transfers(found, config.data.batch_size * tokens),
-                "sent": found.sent,
-                **memory_row(found),
-            }
-
-
-def _altered(config: LmRunConfig, layers: int, tokens: int, fused: bool, devices: int) -> LmRunConfig:
-    model: Any = config.model
-    data = dataclasses.replace(config.data, seq_len=tokens, batch_size=devices or config.data.batch_size)
-    update = dataclasses.replace(config.trainer.update, fused=fused)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(model, num_layers=layers),
-        data=data,
-        trainer=dataclasses.replace(config.trainer, update=update),
+    compared = itertools.product(
+        configs, layers or [None], context or [None], updates or [None], policies or [""]
     )
+    for file, depth, tokens, update, policy in compared:
+        varied = {
+            "model.num_layers": depth,
+            "data.seq_len": tokens,
+            "data.batch_size": devices or None,
+            "trainer.update.fused": update and str(update == "fused").lower(),
+        }
+        given = [part for key, value in varied.items() if value for part in (f"--{key}", str(value))]
+        config = parse_config(LmRunConfig, ["--config_path", str(file), *overrides, *given])
+        config = config.resolved(check_folder=False)
+        assert config.policy is not None and isinstance(config.model, DecoderConfig)
+        found = StepMemory(config, target, devices or 1).report(POLICIES.get(policy, config.policy))
+        yield {
+            "config": file.stem,
+            "layers": config.model.num_layers,
+            "tokens": config.data.seq_len,
+            "policy": policy or str(config.remat),
+            "update": "fused" if config.trainer.update.fused else "after",
+            "weights divided by": ", ".join(config.trainer.mesh.param_mapping),
+            "transfers": _transfers(found, config.data.batch_size * config.data.seq_len),
+            "sent": found.sent,
+            **memory_row(found),
+        }
 
 
 def _transfers(found: memory.MemoryReport, tokens: int) -> str:

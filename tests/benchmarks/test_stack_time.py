@@ -43,9 +43,9 @@ def _too_large(right):
 def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(run, reason, tmp_path, monkeypatch):
     compiled = stack_time.compiled
 
-    def broken(variant, sizes):
-        right = compiled(variant, sizes)
-        return right._replace(run=lambda: run(right)) if variant.name == "stacked_remat True" else right
+    def broken(name, sizes):
+        right = compiled(name, sizes)
+        return right._replace(run=lambda: run(right)) if name == "stacked_remat True" else right
 
     monkeypatch.setattr(stack_time, "compiled", broken)
     arguments = [*TINY, "--out", str(tmp_path), "--only", "stacked_remat (True|nested)$", "--rounds", "1"]

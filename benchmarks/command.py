@@ -13,7 +13,7 @@ import jax
 
 from stacked_remat.memory import readable_bytes
 
-from .record import RESULTS, write_results
+from .record import RESULTS, allocate_as_needed, write_results
 
 Rows = Iterator[Mapping[str, Any]]
 
@@ -38,20 +38,17 @@ class Benchmark:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> Path:
         """Run it with the options of a command line; the file of results."""
+        allocate_as_needed()
         given = self._given(arguments)
         name, out = given.pop("name"), given.pop("out")
         groups = [vars(value) for value in given.values() if dataclasses.is_dataclass(value)]
         flat = {key: value for group in (*groups, given) for key, value in group.items()}
         named = self.result if callable(self.result) else self.result.format
         path = out / f"{name or named(**flat, platform=jax.default_backend())}.json"
-        where = (
-            {}
-            if "target" in given
-            else {
-                "device": jax.local_devices()[0].device_kind,
-                "cores": len(os.sched_getaffinity(0)),
-            }
-        )
+        where: dict[str, Any] = {}
+        if "target" not in given:
+            device = jax.local_devices()[0].device_kind
+            where = {"device": device, "cores": len(os.sched_getaffinity(0))}
         found: list[Mapping[str, Any]] = []
         for row in self.rows(**given):
             found.append(row)

@@ -6,7 +6,8 @@ CONFIG = """
 model: {type: qwen3_moe, hidden_dim: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1,
         experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}}
 remat: nested
-data: {held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
+data: {sources: {text: {paths: ["ROOT/text/*.txt"]}}, cache_dir: ROOT/cache,
+       held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
 optimizer: {learning_rate: 0.02, warmup: 2}
 trainer: {num_steps: 150, log_every: 1, eval_every: 40, eval_batches: 2, mesh: {axes: {data: 1}},
           checkpoint: {every_steps: 5}}

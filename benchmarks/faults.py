@@ -78,24 +78,11 @@ class Workplace:
         (self.root / "text").mkdir()
         for number in range(20):
             (self.root / "text" / f"{number}.txt").write_text(f"never odd or even, {number} times. " * 10)
-        (self.root / "config.yaml").write_text(CONFIG)
+        (self.root / "config.yaml").write_text(CONFIG.replace("ROOT", str(self.root)))
 
     def training(self, run: Path) -> list[str]:
         """The arguments of `models.train_lm` for a run."""
-        data = [
-            "--data.sources.text.paths",
-            f"[{self.root}/text/*.txt]",
-            "--data.cache_dir",
-            f"{self.root}/cache",
-        ]
-        return [
-            "--config_path",
-            f"{self.root}/config.yaml",
-            *data,
-            "--trainer.run_dir",
-            str(run),
-            *self.options,
-        ]
+        return ["--config_path", f"{self.root}/config.yaml", "--trainer.run_dir", str(run), *self.options]
 
     def begin(self, *command: str, own: Path = REPOSITORY, **streams: Any) -> subprocess.Popen[str]:
         """Start a process, with the names of folders for commands of bash."""

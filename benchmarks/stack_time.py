@@ -29,7 +29,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .command import Rows, benchmark, one_of
-from .record import allocate_as_needed, allocated_alone, check_close, median_ratio, timed_in_turn
+from .record import allocated_alone, check_close, median_ratio, timed_in_turn
 from .residual_mlp import DEEP, Sizes, variants
 
 REFERENCE = "lax.scan + jax.checkpoint"
@@ -44,7 +44,6 @@ def run(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
     Raises:
         SystemExit: the gradients of some are wrong.
     """
-    allocate_as_needed()
     every = _with_gradients(only)
     # First, before this process allocates memory on the same device.
     alone = {name: allocated_alone(run_alone, name, sizes) for name in every}

@@ -30,7 +30,6 @@ from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, s
 
 from .command import Rows, benchmark, one_of
 from .record import (
-    allocate_as_needed,
     allocated_alone,
     check_close,
     median_ratio,
@@ -226,7 +225,6 @@ def of_time(sizes: Sizes = TIMED, remat: str = "offload", rounds: int = 9) -> Ro
     Raises:
         ArithmeticError: results differ from those of layers on the device.
     """
-    allocate_as_needed()
     names = ("gradient", "update", "sliced_by_index", "read")
     keys = [(name, kind) for name in names for kind in ("resident", "streamed")]
     keys.remove(("sliced_by_index", "streamed"))

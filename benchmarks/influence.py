@@ -76,7 +76,7 @@ def classifier(count: int, held_out: int) -> Task:
         np.concatenate([data.labels, right.labels]),
         np.concatenate([data.wrong, right.wrong]),
     )
-    model = planted_examples.Classifier.init(key=jax.random.key(0))
+    model = planted_examples.Classifier(key=jax.random.key(0))
     return Task(
         "classifier", model, planted_examples.example_losses, every.batch, count, 1e-2, 1e-30, data.wrong
     )

@@ -47,15 +47,11 @@ class Block(eqx.Module):
     up: hnn.Linear
     down: hnn.Linear
 
-    @staticmethod
-    def init(*, key: PRNGKeyArray) -> "Block":
-        """A block from random numbers."""
+    def __init__(self, *, key: PRNGKeyArray):
         up, down = jax.random.split(key)
-        return Block(
-            hnn.LayerNorm.init(Embed),
-            hnn.Linear.init(Embed, Inner, key=up),
-            hnn.Linear.init(Inner, Embed, key=down),
-        )
+        self.norm = hnn.LayerNorm.init(Embed)
+        self.up = hnn.Linear.init(Embed, Inner, key=up)
+        self.down = hnn.Linear.init(Inner, Embed, key=down)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps `[..., Embed]` to itself."""
@@ -69,15 +65,11 @@ class Classifier(eqx.Module):
     blocks: Stacked
     head: hnn.Linear
 
-    @staticmethod
-    def init(*, key: PRNGKeyArray) -> "Classifier":
-        """A model from random numbers."""
+    def __init__(self, *, key: PRNGKeyArray):
         embedding, blocks, head = jax.random.split(key, 3)
-        return Classifier(
-            hnn.Embedding.init(Letters, Embed, key=embedding),
-            Stacked.init(Layers, Block.init)(key=jax.random.split(blocks, Layers.size)),
-            hnn.Linear.init(Embed, Label, key=head),
-        )
+        self.embedding = hnn.Embedding.init(Letters, Embed, key=embedding)
+        self.blocks = Stacked.init(Layers, Block)(key=jax.random.split(blocks, Layers.size))
+        self.head = hnn.Linear.init(Embed, Label, key=head)
 
     def __call__(self, letters: NamedArray) -> NamedArray:
         """Maps letters `[batch, position]` to logits `[batch, label]`."""
@@ -135,7 +127,7 @@ def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
         ScoreLog(folder / LOG_FOLDER),
         every=every,
     )
-    model, optimizer = Classifier.init(key=jax.random.key(0)), optax.adam(2e-2)
+    model, optimizer = Classifier(key=jax.random.key(0)), optax.adam(2e-2)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit

@@ -50,11 +50,9 @@ class Mlp(eqx.Module):
     up: jax.Array
     down: jax.Array
 
-    @staticmethod
-    def init(width: int, inner: int, *, key: jax.Array) -> "Mlp":
-        """One layer in bfloat16."""
+    def __init__(self, width: int, inner: int, *, key: jax.Array):
         up, down = jax.random.split(key)
-        return Mlp(_normal(up, (width, inner)), _normal(down, (inner, width)))
+        self.up, self.down = _normal(up, (width, inner)), _normal(down, (inner, width))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The next carry."""
@@ -66,10 +64,8 @@ class Experts(eqx.Module):
 
     weight: jax.Array
 
-    @staticmethod
-    def init(experts: int, width: int, inner: int, *, key: jax.Array) -> "Experts":
-        """One layer in bfloat16."""
-        return Experts(_normal(key, (experts, width, inner)))
+    def __init__(self, experts: int, width: int, inner: int, *, key: jax.Array):
+        self.weight = _normal(key, (experts, width, inner))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The next carry."""
@@ -178,7 +174,7 @@ def of_memory(
     The experts are 4.5 GiB, with few tokens, so that weights are all that counts.
     """
     for layers in depths:
-        block = functools.partial(Mlp.init, width, inner)
+        block = functools.partial(Mlp, width, inner)
         x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
         row = {"block": "mlp", "layers": layers}
         for name, build in {
@@ -195,7 +191,7 @@ def of_memory(
                 continue
             yield row | {"program": "gradient", "name": f"Haliax {remat}, resident"} | found
     layers, experts, width, inner = EXPERTS
-    block = functools.partial(Experts.init, experts, width, inner)
+    block = functools.partial(Experts, experts, width, inner)
     x = jax.ShapeDtypeStruct((experts, 4, width), jnp.bfloat16)
     programs = [("resident", program) for program in ("loss", "gradient", "update")]
     programs += [("scan over indices, resident", "sliced_by_index")]
@@ -267,7 +263,7 @@ def run_alone(program: str, kind: str, sizes: Sizes, remat: str) -> Any:
 def _call(program: str, kind: str, sizes: Sizes, remat: str) -> Callable[[], Any]:
     """A call of a compiled program, on a stack of its own, which steps of an optimizer update in place."""
     x = jax.random.normal(jax.random.key(1), (sizes.tokens, sizes.width), jnp.bfloat16)
-    block = functools.partial(Mlp.init, sizes.width, sizes.inner)
+    block = functools.partial(Mlp, sizes.width, sizes.inner)
     held = jax.jit(Build(sizes.layers, block, remat, kind == "streamed").__call__)(jax.random.key(0))
     if program not in UPDATES:
         return functools.partial(jax.jit(PROGRAMS[program]), held, x)

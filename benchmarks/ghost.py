@@ -34,7 +34,7 @@ from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, cast_parameters, parse_config
 
 from .command import Rows, benchmark, one_of
-from .qwen3_context import CONFIG
+from .qwen3_context import CONFIG, random_batch
 from .record import memory_row, timed_in_turn
 
 Vocab = Axis("vocab", 1024)
@@ -47,13 +47,6 @@ def token_means(model: LanguageModel, batch: TokenBatch) -> NamedArray:
     (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
     losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)
     return hax.mean(losses, POSITION_AXIS)
-
-
-def batch_of(rows: int, tokens: int) -> TokenBatch:
-    """Tokens of no meaning."""
-    axes = (Axis(BATCH_AXIS, rows), Axis(POSITION_AXIS, tokens))
-    ids = hax.random.randint(jax.random.key(1), axes, 0, Vocab.size)
-    return TokenBatch(ids, ids, hax.ones(axes, dtype=jnp.float32))
 
 
 def _plain(model: Any, batch: TokenBatch, *, trainable: Any) -> Any:
@@ -118,7 +111,11 @@ def _cases(tokens: int, rows: tuple[int, ...]) -> Iterator[tuple[dict[str, Any],
     cases += [(*named, functools.partial(small, *named), 8, 1024) for named in SMALL]
     for layers, trained, make, count, length in cases:
         facts = {"layers": layers, "trained": trained, "examples": count, "tokens": count * length}
-        yield facts, eqx.filter_eval_shape(make), eqx.filter_eval_shape(batch_of, count, length)
+        yield (
+            facts,
+            eqx.filter_eval_shape(make),
+            eqx.filter_eval_shape(random_batch, count, length, Vocab.size),
+        )
 
 
 SMALL = tuple(itertools.product(("dense", "experts"), ("all", "adapters")))
@@ -142,7 +139,7 @@ def flops() -> Rows:
     """The products of the small decoders' steps."""
     for layers, trained in SMALL:
         model, trainable = eqx.filter_eval_shape(functools.partial(small, layers, trained))
-        batch = eqx.filter_eval_shape(batch_of, 4, 256)
+        batch = eqx.filter_eval_shape(random_batch, 4, 256, Vocab.size)
         plain = jax.make_jaxpr(functools.partial(_plain, trainable=trainable))(model, batch)
         scored = jax.make_jaxpr(functools.partial(_scored, trainable=trainable))(
             model, batch, eqx.filter(model, trainable)
@@ -155,7 +152,7 @@ def flops() -> Rows:
 def of_time(repeats: int = 5) -> Rows:
     """Runs of each, in turns; other work of the machine only adds time, so the fastest count."""
     model, trainable = small("dense", "all")
-    batch = batch_of(16, 128)
+    batch = random_batch(16, 128, Vocab.size)
     direction = jax.tree.map(jnp.ones_like, eqx.filter(model, trainable))
     steps = {"plain": (_plain,), "scored": (_scored, direction), "vmap": (_vmapped, direction)}
     runs = {

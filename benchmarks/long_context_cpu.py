@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
-import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
 from models.lm import build_model, next_token_loss
 from models.run_config import LmRunConfig
 from stacked_remat.training import (
-    BATCH_AXIS,
-    POSITION_AXIS,
-    TokenBatch,
     TrainState,
     build_optimizer,
     parse_config,
@@ -34,6 +29,7 @@ from stacked_remat.training import (
 from stacked_remat.training.throughput import peak_resident_bytes
 
 from .command import Rows, benchmark
+from .qwen3_context import random_batch
 from .record import in_a_process
 
 CONFIG = Path(__file__).parents[1] / "models/configs/qwen3_moe_65k_cpu.yaml"
@@ -56,9 +52,7 @@ def main(
 def run_step(arguments: list[str]) -> dict[str, Any]:
     """Compile and run one step on random tokens; peak memory is of the whole process so far."""
     config = parse_config(LmRunConfig, arguments)
-    axes = (Axis(BATCH_AXIS, config.data.batch_size), Axis(POSITION_AXIS, config.data.seq_len))
-    tokens = hax.random.randint(jax.random.key(1), axes, 0, VOCAB.size)
-    batch = TokenBatch(tokens, hax.roll(tokens, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
+    batch = random_batch(config.data.batch_size, config.data.seq_len, VOCAB.size)
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
     remat = remat_policy(config.remat, config.model.remat_presets)
     initial = functools.partial(build_model, config.model, VOCAB, remat=remat)

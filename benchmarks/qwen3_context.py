@@ -148,6 +148,13 @@ def longest(
 main = one_of(context=context, longest=longest)
 
 
+def random_batch(rows: int, tokens: int, vocab: int) -> TokenBatch:
+    """Random tokens, which are to predict the next one."""
+    axes = (Axis(BATCH_AXIS, rows), Axis(POSITION_AXIS, tokens))
+    ids = hax.random.randint(jax.random.key(1), axes, 0, vocab)
+    return TokenBatch(ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
+
+
 def forward_and_backward(
     config: LmRunConfig, tokens: int, *, rows: int = 1
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -175,12 +182,8 @@ def forward_and_backward(
 
         return run
 
-    def batch() -> TokenBatch:
-        axes = (Axis(BATCH_AXIS, rows), Axis(POSITION_AXIS, tokens))
-        ids = hax.zeros(axes, dtype=jnp.int32)
-        return TokenBatch(ids, ids, hax.ones(axes, dtype=jnp.float32))
-
-    return loss_and_gradients, (eqx.filter_eval_shape(batch), initial(True))
+    batch = eqx.filter_eval_shape(random_batch, rows, tokens, config.Vocab.size)
+    return loss_and_gradients, (batch, initial(True))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ def kill_runs(
         early_share: of the kills that come before a process's first step.
     """
     found: dict[str, Any] = {"kills": 0, "before_a_step": 0, "runs": 0, "lines": 0, "differing": []}
+    if not kills:
+        return found
     whole = place.root / "whole"
     expected, weights = metrics(whole), place.weights(whole)
     while found["kills"] < kills:

@@ -114,9 +114,7 @@ check: lint  ## run ruff and pyright; build and check dist/, and use the wheel i
 
 .PHONY: figures
 figures: venv  ## draw the charts of benchmarks/results, the README's too, and the pictures of schedules
-	$(RUN) -m scripts.memory_chart
-	$(RUN) -m scripts.planted_chart
-	$(RUN) -m scripts.schedule_pictures
+	$(RUN) -m scripts.charts
 
 .PHONY: docs
 docs: figures  ## build the documentation into site/, with figures, and tables from benchmarks/results

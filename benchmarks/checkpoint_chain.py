@@ -4,17 +4,15 @@ Everything is compiled for a device that need not be attached, and nothing is ru
 
     python -m benchmarks.checkpoint_chain --target h200
 
-Writes `results/checkpoint_chain_<target>.json`. Matrix products are those of the compiled program, so those
-that XLA merged count once; all have the same FLOPs.
+`--only` is a regular expression that names match. Writes `results/checkpoint_chain_<target>.json`. Matrix
+products are those of the compiled program, so those that XLA merged count once; all have the same FLOPs.
 """
 
-import argparse
 import functools
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,32 +21,21 @@ from jax.sharding import SingleDeviceSharding
 
 from stacked_remat import checkpoint, checkpoint_name, checkpoint_sequential, memory
 
-from .record import RESULTS, write_results
+from .command import Rows, benchmark
 from .residual_mlp import Sizes
 
 Layer = Callable[[jax.Array], jax.Array]
 Run = Callable[[Sequence[Layer], jax.Array], jax.Array]
 
 
-def main(arguments: list[str] | None = None) -> Path:
-    options = _parser().parse_args(arguments)
-    sizes = Sizes(options.layers, options.tokens, options.width, options.inner, options.dtype)
-    rows = []
+CHAIN = Sizes(layers=36, inner=8_192)
+
+
+@benchmark("checkpoint_chain_{target}")
+def main(sizes: Sizes = CHAIN, target: str = "local", only: str = "") -> Rows:
     for name, run in variants(sizes.layers):
-        if not re.search(options.only, name):
-            continue
-        row = {"name": name, **measure(run, sizes, options.target)}
-        rows.append(row)
-        print(
-            f"{name:40}  temp {row['temporaries'] / 2**30:7.2f} GiB  {row['carries']:6.1f} carries  "
-            f"host {row['host_temporaries'] / 2**30:5.2f} GiB  "
-            f"{row['products']:5} products  {row['compile_seconds']:6.1f} s",
-            flush=True,
-        )
-    path = options.out / f"checkpoint_chain_{options.target}.json"
-    write_results(path, target=options.target, sizes=vars(sizes), rows=rows)
-    print(f"wrote {path}")
-    return path
+        if re.search(only, name):
+            yield {"name": name, **measure(run, sizes, target)}
 
 
 def variants(layers: int) -> Iterator[tuple[str, Run]]:
@@ -118,19 +105,6 @@ def _with_input_on_host(layer: Layer) -> Layer:
 def _segments(length: int, layers: Sequence[Layer], x: jax.Array) -> jax.Array:
     segments = [layers[start : start + length] for start in range(0, len(layers), length)]
     return _in_turn([checkpoint(functools.partial(_in_turn, segment)) for segment in segments], x)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default="local", choices=list(memory.TARGETS))
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--width", type=int, default=2_048)
-    parser.add_argument("--inner", type=int, default=8_192)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", default="", help="regular expression that names of variants must match")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser
 
 
 if __name__ == "__main__":

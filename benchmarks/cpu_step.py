@@ -2,24 +2,21 @@
 
     python -m benchmarks.cpu_step
     taskset -c 1 python -m benchmarks.cpu_step --processor_time
-    taskset -c 1 python -m benchmarks.cpu_step --kinds
+    taskset -c 1 python -m benchmarks.cpu_step kinds
 
 The second runs on one core and counts the time that the process had it: where others use the machine too.
 Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses, results and gradients
 are compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A
-ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`, or
-`results/cpu_step_malloc.json` where variables of glibc's allocator (`MALLOC_*`) are set.
+ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
 
 The third adds up the times of our steps' operations by kind, as JAX's profiler has them, and writes
-`results/cpu_step_kinds.json`.
+`results/cpu_step_kinds.json`. `--only` is a part of the names of what is run.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib
 import itertools
-import os
 import re
 import resource
 import statistics
@@ -27,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -53,7 +50,8 @@ from stacked_remat.training import (
     train_step,
 )
 
-from .record import RESULTS, write_results
+from .command import Rows, benchmark, one_of
+from .record import check_close, timed
 
 # Neither is needed by anything else, and lint runs without them.
 torch: Any = importlib.import_module("torch")
@@ -89,108 +87,80 @@ class Sizes:
     positions: int = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
+SIZES = Sizes()
+
+
+class Pair(NamedTuple):
     """Ours and theirs.
 
     Attributes:
         name: of what they compute.
-        remat: the policy of our layers; none of a part of a layer.
+        remat: the policy of our layers; empty for a part of a layer.
         ours: computes it, and gives numbers to compare.
         theirs: the same.
-        seconds: of each run so far, ours and theirs.
-        page_faults: the same; how many pages of memory each run took from the operating system.
     """
 
     name: str
-    remat: str | None
+    remat: str
     ours: Callable[[], list[Any]]
     theirs: Callable[[], list[Any]]
-    seconds: tuple[list[float], list[float]] = dataclasses.field(default_factory=lambda: ([], []))
-    page_faults: tuple[list[int], list[int]] = dataclasses.field(default_factory=lambda: ([], []))
 
     def check(self) -> None:
-        """Run both, which compiles, and compare.
+        """Run both, which compiles.
 
         Raises:
             ArithmeticError: they differ.
         """
-        for mine, other in zip(self.ours(), self.theirs(), strict=True):
-            mine, other = np.asarray(mine), np.asarray(other)
-            if not np.linalg.norm(mine - other) <= 1e-3 * np.linalg.norm(other):
-                raise ArithmeticError(f"{self.name}: ours and theirs differ")
+        check_close(f"{self.name}: ours and theirs", self.ours(), self.theirs(), 1e-3)
 
-    def timed(self, clock: Callable[[], float]) -> None:
-        """Run both once more."""
-        runs = (self.ours, self.theirs)
-        for run, seconds, page_faults in zip(runs, self.seconds, self.page_faults, strict=True):
-            had, began = _page_faults(), clock()
-            jax.block_until_ready(run())
-            seconds.append(clock() - began)
-            page_faults.append(_page_faults() - had)
 
-    def row(self) -> dict[str, Any]:
-        """The medians of the times, and of their ratio."""
-        ratios = np.divide(*self.seconds)
-        low, middle, high = (round(float(part), 3) for part in np.quantile(ratios, (0.25, 0.5, 0.75)))
-        return {
-            "name": self.name,
-            "remat": self.remat or "",
-            "median_seconds": round(statistics.median(self.seconds[0]), 5),
-            "their_median_seconds": round(statistics.median(self.seconds[1]), 5),
+@benchmark("cpu_step")
+def beside_theirs(
+    sizes: Sizes = SIZES, rounds: int = 15, processor_time: bool = False, only: str = ""
+) -> Rows:
+    """Medians of times, of their ratios, and of the pages of memory taken from the operating system.
+
+    Raises:
+        ArithmeticError: losses, gradients or results differ.
+    """
+    pairs = [pair for pair in _pairs(sizes) if only in pair.name]
+    for pair in pairs:
+        pair.check()
+    clock = time.process_time if processor_time else time.perf_counter
+    found = [
+        [[_measured(run, clock) for run in (one.ours, one.theirs)] for one in pairs] for _ in range(rounds)
+    ]
+    for pair, own in zip(pairs, np.swapaxes(found, 0, 1), strict=True):
+        (ours, our_faults), (theirs, their_faults) = np.moveaxis(own, 0, -1)
+        low, middle, high = np.quantile(ours / theirs, (0.25, 0.5, 0.75)).round(3).tolist()
+        yield {
+            "name": pair.name,
+            "remat": pair.remat,
+            "median_seconds": round(statistics.median(ours), 5),
+            "their_median_seconds": round(statistics.median(theirs), 5),
             "ratio": middle,
             "ratio_quartiles": f"{low:.2f} to {high:.2f}",
-            "ratio_of_least": round(min(self.seconds[0]) / min(self.seconds[1]), 3),
-            "page_faults": int(statistics.median(self.page_faults[0])),
-            "their_page_faults": int(statistics.median(self.page_faults[1])),
+            "ratio_of_least": round(min(ours) / min(theirs), 3),
+            "page_faults": int(statistics.median(our_faults)),
+            "their_page_faults": int(statistics.median(their_faults)),
         }
 
 
-def _page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def _measured(run: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, int]:
+    had = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return timed(run, clock), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - had
 
 
-def main(arguments: list[str] | None = None) -> Path:
-    options = _parser().parse_args(arguments)
-    sizes = Sizes(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Sizes)})
-    if options.kinds:
-        rows = [
-            row
-            for pair in _steps(sizes)
-            if options.only in pair.name
-            for row in by_kind(pair, options.rounds)
-        ]
-        path = options.out / "cpu_step_kinds.json"
-        write_results(path, sizes=dataclasses.asdict(sizes), rounds=options.rounds, rows=rows)
-        return _print_rows(rows, path)
-    pairs = [pair for pair in _pairs(sizes) if options.only in pair.name]
-    for pair in pairs:
-        pair.check()
-    allocator = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")}
-    path = options.out / ("cpu_step_malloc.json" if allocator else "cpu_step.json")
-    found = {
-        "allocator": allocator,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor_time": options.processor_time,
-        "threads": torch.get_num_threads(),
-        "sizes": dataclasses.asdict(sizes),
-    }
-    clock = time.process_time if options.processor_time else time.perf_counter
-    rows = []
-    for done in range(1, options.rounds + 1):
-        for pair in pairs:
-            pair.timed(clock)
-        rows = [pair.row() for pair in pairs]
-        write_results(path, **found, rounds=done, rows=rows)
-    return _print_rows(rows, path)
+@benchmark("cpu_step_kinds")
+def kinds(sizes: Sizes = SIZES, rounds: int = 15, only: str = "") -> Rows:
+    """Seconds of our steps' operations of each kind, in the mean over rounds."""
+    for pair in _steps(sizes):
+        if only in pair.name:
+            for kind, seconds in by_kind(pair, rounds).items():
+                yield {"name": pair.name, "remat": pair.remat, "kind": kind, "our_seconds": round(seconds, 4)}
 
 
-def _print_rows(rows: list[dict[str, Any]], path: Path) -> Path:
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
-    print(f"wrote {path}")
-    return path
+main = one_of(step=beside_theirs, kinds=kinds)
 
 
 def _steps(sizes: Sizes) -> list[Pair]:
@@ -207,7 +177,7 @@ def _pairs(sizes: Sizes) -> list[Pair]:
     ]
 
 
-def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
+def by_kind(pair: Pair, rounds: int) -> dict[str, float]:
     """Seconds of our operations of each kind, in the mean over rounds."""
     pair.check()
     ours = dict.fromkeys(KINDS, 0.0)
@@ -223,8 +193,7 @@ def by_kind(pair: Pair, rounds: int) -> list[dict[str, Any]]:
         if not re.match(r"while|cond|call|.*::", event.name):
             kind = next(kind for kind, names in KINDS.items() if re.search(names, event.name))
             ours[kind] += event.duration_ns / 1e9 / rounds
-    step = {"name": pair.name, "remat": pair.remat}
-    return [step | {"kind": kind, "our_seconds": round(ours[kind], 4)} for kind in KINDS]
+    return ours
 
 
 def step(sizes: Sizes, experts: bool, remat: str | bool) -> Pair:
@@ -360,7 +329,7 @@ def experts_against_theirs(sizes: Sizes) -> Pair:
         of_x, of_gates, of_both, of_down = torch.autograd.grad(out, wanted, torch.tensor(cotangent))
         return [of_x, of_gates, *of_both.chunk(2, dim=1), of_down]
 
-    return Pair(f"{sizes.experts} experts of a layer", None, our_experts(sizes), theirs)
+    return Pair(f"{sizes.experts} experts of a layer", "", our_experts(sizes), theirs)
 
 
 def experts_against_products(sizes: Sizes) -> Pair:
@@ -372,7 +341,7 @@ def experts_against_products(sizes: Sizes) -> Pair:
         return (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
     ours, theirs = our_experts(sizes), _gradients(dense, [repeated[0], gate[0], up[0], down[0], repeated[1]])
-    return Pair("experts beside a dense MLP of as many rows", None, lambda: ours()[:0], lambda: theirs()[:0])
+    return Pair("experts beside a dense MLP of as many rows", "", lambda: ours()[:0], lambda: theirs()[:0])
 
 
 def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
@@ -399,7 +368,7 @@ def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
         )
         return list(torch.autograd.grad(out.transpose(1, 2), leaves, cotangent))
 
-    return Pair(f"attention of {batch} x {positions:,}", None, _gradients(attended, values), theirs)
+    return Pair(f"attention of {batch} x {positions:,}", "", _gradients(attended, values), theirs)
 
 
 def _gradients(fn: Callable[..., jax.Array], values: list[np.ndarray]) -> Callable[[], list[Any]]:
@@ -407,19 +376,6 @@ def _gradients(fn: Callable[..., jax.Array], values: list[np.ndarray]) -> Callab
     *inputs, cotangent = (jnp.asarray(value) for value in values)
     compiled = jax.jit(lambda cotangent, *inputs: jax.vjp(fn, *inputs)[1](cotangent))
     return lambda: jax.block_until_ready(list(compiled(cotangent, *inputs)))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for field in dataclasses.fields(Sizes):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    parser.add_argument("--rounds", type=int, default=15)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--processor_time", action="store_true", help="do not count time of other processes")
-    what.add_argument("--kinds", action="store_true", help="where the time of steps goes")
-    parser.add_argument("--only", default="", help="a part of the names of what is run")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser
 
 
 if __name__ == "__main__":

@@ -15,56 +15,95 @@ after the process's first step. The cases are left out; writes `results/faults_s
 
 import argparse
 import json
+import os
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stacked_remat._messages import did_you_mean
 
-from .fault_cases import CASES, REPOSITORY, Case, Workplace, command
-from .record import RESULTS, versions
+from .fault_cases import CASES, CONFIG, FUNCTIONS, IMPOSSIBLE, Case
+from .record import RESULTS, write_results
 
+REPOSITORY = Path(__file__).parents[1]
 STREAMED = ("--trainer.update.fused", "true", "--trainer.streaming", "true")
 UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
 _BEFORE_THE_STEPS = 0.25  # share of kills while a process imports, compiles and restores
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    parser = _parser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--streamed", action="store_true", help="runs with their layers in host memory")
+    parser.add_argument("--only", nargs="*", help="these cases alone, by name")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     names = [case.name for case in CASES]
-    unknown = [name for name in options.only or () if name not in names]
-    if unknown:
-        parser.error(f"--only: there is no case {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
-    wanted = [case for case in CASES if options.only is None or case.name in options.only]
-    if options.streamed:
-        wanted = []
+    for name in set(options.only or ()) - set(names):
+        parser.error(f"--only: there is no case {name!r}.{did_you_mean(name, names)}")
+    only = names if options.only is None else options.only
+    wanted = [] if options.streamed else [case for case in CASES if case.name in only]
     with tempfile.TemporaryDirectory() as scratch:
-        place = Workplace.make(Path(scratch), *(STREAMED if options.streamed else ()))
-        seconds = _train(place, "whole")
+        place = Workplace(Path(scratch), STREAMED if options.streamed else ())
+        place.write()
+        seconds = _train(place)
         early = 0.0 if options.streamed else _BEFORE_THE_STEPS
         kills = kill_runs(place, options.kills, seconds, random.Random(options.seed), early)
         rows = [try_case(place, case) for case in wanted]
-    found = {"versions": versions(), "seed": options.seed, **kills, "cases": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / ("faults_streamed.json" if options.streamed else "faults.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    passed = [row["passed"] for row in rows]
-    print(
-        f"{kills['kills']} kills of {kills['runs']} runs, {kills['before_a_step']} of them at a start; "
-        f"{kills['lines']} lines of metrics, {len(kills['differing'])} differ\n"
-        f"{passed.count(True)} of {len(rows)} faults end as they should, {passed.count(None)} can't be tried "
-        f"here\n"
-        f"wrote {path}"
-    )
+    write_results(path, seed=options.seed, **kills, cases=rows)
+    print(f"{kills}\nwrote {path}")
     failed = [row["name"] for row in rows if row["passed"] is False]
     if failed or kills["differing"]:
         raise SystemExit(f"failed: {', '.join(failed + kills['differing'])}")
     return path
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder with a config, a text and runs, of which `whole` is not interrupted; options of all runs."""
+
+    root: Path
+    options: tuple[str, ...] = ()
+
+    def write(self) -> None:
+        """Write the config and the text."""
+        (self.root / "text").mkdir()
+        for number in range(20):
+            (self.root / "text" / f"{number}.txt").write_text(f"never odd or even, {number} times. " * 10)
+        (self.root / "config.yaml").write_text(CONFIG.replace("ROOT", str(self.root)))
+
+    def training(self, run: Path) -> list[str]:
+        """The arguments of `models.train_lm` for a run."""
+        return ["--config_path", f"{self.root}/config.yaml", "--trainer.run_dir", str(run), *self.options]
+
+    def begin(self, *command: str, own: Path = REPOSITORY, **streams: Any) -> subprocess.Popen[str]:
+        """Start a process, with the names of folders for commands of bash."""
+        cache = {"JAX_COMPILATION_CACHE_DIR": f"{self.root}/compiled", "JAX_PLATFORMS": "cpu"}
+        less = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "PYTHONPATH": f"{REPOSITORY}"}
+        names = {"root": f"{self.root}", "own": f"{own}", "python": sys.executable, "LC_ALL": "C.UTF-8"}
+        environment = {**os.environ, **cache, **less, **names}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | streams
+        return subprocess.Popen(command, cwd=own, env=environment, text=True, **streams)
+
+    def begin_training(self, run: Path, **streams: Any) -> subprocess.Popen[str]:
+        """Start a run, or resume it."""
+        return self.begin(sys.executable, "-m", "models.train_lm", *self.training(run), **streams)
+
+    def weights(self, run: Path) -> bytes:
+        """The weights that a finished run trained, exported."""
+        out = f"{run} exported"
+        command = (sys.executable, "-m", "models.export_hf", "--run_dir", f"{run}", "--out", out)
+        output, _ = self.begin(*command).communicate()
+        assert Path(out, "model.safetensors").exists(), output
+        return Path(out, "model.safetensors").read_bytes()
 
 
 def kill_runs(
@@ -79,51 +118,53 @@ def kill_runs(
         draw: of the moments.
         early_share: of the kills that come before a process's first step.
     """
-    done = before = runs = lines = 0
-    differing: list[str] = []
-    expected, weights = metrics(place.root / "whole"), place.weights("whole")
-    while done < kills:
-        runs, run = runs + 1, f"killed{runs}"
-        folder = place.root / run
-        while not (folder / "result.json").exists():
+    found: dict[str, Any] = {"kills": 0, "before_a_step": 0, "runs": 0, "lines": 0, "differing": []}
+    if not kills:
+        return found
+    whole = place.root / "whole"
+    expected, weights = metrics(whole), place.weights(whole)
+    while found["kills"] < kills:
+        found["runs"] += 1
+        run = place.root / f"killed{found['runs']}"
+        while not (run / "result.json").exists():
             early = draw.random() < early_share
             moment = draw.uniform(0, seconds[0 if early else 1])
-            unread = {**place.process(), "stdout": subprocess.DEVNULL}
-            process = subprocess.Popen(command("train_lm", *place.train(run)), **unread)
-            if done < kills:
+            process = place.begin_training(run, stdout=subprocess.DEVNULL)
+            if found["kills"] < kills:
                 if not early:
-                    _await_a_step(process, folder)
+                    _await_a_step(process, run)
                 _sleep(process, moment)
                 process.kill()
             killed = process.wait() == -9
-            done, before = done + killed, before + (killed and early)
+            found["kills"] += killed
+            found["before_a_step"] += killed and early
             if not killed and process.returncode != 0:
-                return _kill_counts(done, before, runs, lines, [f"{run}: exit status {process.returncode}"])
-        found = metrics(folder)
-        lines += len(found)
-        same_result = (folder / "result.json").read_text() == (place.root / "whole/result.json").read_text()
-        if found != expected or not same_result or place.weights(run) != weights:
-            differing.append(run)
-    return _kill_counts(done, before, runs, lines, differing)
+                return found | {"differing": [f"{run.name}: exit status {process.returncode}"]}
+        own = metrics(run)
+        found["lines"] += len(own)
+        same_result = (run / "result.json").read_text() == (whole / "result.json").read_text()
+        if own != expected or not same_result or place.weights(run) != weights:
+            found["differing"].append(run.name)
+    return found
 
 
 def try_case(place: Workplace, case: Case) -> dict[str, Any]:
     """Runs one case in a folder of its own."""
-    outcome = case.run(place.inside(case.name))
-    passed = None if outcome is None else case.ends_well(outcome)
-    said = "" if outcome is None else outcome.output.strip().splitlines()[-1:]
+    own = place.root / f"case {case.name}"
+    own.mkdir()
+    process = place.begin(
+        "bash", "-c", FUNCTIONS + case.commands, "bash", *place.training(own / "run"), own=own
+    )
+    text, _ = process.communicate()
+    status = None if process.returncode == IMPOSSIBLE else process.returncode
+    passed = None if status is None else case.ends_well(status, text)
     print(f"{'?' if passed is None else 'ok' if passed else 'FAILED':7}{case.name}", flush=True)
-    if passed is False and outcome is not None:
-        print(outcome.output)
-    status = None if outcome is None else outcome.status
-    text = "".join(said)
-    for path, name in (
-        (place.root / f"case {case.name}", "CASE"),
-        (place.root, "ROOT"),
-        (REPOSITORY, "REPOSITORY"),
-    ):
-        text = text.replace(f"{path}", name)
-    return {"name": case.name, "passed": passed, "status": status, "said": text}
+    if passed is False:
+        print(text)
+    said = "" if status is None else "".join(text.strip().splitlines()[-1:])
+    for path, name in ((own, "CASE"), (place.root, "ROOT"), (REPOSITORY, "REPOSITORY")):
+        said = said.replace(f"{path}", name)
+    return {"name": case.name, "passed": passed, "status": status, "said": said}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -132,11 +173,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
 
 
-def _train(place: Workplace, run: str) -> tuple[float, float]:
-    """Trains, and returns the seconds before and after the end of the first step."""
+def _train(place: Workplace) -> tuple[float, float]:
+    """Train without interruption; the seconds before and after the end of the first step."""
     began = time.monotonic()
-    process = subprocess.Popen(command("train_lm", *place.train(run)), **place.process())
-    _await_a_step(process, place.root / run)
+    process = place.begin_training(place.root / "whole")
+    _await_a_step(process, place.root / "whole")
     first_step = time.monotonic()
     output, _ = process.communicate()
     if process.returncode:
@@ -157,20 +198,6 @@ def _sleep(process: subprocess.Popen, seconds: float) -> None:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         return
-
-
-def _kill_counts(kills: int, before: int, runs: int, lines: int, differing: list[str]) -> dict[str, Any]:
-    return {"kills": kills, "before_a_step": before, "runs": runs, "lines": lines, "differing": differing}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--streamed", action="store_true", help="runs with their layers in host memory")
-    parser.add_argument("--only", nargs="*", help="these cases alone, by name")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser
 
 
 if __name__ == "__main__":

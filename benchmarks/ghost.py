@@ -12,11 +12,9 @@ those of small decoders with `remat=True`, all weights trained or adapters alone
 gradients, in turns. Each writes `results/ghost_<what>.json`.
 """
 
-import argparse
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -35,27 +33,11 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, cast_parameters, parse_config
 
-from .qwen3_context import CONFIG
-from .record import RESULTS, memory_row, timed_in_turn, write_results
+from .command import Rows, benchmark, one_of
+from .qwen3_context import CONFIG, random_batch
+from .record import memory_row, timed_in_turn
 
 Vocab = Axis("vocab", 1024)
-
-
-def main(arguments: list[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["memory", "flops", "time"])
-    parser.add_argument("--target", default="h200", choices=list(memory.TARGETS))
-    parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="examples that share the tokens")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    rows = {"memory": _memory, "flops": _flops, "time": _time}[options.what](options)
-    name = f"memory_{options.target}" if options.what == "memory" else options.what
-    path = options.out / f"ghost_{name}.json"
-    write_results(path, rows=rows)
-    print(f"wrote {path}")
-    return path
 
 
 def token_means(model: LanguageModel, batch: TokenBatch) -> NamedArray:
@@ -65,13 +47,6 @@ def token_means(model: LanguageModel, batch: TokenBatch) -> NamedArray:
     (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
     losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)
     return hax.mean(losses, POSITION_AXIS)
-
-
-def batch_of(rows: int, tokens: int) -> TokenBatch:
-    """Tokens of no meaning."""
-    axes = (Axis(BATCH_AXIS, rows), Axis(POSITION_AXIS, tokens))
-    ids = hax.random.randint(jax.random.key(1), axes, 0, Vocab.size)
-    return TokenBatch(ids, ids, hax.ones(axes, dtype=jnp.float32))
 
 
 def _plain(model: Any, batch: TokenBatch, *, trainable: Any) -> Any:
@@ -104,30 +79,25 @@ def _vmapped(model: Any, batch: TokenBatch, direction: Any, *, trainable: Any) -
     return jax.tree.map(lambda each: jnp.mean(each, 0), gradients), scores
 
 
-def _memory(options: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
-    for case, (model, trainable), batch in _cases(options):
-        direction = eqx.filter(model, trainable)
-        plain = memory.report(
-            functools.partial(_plain, trainable=trainable), model, batch, target=options.target
+@benchmark("ghost_memory_{target}")
+def of_memory(target: str = "h200", tokens: int = 65_536, rows: tuple[int, ...] = (1, 8)) -> Rows:
+    """What a step takes with and without scores; `rows` examples share the tokens."""
+    for case, (model, trainable), batch in _cases(tokens, rows):
+        arguments = {"plain": (model, batch), "scored": (model, batch, eqx.filter(model, trainable))}
+        plain, scored = (
+            memory.report(functools.partial(fn, trainable=trainable), *arguments[name], target=target)
+            for name, fn in (("plain", _plain), ("scored", _scored))
         )
-        scored = memory.report(
-            functools.partial(_scored, trainable=trainable), model, batch, direction, target=options.target
-        )
-        row: dict[str, Any] = case | {"plain": memory_row(plain), "scored": memory_row(scored)}
-        row |= {"temporaries_ratio": scored.temporaries / plain.temporaries}
-        row |= {"flops_ratio": scored.flops.matmul / plain.flops.matmul}
-        found.append(row)
-        print(
-            f"{', '.join(map(str, case.values()))}: temporaries {plain.temporaries / 2**30:.2f} GiB, with "
-            f"scores {scored.temporaries / 2**30:.2f} GiB ({row['temporaries_ratio']:.3f}); products "
-            f"{row['flops_ratio']:.3f}",
-            flush=True,
-        )
-    return found
+        yield {
+            **case,
+            "plain": memory_row(plain),
+            "scored": memory_row(scored),
+            "temporaries_ratio": scored.temporaries / plain.temporaries,
+            "flops_ratio": scored.flops.matmul / plain.flops.matmul,
+        }
 
 
-def _cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, Any]]:
+def _cases(tokens: int, rows: tuple[int, ...]) -> Iterator[tuple[dict[str, Any], Any, Any]]:
     """What is compiled for memory: facts of the row, a model with what is trained of it, and a batch."""
     config = parse_config(LmRunConfig, ["--config_path", str(CONFIG)]).resolved(check_folder=False)
 
@@ -137,68 +107,66 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, A
         model = cast_parameters(model, config.trainer.precision.parameters)
         return with_adapters(model, config.lora, key=key)
 
-    def case(layers: str, trained: str, make: Any, rows: int, tokens: int) -> Any:
-        facts = {"layers": layers, "trained": trained, "examples": rows, "tokens": rows * tokens}
-        return facts, eqx.filter_eval_shape(make), eqx.filter_eval_shape(batch_of, rows, tokens)
+    cases = [("Qwen3-30B-A3B", "adapters", large, count, tokens // count) for count in rows]
+    cases += [(*named, functools.partial(small, *named), 8, 1024) for named in SMALL]
+    for layers, trained, make, count, length in cases:
+        facts = {"layers": layers, "trained": trained, "examples": count, "tokens": count * length}
+        yield (
+            facts,
+            eqx.filter_eval_shape(make),
+            eqx.filter_eval_shape(random_batch, count, length, Vocab.size),
+        )
 
-    for rows in options.rows:
-        yield case("Qwen3-30B-A3B", "adapters", large, rows, options.tokens // rows)
-    for kind, adapters in itertools.product(("dense", "experts"), (False, True)):
-        trained = "adapters" if adapters else "all"
-        yield case(kind, trained, functools.partial(small, kind, True, adapters), 8, 1024)
+
+SMALL = tuple(itertools.product(("dense", "experts"), ("all", "adapters")))
 
 
-def small(kind: str, remat: ScanCheckpointSpec, adapters: bool, hidden: int = 256) -> tuple[Any, Any]:
+def small(layers: str, trained: str, remat: ScanCheckpointSpec = True, hidden: int = 256) -> tuple[Any, Any]:
     """A small decoder, and which of its arrays are trained."""
     sizes: dict[str, Any] = {"hidden_dim": hidden, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
     config: DecoderConfig = Qwen3Config(**sizes)
-    if kind == "experts":
+    if layers == "experts":
         config = Qwen3MoeConfig(**sizes, experts=ExpertsConfig(8, 2, hidden))
     model = build_model(config, Vocab, remat=remat, key=jax.random.key(0))
-    if not adapters:
+    if trained == "all":
         return model, jax.tree.map(lambda _: True, model)
     model = apply_lora(model, LoraConfig(rank=8, targets=("layers.*proj",)), key=jax.random.key(1))
     return model, lora_filter(model)
 
 
-def _flops(options: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
-    for kind in ("dense", "experts"):
-        for adapters in (False, True):
-            model, trainable = eqx.filter_eval_shape(functools.partial(small, kind, True, adapters))
-            batch = eqx.filter_eval_shape(batch_of, 4, 256)
-            arguments = model, batch, eqx.filter(model, trainable)
-            reports = [
-                memory.count_flops(jax.make_jaxpr(functools.partial(fn, trainable=trainable))(*args))
-                for fn, args in ((_plain, arguments[:2]), (_scored, arguments))
-            ]
-            plain, scored = (one.matmul for one in reports)
-            trained = "adapters" if adapters else "all"
-            found.append({"layers": kind, "trained": trained, "plain": plain, "scored": scored})
-            print(f"{kind:8} {trained:9} products with scores / plain: {scored / plain:.3f}", flush=True)
-    return found
+@benchmark("ghost_flops")
+def flops() -> Rows:
+    """The products of the small decoders' steps."""
+    for layers, trained in SMALL:
+        model, trainable = eqx.filter_eval_shape(functools.partial(small, layers, trained))
+        batch = eqx.filter_eval_shape(random_batch, 4, 256, Vocab.size)
+        plain = jax.make_jaxpr(functools.partial(_plain, trainable=trainable))(model, batch)
+        scored = jax.make_jaxpr(functools.partial(_scored, trainable=trainable))(
+            model, batch, eqx.filter(model, trainable)
+        )
+        products = {"plain": memory.count_flops(plain).matmul, "scored": memory.count_flops(scored).matmul}
+        yield {"layers": layers, "trained": trained, **products}
 
 
-def _time(options: argparse.Namespace) -> list[dict[str, Any]]:
+@benchmark("ghost_time")
+def of_time(repeats: int = 5) -> Rows:
     """Runs of each, in turns; other work of the machine only adds time, so the fastest count."""
-    model, trainable = small("dense", True, adapters=False)
-    batch = batch_of(16, 128)
+    model, trainable = small("dense", "all")
+    batch = random_batch(16, 128, Vocab.size)
     direction = jax.tree.map(jnp.ones_like, eqx.filter(model, trainable))
-    steps: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "plain": (eqx.filter_jit(functools.partial(_plain, trainable=trainable)), (model, batch)),
-        "scored": (
-            eqx.filter_jit(functools.partial(_scored, trainable=trainable)),
-            (model, batch, direction),
-        ),
-        "vmap": (eqx.filter_jit(functools.partial(_vmapped, trainable=trainable)), (model, batch, direction)),
+    steps = {"plain": (_plain,), "scored": (_scored, direction), "vmap": (_vmapped, direction)}
+    runs = {
+        name: functools.partial(
+            eqx.filter_jit(functools.partial(fn, trainable=trainable)), model, batch, *along
+        )
+        for name, (fn, *along) in steps.items()
     }
-    runs = {name: functools.partial(step, *args) for name, (step, args) in steps.items()}
     timed_in_turn(runs, 1)  # which compiles
-    seconds = timed_in_turn(runs, options.repeats)
-    rows = [{"step": name, "seconds": found} for name, found in seconds.items()]
-    for name, found in seconds.items():
-        print(f"{name:7} {min(found):.3f} s, {min(found) / min(seconds['plain']):.2f} of plain")
-    return rows
+    for name, found in timed_in_turn(runs, repeats).items():
+        yield {"step": name, "seconds": found}
+
+
+main = one_of(memory=of_memory, flops=flops, time=of_time)
 
 
 if __name__ == "__main__":

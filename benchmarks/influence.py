@@ -12,7 +12,6 @@ Writes it to `results/influence.json`, with the area under the ROC curve (AUC) o
 labels.
 """
 
-import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from stacked_remat.training import TokenBatch
 from stacked_remat.training.data.files import standard_library_files
 
 from . import planted_examples
-from .record import RESULTS, write_results
+from .command import Rows, benchmark
 
 Examples = Axis("batch", 32)
 SEQUENCE = 64
@@ -77,7 +76,7 @@ def classifier(count: int, held_out: int) -> Task:
         np.concatenate([data.labels, right.labels]),
         np.concatenate([data.wrong, right.wrong]),
     )
-    model = planted_examples.Classifier.init(key=jax.random.key(0))
+    model = planted_examples.Classifier(key=jax.random.key(0))
     return Task(
         "classifier", model, planted_examples.example_losses, every.batch, count, 1e-2, 1e-30, data.wrong
     )
@@ -117,7 +116,7 @@ class Training:
         targets: see there.
     """
 
-    def __init__(self, task: Task, *, epochs: int, held_out: int, targets: int):
+    def __init__(self, task: Task, epochs: int, held_out: int, targets: int):
         generator = np.random.default_rng(1)
         orders = [generator.permutation(task.count).reshape(-1, Examples.size) for _ in range(epochs)]
         self.order = np.concatenate(orders)  # [step, example]
@@ -184,47 +183,43 @@ class Training:
         return sums
 
 
-def measured(task: Task, runs: int, **sizes: int) -> list[dict[str, Any]]:
-    """A row for each method: its scores on the task."""
-    training, generator = Training(task, **sizes), np.random.default_rng(2)
-    scores = {
-        "replay": training.replayed(),
-        "gradient dot products": training.dotted(),
-        "random": generator.standard_normal((sizes["targets"], task.count)),
-    }
-    rows = {
-        name: {
-            "task": task.name,
-            "rate": task.rate,
-            "method": name,
-            "auc": _auc(of_target.mean(0), task.wrong),
+@benchmark("influence")
+def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8) -> Rows:
+    """A row for each task and method: its scores. `runs` are on each share of the examples."""
+    held_out = 8 * targets
+    tasks = (classifier, language_model, functools.partial(language_model, rate=5e-3))
+    for task in (make(examples, held_out) for make in tasks):
+        training, generator = Training(task, epochs, held_out, targets), np.random.default_rng(2)
+        scores = {
+            "replay": training.replayed(),
+            "gradient dot products": training.dotted(),
+            "random": generator.standard_normal((targets, examples)),
         }
-        for name, of_target in scores.items()
-    }
-    orders = np.stack([generator.permutation(task.count) for _ in range(len(SHARES) * runs)])
-    most = np.repeat([round(share * task.count) for share in SHARES], runs)
-    every_kept = orders < most[:, None]
-    every_found = training.losses(every_kept[:, training.order])
-    parts = zip(SHARES, np.split(every_kept, len(SHARES)), np.split(every_found, len(SHARES)), strict=True)
-    for share, kept, found in parts:
+        orders = np.stack([generator.permutation(examples) for _ in range(len(SHARES) * runs)])
+        most = np.repeat([round(share * examples) for share in SHARES], runs)
+        kept = orders < most[:, None]
+        found = training.losses(kept[:, training.order])
         for name, of_target in scores.items():
-            pairs = zip((kept @ of_target.T).T, found.T, strict=True)
-            rows[name][f"score_{share}"] = round(float(np.mean([_correlation(*pair) for pair in pairs])), 4)
-    return list(rows.values())
+            row: dict[str, Any] = {"task": task.name, "rate": task.rate, "method": name}
+            row["auc"] = _auc(of_target.mean(0), task.wrong)
+            parts = zip(SHARES, np.split(kept, len(SHARES)), np.split(found, len(SHARES)), strict=True)
+            for share, own, losses in parts:
+                pairs = zip((own @ of_target.T).T, losses.T, strict=True)
+                row[f"score_{share}"] = round(float(np.mean([_correlation(*pair) for pair in pairs])), 4)
+            yield row
 
 
 def _correlation(predicted: np.ndarray, found: np.ndarray) -> float:
     """Spearman's, of ranks."""
-    ranks = [scipy.stats.rankdata(values) for values in (predicted, found)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    result: Any = scipy.stats.spearmanr(predicted, found)
+    return float(result.statistic)
 
 
 def _auc(harm: np.ndarray, wrong: np.ndarray | None) -> float | None:
     if wrong is None:
         return None
-    ranks = scipy.stats.rankdata(harm)[wrong]
-    pairs = len(ranks) * (~wrong).sum()
-    return round(float((ranks.sum() - len(ranks) * (len(ranks) + 1) / 2) / pairs), 4)
+    pairs = wrong.sum() * (~wrong).sum()
+    return round(float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4)
 
 
 def _stacked(batches: Sequence[Any], axis: Axis) -> Any:
@@ -236,27 +231,5 @@ def _entry(stacked: Any, index: int) -> Any:
     return hax.tree_util.tree_map(lambda leaf: leaf[leaf.axes[0], index], stacked)
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """The command; returns the file of results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--examples", type=int, default=256, help="to train on (256)")
-    parser.add_argument("--epochs", type=int, default=8, help="of training (8)")
-    parser.add_argument("--runs", type=int, default=64, help="on each share of the examples (64)")
-    parser.add_argument("--targets", type=int, default=8, help="parts of the held-out examples (8)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args(arguments)
-    held_out = 8 * given.targets
-    rows = []
-    for make in (classifier, language_model, functools.partial(language_model, rate=5e-3)):
-        task = make(given.examples, held_out)
-        sizes = {"epochs": given.epochs, "held_out": held_out, "targets": given.targets}
-        rows += measured(task, given.runs, **sizes)
-        print(*rows[-3:], sep="\n", flush=True)
-    path = given.out / "influence.json"
-    settings = {"examples": given.examples, "epochs": given.epochs, "runs": given.runs}
-    write_results(path, **settings, targets=given.targets, rows=rows)
-    return path
-
-
 if __name__ == "__main__":
-    print(main())
+    main()

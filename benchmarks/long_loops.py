@@ -5,19 +5,18 @@ them:
 
     python -m benchmarks.long_loops --rounds 7
 
-Writes `results/long_loops_<platform>.json` after every case: medians, and temporaries by the compiler.
+Writes `results/long_loops_<platform>.json`: medians, and temporaries by the compiler.
 `ratio` is the median, over rounds, of a variant's time to that of the first row of its case.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import equinox.internal as eqxi
 import haliax as hax
 import jax
@@ -26,7 +25,8 @@ import numpy as np
 
 from stacked_remat import ScanCheckpointPolicy, scan
 
-from .record import RESULTS, timed_in_turn, write_results
+from .command import Rows, benchmark
+from .record import check_close, median_ratio, timed_in_turn
 
 _FEW = 20  # carries
 
@@ -161,70 +161,41 @@ VARIANTS: dict[str, Callable[[Case], Run]] = {
 
 
 def gradient(case: Case, variant: str) -> Any:
-    """The compiled gradient by the floats among the arguments."""
-    leaves, tree = jax.tree.flatten((case.init, case.xs))
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    """The compiled gradient by the floats among the arguments, and a call of it."""
+    floats, rest = eqx.partition((case.init, case.xs), eqx.is_inexact_array)
     run = VARIANTS[variant](case)
 
-    def loss(floats: list[jax.Array]) -> jax.Array:
-        given = iter(floats)
-        merged = [next(given) if is_ else leaf for leaf, is_ in zip(leaves, is_float, strict=True)]
-        found = jax.tree.leaves(run(*jax.tree.unflatten(tree, merged)))
-        return sum(
-            (jnp.sum(leaf**2) for leaf in found if jnp.issubdtype(leaf.dtype, jnp.floating)), jnp.zeros(())
-        )
+    def loss(floats: Any) -> jax.Array:
+        found = eqx.filter(run(*eqx.combine(floats, rest)), eqx.is_inexact_array)
+        return sum((jnp.sum(leaf**2) for leaf in jax.tree.leaves(found)), jnp.zeros(()))
 
-    floats = [leaf for leaf, is_ in zip(leaves, is_float, strict=True) if is_]
     compiled = jax.jit(jax.grad(loss)).lower(floats).compile()
     return compiled, functools.partial(compiled, floats)
 
 
-def timed(case: Case, rounds: int) -> list[dict[str, Any]]:
-    """A row for each variant.
+@benchmark("long_loops_{platform}")
+def main(steps: int = 10_000, size: int = 2_048, leaves: int = 200, rounds: int = 7, only: str = "") -> Rows:
+    """Gradients of loops of `size` pendulums, and of one of that many leaves; `only` is a part of names.
 
     Raises:
         ArithmeticError: gradients differ.
     """
-    compiled = {name: gradient(case, name) for name in VARIANTS}
-    first, *_ = VARIANTS
-    expected = compiled[first][1]()
-    for name, (_, run) in compiled.items():
-        for one, other in zip(jax.tree.leaves(run()), jax.tree.leaves(expected), strict=True):
-            if not np.allclose(one, other, rtol=1e-2, atol=1e-3 * float(jnp.max(jnp.abs(other)))):
-                raise ArithmeticError(f"{case.name}: the gradients of {name} and {first} differ")
-    seconds = timed_in_turn({name: run for name, (_, run) in compiled.items()}, rounds)
-    return [
-        {
-            "case": case.name,
-            "name": name,
-            "milliseconds": round(1e3 * statistics.median(seconds[name])),
-            "ratio": round(statistics.median(np.divide(seconds[name], seconds[first]).tolist()), 2),
-            "temporary_kib": round(program.memory_analysis().temp_size_in_bytes / 2**10),
-        }
-        for name, (program, _) in compiled.items()
-    ]
-
-
-def main(arguments: list[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser(description="Time and memory of gradients of long loops.")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--size", type=int, default=2_048, help="how many pendulums")
-    parser.add_argument("--leaves", type=int, default=200, help="of the case of many scalars")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    device = jax.local_devices()[0]
-    path = options.out / f"long_loops_{device.platform}.json"
-    sizes = {name: getattr(options, name) for name in ("steps", "size", "leaves")}
-    flags = " ".join(f"--{name} {value}" for name, value in sizes.items())
-    command = f"python -m benchmarks.long_loops {flags} --rounds {options.rounds}"
-    rows: list[dict[str, Any]] = []
-    for case in cases(**sizes):
-        for row in timed(case, options.rounds):
-            rows.append(row)
-            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        write_results(path, command=command, device=device.device_kind, **sizes, rows=rows)
-    return path
+    for case in (case for case in cases(steps, size, leaves) if only in case.name):
+        compiled = {name: gradient(case, name) for name in VARIANTS}
+        runs = {name: run for name, (_, run) in compiled.items()}
+        first = next(iter(runs))
+        expected = runs[first]()
+        for name, run in runs.items():
+            check_close(f"{case.name}, {name}", run(), expected, 1e-2)
+        seconds = timed_in_turn(runs, rounds)
+        for name, (program, _) in compiled.items():
+            yield {
+                "case": case.name,
+                "name": name,
+                "milliseconds": round(1e3 * statistics.median(seconds[name])),
+                "ratio": round(median_ratio(seconds[name], seconds[first]), 2),
+                "temporary_kib": round(program.memory_analysis().temp_size_in_bytes / 2**10),
+            }
 
 
 if __name__ == "__main__":

@@ -7,32 +7,30 @@ Memory, arithmetic and compile time of a residual MLP for a device that need not
 
 Time of a gradient on this device, all variants once per round after their gradients are compared:
 
-    python -m benchmarks.pattern --run --layers 24 --tokens 512 --width 256 --inner 1024 --dtype float32
+    python -m benchmarks.pattern time --layers 24 --tokens 512 --width 256 --inner 1024 --dtype float32
 
 Writes `results/pattern_memory_<target>.json` and `results/pattern_time_<platform>.json`.
 """
 
-import argparse
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stacked_remat import BlockSeq, Stacked, StackedPattern, memory
 
-from .record import RESULTS, memory_row, timed_in_turn, write_results
+from .command import Rows, benchmark, one_of
+from .record import check_close, median_ratio, memory_row, timed_in_turn
 from .residual_mlp import Block, Sizes
 
-_POLICIES = (True, "nested", "offload")
+FULL = Sizes(inner=16_384)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +65,11 @@ KINDS = (
 )
 
 
+LOOP = "Python loop of jax.checkpoint"
+
+
 def _blocks(kinds: Kinds, sizes: Sizes, form: str, remat: Any) -> Any:
-    """The layers in one of the forms of `_FORMS`."""
+    """The layers as a `StackedPattern`, of one kind a `Stacked`, or as a `BlockSeq`."""
     pattern = kinds.pattern(sizes.layers)
     Layers = hax.Axis("layers", len(pattern))
     inits = {
@@ -76,94 +77,69 @@ def _blocks(kinds: Kinds, sizes: Sizes, form: str, remat: Any) -> Any:
         for i, share in enumerate(kinds.shares)
     }
     keys = jax.random.split(jax.random.key(0), len(pattern))
-    if form == "StackedPattern" and len(inits) > 1:
-        return StackedPattern.init(Layers, inits, pattern, remat=remat)(key=keys)
-    if form == "StackedPattern":
+    if form != "StackedPattern":
+        blocks = [inits[name](key=key) for name, key in zip(pattern, keys, strict=True)]
+        return BlockSeq(blocks, Layers, remat)
+    if len(inits) == 1:
         return Stacked.init(Layers, inits["kind_0"], remat=remat)(key=keys)
-    return BlockSeq([inits[name](key=key) for name, key in zip(pattern, keys, strict=True)], Layers, remat)
+    return StackedPattern.init(Layers, inits, pattern, remat=remat)(key=keys)
 
 
 def _gradient(form: str) -> Callable[..., Any]:
     def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
-        if form == "Python loop of jax.checkpoint":
+        if form == LOOP:
             for block in blocks.blocks:
                 x = jax.checkpoint(lambda block, x: block(x))(block, x)
-            return jnp.sum(x.array.astype(jnp.float32))
-        return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
+        else:
+            x = blocks.fold(x)
+        return jnp.sum(x.array.astype(jnp.float32))
 
     return jax.grad(loss, (0, 1))
 
 
-def measure_memory(sizes: Sizes, target: str, only: Sequence[Kinds] = KINDS) -> list[dict[str, Any]]:
+@benchmark("pattern_memory_{target}")
+def of_memory(sizes: Sizes = FULL, target: str = "local", only: str = "") -> Rows:
     """A row for each of the kinds and policies, and for a `BlockSeq` of two kinds."""
-    cases = [(kinds, "StackedPattern", remat) for kinds in only for remat in _POLICIES]
-    cases += [(kinds, "BlockSeq", "nested") for kinds in only if kinds.name == KINDS[1].name]
-    rows = []
-    for kinds, form, remat in cases:
+    cases = [(kinds, "StackedPattern", remat) for kinds in KINDS for remat in (True, "nested", "offload")]
+    for kinds, form, remat in [*cases, (KINDS[1], "BlockSeq", "nested")]:
+        if only not in kinds.name:
+            continue
         blocks = eqx.filter_eval_shape(_blocks, kinds, sizes, form, remat)
         x = eqx.filter_eval_shape(lambda: hax.zeros(sizes.axes[1:3], dtype=sizes.dtype))
         found = memory.report(_gradient(form), blocks, x, target=target)
-        name = f"{form}, {kinds.name}, {remat}"
-        rows.append({"name": name, **dataclasses.asdict(sizes), **memory_row(found)})
-        print(
-            f"{name:70}  temp {found.temporaries / 2**30:6.2f} GiB  "
-            f"{found.flops.matmul / 1e12:6.0f} TFLOP  compiled in {found.compile_seconds:5.1f} s",
-            flush=True,
-        )
-    return rows
+        yield {"name": f"{form}, {kinds.name}, {remat}", **dataclasses.asdict(sizes), **memory_row(found)}
 
 
-def measure_time(sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
-    """Medians of the seconds of a gradient, and of each round's ratio to the Python loop."""
-    kinds = KINDS[2]
+@benchmark("pattern_time_{platform}")
+def of_time(sizes: Sizes = FULL, rounds: int = 15) -> Rows:
+    """Medians of the seconds of a gradient, and of each round's ratio to the Python loop.
+
+    Raises:
+        ArithmeticError: gradients differ.
+    """
     x = hax.random.normal(jax.random.key(1), sizes.axes[1:3]).astype(sizes.dtype)
-    forms = [("StackedPattern", remat) for remat in (True, "nested")]
-    forms += [("BlockSeq", True), ("Python loop of jax.checkpoint", True)]
-    compiled, expected = {}, None
+    forms = [("StackedPattern", True), ("StackedPattern", "nested"), ("BlockSeq", True), (LOOP, True)]
+    runs, compiled = {}, {}
     for form, remat in forms:
-        name = f"{form}, {remat}"
-        blocks = _blocks(kinds, sizes, form, remat)
+        blocks = _blocks(KINDS[2], sizes, form, remat)
         began = time.perf_counter()
         program = jax.jit(_gradient(form)).lower(blocks, x).compile()
-        compiled[name] = functools.partial(program, blocks, x), round(time.perf_counter() - began, 2)
-        of_x = compiled[name][0]()[1].array
-        expected = of_x if expected is None else expected
-        np.testing.assert_allclose(of_x, expected, rtol=1e-3, atol=1e-3)
-    seconds = timed_in_turn({name: run for name, (run, _) in compiled.items()}, rounds)
-    baseline = seconds["Python loop of jax.checkpoint, True"]
-    rows = []
+        name = f"{form}, {remat}"
+        runs[name], compiled[name] = functools.partial(program, blocks, x), time.perf_counter() - began
+    expected = runs[f"{LOOP}, True"]()[1]
+    for name, run in runs.items():
+        check_close(name, run()[1], expected, 1e-3)
+    seconds = timed_in_turn(runs, rounds)
     for name, own in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(own, baseline, strict=True))
-        row = {"name": name, "median_seconds": round(statistics.median(own), 5)}
-        rows.append(
-            {**row, "to_python_loop": round(ratio, 4), "compile_seconds": round(compiled[name][1], 2)}
-        )
-        print(f"{name:45} {rows[-1]}", flush=True)
-    return rows
+        yield {
+            "name": name,
+            "median_seconds": round(statistics.median(own), 5),
+            "to_python_loop": round(median_ratio(own, seconds[f"{LOOP}, True"]), 4),
+            "compile_seconds": round(compiled[name], 2),
+        }
 
 
-def main(arguments: list[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default="local", help="a target of stacked_remat.memory")
-    parser.add_argument("--run", action="store_true", help="measure time in place of memory")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--width", type=int, default=2_048)
-    parser.add_argument("--inner", type=int, default=16_384)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    sizes = Sizes(options.layers, options.tokens, options.width, options.inner, options.dtype)
-    if options.run:
-        path = options.out / f"pattern_time_{jax.default_backend()}.json"
-        rows = measure_time(sizes, options.rounds)
-        write_results(path, sizes=dataclasses.asdict(sizes), rounds=options.rounds, rows=rows)
-    else:
-        path = options.out / f"pattern_memory_{options.target}.json"
-        write_results(path, target=options.target, rows=measure_memory(sizes, options.target))
-    print(f"wrote {path}")
-    return path
+main = one_of(memory=of_memory, time=of_time)
 
 
 if __name__ == "__main__":

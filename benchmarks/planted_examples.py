@@ -10,11 +10,9 @@ lowest scores, for the chart of `make figures`; the log of scores is in `runs/pl
 `python -m stacked_remat.ghost`.
 """
 
-import argparse
 import ast
-import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from stacked_remat.ghost import LOG_FOLDER, GhostManager, ScoreLog
 from stacked_remat.ghost.ranking import Selection, rank_examples
 from stacked_remat.training.data.files import standard_library_files
 
-from .record import RESULTS, write_results
+from .command import Rows, benchmark
 
 LABELS = ("code", "documentation")
 Letters, Position = Axis("letters", 128), Axis("position", 80)
@@ -49,15 +47,11 @@ class Block(eqx.Module):
     up: hnn.Linear
     down: hnn.Linear
 
-    @staticmethod
-    def init(*, key: PRNGKeyArray) -> "Block":
-        """A block from random numbers."""
+    def __init__(self, *, key: PRNGKeyArray):
         up, down = jax.random.split(key)
-        return Block(
-            hnn.LayerNorm.init(Embed),
-            hnn.Linear.init(Embed, Inner, key=up),
-            hnn.Linear.init(Inner, Embed, key=down),
-        )
+        self.norm = hnn.LayerNorm.init(Embed)
+        self.up = hnn.Linear.init(Embed, Inner, key=up)
+        self.down = hnn.Linear.init(Inner, Embed, key=down)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps `[..., Embed]` to itself."""
@@ -71,15 +65,11 @@ class Classifier(eqx.Module):
     blocks: Stacked
     head: hnn.Linear
 
-    @staticmethod
-    def init(*, key: PRNGKeyArray) -> "Classifier":
-        """A model from random numbers."""
+    def __init__(self, *, key: PRNGKeyArray):
         embedding, blocks, head = jax.random.split(key, 3)
-        return Classifier(
-            hnn.Embedding.init(Letters, Embed, key=embedding),
-            Stacked.init(Layers, Block.init)(key=jax.random.split(blocks, Layers.size)),
-            hnn.Linear.init(Embed, Label, key=head),
-        )
+        self.embedding = hnn.Embedding.init(Letters, Embed, key=embedding)
+        self.blocks = Stacked.init(Layers, Block)(key=jax.random.split(blocks, Layers.size))
+        self.head = hnn.Linear.init(Embed, Label, key=head)
 
     def __call__(self, letters: NamedArray) -> NamedArray:
         """Maps letters `[batch, position]` to logits `[batch, label]`."""
@@ -110,33 +100,25 @@ def example_losses(model: Classifier, batch: dict[str, NamedArray]) -> NamedArra
     return -hax.sum(hnn.log_softmax(model(batch["letters"]), Label) * targets, Label)
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """The command; returns the file of results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--examples", type=int, default=4000, help="to train on (4000)")
-    parser.add_argument("--steps", type=int, default=400, help="of training (400)")
-    parser.add_argument("--every", type=int, default=2, help="steps between scored ones (2)")
-    parser.add_argument(
-        "--run", type=Path, default=Path("runs/planted"), help="folder of the log (runs/planted)"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args(arguments)
-    shutil.rmtree(given.run / LOG_FOLDER, ignore_errors=True)
-    wrong = run(given.run, examples=given.examples, steps=given.steps, every=given.every)
-    found = ranked(given.run, wrong)
-    early, later = (ranked(given.run, wrong, span) for span in ((1, 50), (51, given.steps)))
-    summary = found.summary | {
-        "auc_of_50_steps": early.summary["auc"],
-        "auc_of_later_steps": later.summary["auc"],
-    }
-    path = given.out / "planted_examples.json"
-    settings = {"examples": given.examples, "steps": given.steps, "every": given.every}
-    write_results(path, **settings, **summary, found=found.by_share)
-    print(json.dumps(summary, indent=1))
-    return path
+@benchmark("planted_examples")
+def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Path("runs/planted")) -> Rows:
+    """How well the scores of all steps, of the first 50 and of the others find wrong labels.
+
+    Args:
+        examples: to train on.
+        steps: of training.
+        every: steps between scored ones.
+        run: folder of the log.
+    """
+    shutil.rmtree(run / LOG_FOLDER, ignore_errors=True)
+    wrong = train(run, examples=examples, steps=steps, every=every)
+    found = ranked(run, wrong)
+    early, later = (ranked(run, wrong, span) for span in ((1, 50), (51, steps)))
+    aucs = {"auc_of_50_steps": early.summary["auc"], "auc_of_later_steps": later.summary["auc"]}
+    yield found.summary | aucs | {"found": found.by_share}
 
 
-def run(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
+def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
     """Trains on examples, scores them, and returns which of them have wrong labels."""
     data, validation = labelled(examples), labelled(BATCH * 4, after=examples, wrong=0.0)
     manager = GhostManager(
@@ -145,7 +127,7 @@ def run(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
         ScoreLog(folder / LOG_FOLDER),
         every=every,
     )
-    model, optimizer = Classifier.init(key=jax.random.key(0)), optax.adam(2e-2)
+    model, optimizer = Classifier(key=jax.random.key(0)), optax.adam(2e-2)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     @eqx.filter_jit
@@ -242,4 +224,4 @@ def _endless(count: int) -> Iterator[np.ndarray]:
 
 
 if __name__ == "__main__":
-    print(main())
+    main()

@@ -1,23 +1,28 @@
-"""Times programs, and writes the results of benchmarks with the versions of what they ran with."""
+"""Times, memory and comparisons of programs, and results with the versions of what they were made with."""
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from stacked_remat.memory import MemoryReport
 
-K = TypeVar("K")
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
 
 _NAMES = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
+_NAMES += ("torch", "transformers")
 
 
 def versions() -> dict[str, str]:
@@ -35,16 +40,13 @@ def versions() -> dict[str, str]:
 def write_results(path: Path, **fields: Any) -> None:
     """Write a JSON file of `fields` and versions, and its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"versions": versions(), **fields}, indent=1) + "\n")
+    set_here = {key: value for key, value in os.environ.items() if key.startswith(("MALLOC_", "XLA_FLAGS"))}
+    found = {"versions": versions(), **({"environment": set_here} if set_here else {}), **fields}
+    path.write_text(json.dumps(found, indent=1, default=_plain) + "\n")
 
 
-def allocate_as_needed() -> None:
-    """Let this process and its children allocate GPU memory as needed, not most of it at the start.
-
-    Otherwise peaks of allocated memory mean nothing, and two processes do not fit on one GPU. Call it before
-    JAX uses a device.
-    """
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+def _plain(value: Any) -> Any:
+    return value.name if isinstance(value, Path) else vars(value)
 
 
 def memory_row(found: MemoryReport) -> dict[str, Any]:
@@ -62,23 +64,66 @@ def memory_row(found: MemoryReport) -> dict[str, Any]:
     }
 
 
+def allocate_as_needed() -> None:
+    """Let this process and its children allocate GPU memory as needed, not most of it at the start.
+
+    Otherwise peaks of allocated memory mean nothing, and two processes do not fit on one GPU. Call it before
+    JAX uses a device.
+    """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+
+def in_a_process(fn: Callable[..., T], *args: Any) -> T:
+    """The result of a call in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(fn, *args).result()
+
+
+def allocated_alone(run: Callable[..., Any], *args: Any) -> int | None:
+    """The peak of bytes that a process allocates on its device for a call; None on a CPU, or if it fails."""
+    if jax.default_backend() == "cpu":
+        return None
+    try:
+        return in_a_process(_allocated, run, *args)
+    except (BrokenProcessPool, jax.errors.JaxRuntimeError):
+        return None
+
+
+def _allocated(run: Callable[..., Any], *args: Any) -> int | None:
+    jax.block_until_ready(run(*args))
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def timed(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of a call, whose result is waited for."""
+    began = clock()
+    jax.block_until_ready(run())
+    return clock() - began
+
+
 def timed_in_turn(runs: Mapping[K, Callable[[], Any]], rounds: int) -> dict[K, list[float]]:
     """Seconds of programs that have run before, each once per round, so that a slow machine slows all."""
     seconds: dict[K, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(timed(run))
     return seconds
 
 
-def print_allocated() -> None:
-    """Print the peak of bytes that this process allocated on its device, for `allocated_alone`."""
-    print(json.dumps((jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")))
+def median_ratio(seconds: Sequence[float], to: Sequence[float]) -> float:
+    """The median of each round's ratio."""
+    return statistics.median(np.divide(seconds, to).tolist())
 
 
-def allocated_alone(module: str, arguments: Sequence[str]) -> int | None:
-    """What a benchmark prints last in a process of its own; None if it fails."""
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+def check_close(name: str, found: Any, expected: Any, tolerance: float) -> None:
+    """Compare each array of a tree with the one that is expected, by the norm of their difference.
+
+    Raises:
+        ArithmeticError: they differ by more than `tolerance` times the norm of the expected one.
+    """
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+    for (path, leaf), wanted in pairs:
+        leaf, wanted = (np.asarray(each, np.float32) for each in (leaf, wanted))
+        off = float(np.linalg.norm(leaf - wanted) / max(np.linalg.norm(wanted), 1e-30))
+        if not off <= tolerance:
+            raise ArithmeticError(f"{name}{jax.tree_util.keystr(path)}: off by {off:.2g} of its norm")

@@ -6,17 +6,18 @@ in what a library keeps and copies.
 
 import dataclasses
 import functools
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from flax import linen as nn, nnx
 
-import stacked_remat
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, tiled
+from stacked_remat.nnx import remat_scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,30 +38,11 @@ class Sizes:
         return layers, tokens, width, inner
 
 
+DEEP = Sizes()
+
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """The stack in one library, with one setting.
-
-    Attributes:
-        name: library and setting.
-        build: makes the function to compile, and the shapes of its arguments.
-        needs: the module that it imports.
-    """
-
-    name: str
-    build: Callable[[Sizes], Program]
-    needs: str = "jax"
-
-    def missing(self) -> str | None:
-        """What to install, if the module is missing."""
-        try:
-            importlib.import_module(self.needs)
-        except ImportError:
-            return f"{self.name} is left out: pip install {self.needs.split('.')[0]}"
-        return None
+"""A function to compile, and the shapes of its arguments, whose weights are named `up` and `down`."""
+Build = Callable[[Sizes], Program]
 
 
 class Block(eqx.Module):
@@ -91,61 +73,55 @@ class Block(eqx.Module):
         return hax.dot(hidden, self.down, axis="inner")
 
 
-def _named(stacked: Any, sizes: Sizes, *, frozen: bool = False, **options: Any) -> Program:
-    layers, tokens, width, _ = sizes.axes
-    keys = jax.random.split(jax.random.key(0), sizes.layers)
-    blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys, **options), keys)
-    x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=sizes.dtype))
+def named(stacked: Callable[[hax.Axis], Any], *, frozen: bool = False, **options: Any) -> Build:
+    """A stack of `Block`; `stacked(axis)` makes it, and `frozen` weights have no gradient."""
 
-    def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
-        return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
+    def build(sizes: Sizes) -> Program:
+        layers, tokens, width, _ = sizes.axes
+        keys = jax.random.split(jax.random.key(0), sizes.layers)
+        blocks = eqx.filter_eval_shape(lambda keys: stacked(layers)(sizes, key=keys, **options), keys)
+        x = eqx.filter_eval_shape(lambda: hax.zeros((tokens, width), dtype=sizes.dtype))
 
-    return jax.grad(loss, 1 if frozen else (0, 1)), (blocks, x)
+        def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
+            return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
 
+        return jax.grad(loss, 1 if frozen else (0, 1)), (blocks, x)
 
-def ours(remat: ScanCheckpointSpec, *, frozen: bool = False, tiles: int = 1) -> Callable[[Sizes], Program]:
-    """The stack with this library's `Stacked`; `frozen` weights have no gradient."""
-
-    def stacked(axis: hax.Axis) -> Any:
-        return Stacked.init(axis, Block, remat=remat)
-
-    return lambda sizes: _named(stacked, sizes, frozen=frozen, tiles=tiles)
+    return build
 
 
-def haliax(remat: Any) -> Callable[[Sizes], Program]:
+def ours(remat: ScanCheckpointSpec, **options: Any) -> Build:
+    """The stack with this library's `Stacked`."""
+    return named(lambda axis: Stacked.init(axis, Block, remat=remat), **options)
+
+
+def haliax(remat: Any) -> Build:
     """The stack with Haliax's own `Stacked`."""
-
-    def stacked(axis: hax.Axis) -> Any:
-        return hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat)
-
-    return lambda sizes: _named(stacked, sizes)
+    return named(lambda axis: hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat))
 
 
-def plain(remat: bool) -> Callable[[Sizes], Program]:
+def plain(remat: bool) -> Build:
     """`lax.scan`, with `jax.checkpoint` around the layer or without."""
 
-    def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        up, down = weights
-        return x + jax.nn.silu(x @ up) @ down, None
+    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        return x + jax.nn.silu(x @ weights["up"]) @ weights["down"], None
 
-    def loss(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def loss(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
         x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, weights)
         return jnp.sum(x.astype(jnp.float32))
 
     def build(sizes: Sizes) -> Program:
         up = jax.ShapeDtypeStruct((sizes.layers, sizes.width, sizes.inner), sizes.dtype)
         down = jax.ShapeDtypeStruct((sizes.layers, sizes.inner, sizes.width), sizes.dtype)
-        return jax.grad(loss, (0, 1)), (_input(sizes), (up, down))
+        return jax.grad(loss, (0, 1)), (_input(sizes), {"up": up, "down": down})
 
     return build
 
 
-def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
+def linen(levels: int) -> Build:
     """Flax Linen's `remat_scan`: scans inside scans, one for each level."""
 
     def build(sizes: Sizes) -> Program:
-        from flax import linen as nn
-
         class LinenBlock(nn.Module):
             @nn.compact
             def __call__(self, x: jax.Array) -> jax.Array:
@@ -154,7 +130,7 @@ def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
                 down = self.param("down", init, (sizes.inner, sizes.width), sizes.dtype)
                 return x + jax.nn.silu(x @ up) @ down
 
-        model: Any = nn.remat_scan(LinenBlock, lengths=levels(sizes.layers))()
+        model: Any = nn.remat_scan(LinenBlock, lengths=_lengths(sizes.layers, levels))()
         parameters = jax.eval_shape(model.init, jax.random.key(0), _input(sizes))
 
         def loss(parameters: Any, x: jax.Array) -> jax.Array:
@@ -165,12 +141,10 @@ def linen(levels: Callable[[int], Sequence[int]]) -> Callable[[Sizes], Program]:
     return build
 
 
-def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Program]:
-    """Flax NNX, where `scan(nnx)` is `nnx.scan` or what has its arguments."""
+def of_nnx(scan: Callable[..., Any]) -> Build:
+    """Flax NNX, where `scan` is `nnx.scan` or what has its arguments."""
 
     def build(sizes: Sizes) -> Program:
-        from flax import nnx
-
         class NnxBlock(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
                 init = nnx.initializers.normal(0.02)
@@ -186,7 +160,7 @@ def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Progr
             return NnxBlock(rngs)
 
         graph, weights = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
-        forward = scan(nnx)(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        forward = scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 
         def loss(weights: Any, x: jax.Array) -> jax.Array:
             return jnp.sum(forward(x, nnx.merge(graph, weights)).astype(jnp.float32))
@@ -196,75 +170,53 @@ def of_nnx(scan: Callable[[Any], Callable[..., Any]]) -> Callable[[Sizes], Progr
     return build
 
 
-def _scan_of_remat(nnx: Any) -> Callable[..., Any]:
-    return lambda f, **axes: nnx.scan(nnx.remat(f), **axes)
-
-
-def _remat_of_scan(nnx: Any) -> Callable[..., Any]:
-    return lambda f, **axes: nnx.remat(nnx.scan(f, **axes))
-
-
-def _remat_scan(**options: Any) -> Callable[[Any], Callable[..., Any]]:
-    return lambda _: functools.partial(stacked_remat.nnx.remat_scan, **options)
-
-
 def _input(sizes: Sizes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((sizes.tokens, sizes.width), sizes.dtype)
 
 
-def _two_levels(layers: int) -> tuple[int, int]:
-    """The two closest factors, the larger outermost, which costs less memory."""
-    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n * n <= layers)
-    return layers // inner, inner
+def _lengths(layers: int, levels: int) -> tuple[int, ...]:
+    """The closest factors of a number, the largest outermost, which costs less memory."""
+    if levels == 1:
+        return (layers,)
+    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**levels <= layers)
+    return *_lengths(layers // inner, levels - 1), inner
 
 
-def _three_levels(layers: int) -> tuple[int, int, int]:
-    """The three closest factors, the largest outermost."""
-    inner = max(n for n in range(1, layers + 1) if layers % n == 0 and n**3 <= layers)
-    return *_two_levels(layers // inner), inner
-
-
-def variants() -> Iterator[Variant]:
-    """Every variant, other libraries first."""
-    yield Variant("lax.scan", plain(False))
-    yield Variant("lax.scan + jax.checkpoint", plain(True))
-    for remat in (False, True, "nested", "offload"):
-        yield Variant(f"haliax {remat}", haliax(remat))
-    yield Variant("flax linen remat_scan, 2 levels", linen(_two_levels), "flax.linen")
-    yield Variant("flax linen remat_scan, 3 levels", linen(_three_levels), "flax.linen")
-    yield Variant("flax nnx.scan", of_nnx(lambda nnx: nnx.scan), "flax.nnx")
-    yield Variant("flax nnx.scan + nnx.remat", of_nnx(_scan_of_remat), "flax.nnx")
-    yield Variant("flax nnx.remat of nnx.scan", of_nnx(_remat_of_scan), "flax.nnx")
-    yield Variant("stacked_remat.nnx nested", of_nnx(_remat_scan()), "flax.nnx")
-    yield Variant("stacked_remat.nnx offload", of_nnx(_remat_scan(policy="offload")), "flax.nnx")
-    nested_offload = ScanCheckpointPolicy(nested=True, save_carries="offload")
-    keep_some = ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True)
-    for name, remat in {
+def variants() -> dict[str, Build]:
+    """The stack in every library with every setting, other libraries first."""
+    found = {"lax.scan": plain(False), "lax.scan + jax.checkpoint": plain(True)}
+    found |= {f"haliax {remat}": haliax(remat) for remat in (False, True, "nested", "offload")}
+    found |= {f"flax linen remat_scan, {levels} levels": linen(levels) for levels in (2, 3)}
+    found |= {
+        "flax nnx.scan": of_nnx(nnx.scan),
+        "flax nnx.scan + nnx.remat": of_nnx(lambda f, **axes: nnx.scan(nnx.remat(f), **axes)),
+        "flax nnx.remat of nnx.scan": of_nnx(lambda f, **axes: nnx.remat(nnx.scan(f, **axes))),
+        "stacked_remat.nnx nested": of_nnx(remat_scan),
+        "stacked_remat.nnx offload": of_nnx(functools.partial(remat_scan, policy="offload")),
+    }
+    policies = {
         "False": False,
         "True": True,
         "nested": "nested",
         "nested=7": ScanCheckpointPolicy(nested=7),
         "max_carries=6": ScanCheckpointPolicy(max_carries=6),
-        "nested, 8 keep carries": keep_some,
+        "nested, 8 keep carries": ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True),
         "offload": "offload",
-        "nested + offload": nested_offload,
-    }.items():
-        yield Variant(f"stacked_remat {name}", ours(remat))
-    for tiles in (4, 16):
-        for remat in (True, "nested", "offload"):
-            yield Variant(f"stacked_remat {remat}, {tiles} tiles", ours(remat, tiles=tiles))
-    yield Variant("stacked_remat nested, frozen weights", ours("nested", frozen=True))
+        "nested + offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    }
+    found |= {f"stacked_remat {name}": ours(remat) for name, remat in policies.items()}
+    for tiles, remat in itertools.product((4, 16), (True, "nested", "offload")):
+        found[f"stacked_remat {remat}, {tiles} tiles"] = ours(remat, tiles=tiles)
+    return found | {"stacked_remat nested, frozen weights": ours("nested", frozen=True)}
 
 
-def hessian_products() -> Iterator[Variant]:
+def hessian_products() -> dict[str, Build]:
     """The Hessian of some of them times a vector: `jax.jvp` of the gradient."""
     names = ("lax.scan", "lax.scan + jax.checkpoint", "stacked_remat True", "stacked_remat nested")
-    for variant in variants():
-        if variant.name in names:
-            build = functools.partial(_hessian_product, variant.build)
-            yield dataclasses.replace(variant, name=f"{variant.name}, Hessian product", build=build)
+    every = variants()
+    return {f"{name}, Hessian product": functools.partial(_hessian_product, every[name]) for name in names}
 
 
-def _hessian_product(build: Callable[[Sizes], Program], sizes: Sizes) -> Program:
+def _hessian_product(build: Build, sizes: Sizes) -> Program:
     gradient, args = build(sizes)
     return lambda args, vector: jax.jvp(gradient, args, vector)[1], (args, args)

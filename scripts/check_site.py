@@ -31,22 +31,7 @@ HARNESS = Path(__file__).with_suffix(".js")
 SCROLLS = ".md-typeset__scrollwrap, .calculator-tables, pre"
 
 
-class _Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves the site, and the harness beside it."""
-
-    def __init__(self, *args, harness: str, **options):
-        self.harness = harness.encode()
-        super().__init__(*args, directory=str(SITE), **options)
-
-    def do_GET(self):  # noqa: N802
-        """The harness, or a file of the site."""
-        if self.path != "/harness.html":
-            return super().do_GET()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.end_headers()
-        self.wfile.write(self.harness)
-
+class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
         """Nothing is logged."""
 
@@ -59,13 +44,16 @@ def main(arguments: list[str] | None = None) -> None:
     browser = _browser()
     if options.browser:
         return
-    pages = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
+    pages = sorted({str(path.relative_to(SITE)) for path in SITE.rglob("*.html")} - {"harness.html"})
     if not pages:
         raise SystemExit(f"{SITE} has no pages; run `make docs` first")
     names = {"PAGES": pages, "WIDTHS": WIDTHS, "SCHEMES": SCHEMES, "OVERFLOW": OVERFLOW, "SCROLLS": SCROLLS}
     constants = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in names.items())
     script = constants + HARNESS.read_text(encoding="utf-8")
-    handler = functools.partial(_Handler, harness=f"<!doctype html><body><script>{script}</script></body>")
+    (SITE / "harness.html").write_text(
+        f"<!doctype html><body><script>{script}</script></body>", encoding="utf-8"
+    )
+    handler = functools.partial(_Quiet, directory=str(SITE))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
@@ -74,6 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.screenshots:
             _screenshots(browser, address, options.screenshots)
         server.shutdown()
+    (SITE / "harness.html").unlink()
     print("\n".join(wrong) or f"{len(pages)} pages: no errors, dead links or overflow")
     sys.exit(bool(wrong))
 

@@ -1,150 +1,21 @@
-"""The tables that pages mark, and the figures in their sentences, which results must have."""
+"""The tables that pages declare, and the figures in their sentences, which results must have."""
 
 import re
 from collections.abc import Iterator
 
-from scripts.result_tables import Table, values, whole_table
+from scripts.result_tables import Table, values
 
-MARKER = re.compile(r"^<!-- (table|figures): (\S+) -->$", re.MULTILINE)
-"""Where a page wants a table: a file of `benchmarks/results`, or a name below.
+MARKER = re.compile(r"^<!-- (table|figures): (.*?)\s*-->$", re.MULTILINE | re.DOTALL)
+"""Where a page wants a table: files of `benchmarks/results`, and in the lines below what of them, as
 
+    <!-- table: stack_memory_h200.json
+    rows: name; temporaries
+    only: inner=16384
+    -->
+
+has it: `rows`, `columns` and `cells` of a `Table`, and `only`. Without them all rows of the file are shown.
 `figures` shows nothing and says where figures of sentences come from.
 """
-
-_STEP = ("policy", "arguments", "temporaries", "total", "host")
-_CONTEXT = ("tokens", "policy", "temporaries", "total", "host")
-_TO_TRUE = "matmul_flops / policy=True"
-_LAYERS_ON_HOST = {"rows": ("name",), "columns": ("layers",), "cells": ("total",), "only": {"block": "mlp"}}
-
-TABLES = {
-    "checkpoint": Table(
-        tuple(f"checkpoint_chain_{target}.json" for target in ("h200", "v5p", "local")),
-        rows=("name",),
-        columns=("target",),
-        cells=("carries", "products"),
-    ),
-    "devices": Table(("qwen3_context_v5p_8.json",), rows=(*_STEP, _TO_TRUE)),
-    "devices-steps": Table(
-        tuple(f"qwen3_{name}_8.json" for name in ("30b_a3b_65k_fsdp_h100", "235b_a22b_131k_fsdp_lora_h200"))
-        + ("qwen3_30b_a3b_65k_fsdp_v5p_16.json",),
-        rows=("target", "weights divided by", "layers", "tokens", "update", *_STEP, "sent"),
-    ),
-    "devices-weights": Table(("qwen3_context_h200_8.json",), rows=_STEP),
-    "devices-experts": Table(("qwen3_context_h200_8_experts.json",), rows=_STEP),
-    "devices-positions": Table(("qwen3_context_h200_8_positions.json",), rows=_STEP),
-    "fused-updates": Table(
-        tuple(
-            f"{name}_{target}.json" for name in ("stack_memory", "streaming") for target in ("h200", "v5p")
-        ),
-        rows=("name",),
-        columns=("target",),
-        cells=("total",),
-        only={"name": "stacked_remat nested|nested, resident", "layers": "48", "inner": "16384|None"},
-    ),
-    "ghost-flops": Table(("ghost_flops.json",), rows=("layers", "trained", "scored / plain")),
-    "ghost-memory": Table(
-        ("ghost_memory_h200.json",),
-        rows=("layers", "trained", "examples", "tokens", "plain: temporaries", "scored: temporaries"),
-    ),
-    "ghost-influence": Table(("influence.json",), rows=("task", "rate", "method", "score_0.5", "score_0.9")),
-    "ghost-planted": Table(
-        ("planted_examples.json",),
-        rows=(
-            "scored",
-            "wrong",
-            "auc",
-            "wrong_among_as_many_lowest",
-            "auc_of_50_steps",
-            "auc_of_later_steps",
-        ),
-    ),
-    "long-context": Table(("qwen3_context_h200.json",), rows=(*_CONTEXT, _TO_TRUE)),
-    "long-context-attention": Table(
-        ("qwen3_step_nvidia_h200.json",),
-        rows=("case", "kernel"),
-        columns=("tokens",),
-        cells=("milliseconds",),
-        only={"job": "attention", "milliseconds": r"\d.*"},
-    ),
-    "long-context-cpu": Table(
-        ("long_context_cpu.json",), rows=("policy", "tokens", "seconds", "peak_resident_bytes")
-    ),
-    "long-context-experts": Table(
-        ("qwen3_experts_h200.json", "qwen3_experts_v5p.json"),
-        rows=("target", "backend", "temporaries", "total"),
-    ),
-    "long-context-gpt-oss": Table(("gpt_oss_20b_65k_lora_context_h200.json",), rows=_CONTEXT),
-    "long-context-longest": Table(
-        ("qwen3_longest_h200.json",), rows=("budget", "policy", "tokens", "total", "host")
-    ),
-    "long-context-presets": Table(
-        ("qwen3_presets_h200.json",), rows=("backend", "policy", "temporaries", "total", "host", _TO_TRUE)
-    ),
-    "long-loops-time": Table(
-        ("long_loops_cpu.json",), rows=("name",), columns=("case",), cells=("milliseconds",)
-    ),
-    "long-loops-memory": Table(
-        ("long_loops_cpu.json",), rows=("name",), columns=("case",), cells=("temporary_kib",)
-    ),
-    "nested-memory": Table(
-        ("stack_memory_h200.json", "stack_memory_v5p.json"),
-        rows=("name", "matmul_flops / name=stacked_remat True"),
-        columns=("target", "inner"),
-        cells=("temporaries",),
-        only={"name": r"flax nnx.scan \+ nnx.remat|(?!.*(nnx|tiles|frozen|Hessian)).*"},
-    ),
-    "nested-hessian": Table(
-        ("stack_memory_h200.json",),
-        rows=("name",),
-        columns=("inner",),
-        cells=("temporaries",),
-        only={"name": ".*, Hessian product|stacked_remat nested"},
-    ),
-    "nnx": Table(
-        ("stack_memory_h200.json",),
-        rows=("name", "matmul_flops / name=flax nnx.scan"),
-        columns=("inner",),
-        cells=("temporaries",),
-        only={"name": r"flax.*|stacked_remat\.nnx.*"},
-    ),
-    "patterns": Table(
-        ("pattern_memory_h200.json", "pattern_memory_v5p.json"),
-        rows=("name", "matmul_flops"),
-        columns=("target",),
-        cells=("temporaries",),
-    ),
-    "streaming-h200": Table(("streaming_h200.json",), **_LAYERS_ON_HOST),
-    "streaming-v5p": Table(("streaming_v5p.json",), **_LAYERS_ON_HOST),
-    "streaming-experts": Table(
-        ("streaming_h200.json", "streaming_v5p.json"),
-        rows=("name",),
-        columns=("target", "program"),
-        cells=("total",),
-        only={"block": "experts"},
-    ),
-    "streaming-time": Table(
-        ("streaming_time_cpu.json",),
-        rows=("kind",),
-        columns=("program",),
-        cells=("to_resident",),
-        only={"program": "gradient|update|sliced_by_index"},
-    ),
-    "streaming-steps": Table(
-        ("streaming_steps_h200.json", "streaming_steps_v5p.json"),
-        rows=("config", "tokens", "target", "total", "host", "transfers"),
-    ),
-    "tiles": Table(
-        ("stack_memory_h200.json",),
-        rows=("name", "temporaries"),
-        only={"name": r"stacked_remat (True|nested|offload)(, \d+ tiles)?", "inner": "16384"},
-    ),
-    "tiles-decoder": Table(
-        ("qwen3_tiles_h200.json",),
-        rows=("policy",),
-        columns=("tiles",),
-        cells=("temporaries", "matmul_flops / policy=True, tiles=1"),
-    ),
-}
 
 _NOT_SENTENCES = re.compile(r"^```.*?^```$|^    .*?$|`[^`]*`|<[^>]*>|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 _VERSION = re.compile(r"(?:Python|JAX|jax|jaxlib) \d[\d.]*")
@@ -170,17 +41,15 @@ def with_tables(page: str) -> str:
         raise ValueError(
             f"no result of the page has {', '.join(missing)}; name its file by a table or figures"
         )
-    return MARKER.sub(lambda found: table(found[2]) if found[1] == "table" else "", page)
+    return MARKER.sub(lambda found: declared(found[2]).markdown() if found[1] == "table" else "", page)
 
 
-def table(name: str) -> str:
-    """A table by its name, or all of a file."""
-    return TABLES[name].markdown() if name in TABLES else whole_table(name)
-
-
-def files_of(name: str) -> tuple[str, ...]:
-    """The results of a table."""
-    return TABLES[name].files if name in TABLES else (name,)
+def declared(text: str) -> Table:
+    """The table that a page declares."""
+    files, *lines = text.splitlines()
+    parts = {key: tuple(value.split("; ")) for key, value in (line.split(": ", 1) for line in lines)}
+    only = dict(part.split("=", 1) for part in parts.pop("only", ()))
+    return Table(tuple(files.split()), only=only, **parts)
 
 
 def figures(page: str) -> Iterator[tuple[str, float, float]]:
@@ -196,7 +65,7 @@ def figures(page: str) -> Iterator[tuple[str, float, float]]:
 
 def _known(page: str) -> set[float]:
     """The numbers in the tables of a page, and of all rows of their files."""
-    names = [name for _, name in MARKER.findall(page)]
-    shown = re.findall(r"\d[\d,]*\.?\d*", "".join(table(name) for name in names))
-    files = {file for name in names for file in files_of(name)}
+    tables = [declared(text) for _, text in MARKER.findall(page)]
+    shown = re.findall(r"\d[\d,]*\.?\d*", "".join(table.markdown() for table in tables))
+    files = {file for table in tables for file in table.files}
     return {float(number.replace(",", "")) for number in shown}.union(*(values(file) for file in files))

@@ -35,8 +35,9 @@ class Table:
     """
 
     files: tuple[str, ...]
-    rows: tuple[str, ...]
-    """The cells that begin a line; rows of the results that have the same ones share the line."""
+    rows: tuple[str, ...] = ()
+    """The cells that begin a line; rows of the results that have the same ones share the line. If there are
+    none, the table has all of the file: every key but those that say the same in all rows."""
     columns: tuple[str, ...] = ()
     """Keys whose values make a column each."""
     cells: tuple[str, ...] = ()
@@ -45,8 +46,14 @@ class Table:
     """A regular expression of what a key must be."""
 
     def markdown(self) -> str:
-        """The table; a value that the results lack is a dash."""
+        """The table: memory in GiB, arithmetic in TFLOP; a value that the results lack is a dash.
+
+        Raises:
+            ValueError: there is no such file.
+        """
         results = [row for file in self.files for row in rows_of(file)]
+        if not self.rows:
+            return _lines([dict(_cells(row, results)) for row in results])
         chosen = [row for row in results if self._is_chosen(row)]
         found: dict[tuple[str, ...], dict[str, str]] = {}
         for row in chosen:
@@ -61,16 +68,6 @@ class Table:
 
     def _is_chosen(self, row: Row) -> bool:
         return all(re.fullmatch(pattern, str(row.get(key))) for key, pattern in self.only.items())
-
-
-def whole_table(name: str) -> str:
-    """All rows of a file: memory in GiB, arithmetic in TFLOP; columns that say the same in all rows left out.
-
-    Raises:
-        ValueError: there is no such file.
-    """
-    rows = rows_of(name)
-    return _lines([dict(_cells(row, rows)) for row in rows])
 
 
 def rows_of(name: str) -> list[Row]:

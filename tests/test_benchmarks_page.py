@@ -7,10 +7,9 @@ import shlex
 
 import pytest
 
-import benchmarks.divided_step as divided_step
 import benchmarks.qwen3_context as qwen3_context
-import benchmarks.streaming as streaming
-from scripts.page_tables import MARKER, TABLES, figures, files_of, table, with_tables
+import benchmarks.step_memory as step_memory
+from scripts.page_tables import MARKER, declared, figures, with_tables
 from scripts.reported_memory import cases
 from scripts.result_tables import RESULTS
 from stacked_remat.training import parse_config
@@ -20,20 +19,18 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-MARKED = {name for text in PAGES.values() for kind, name in MARKER.findall(text) if kind == "table"}
+MARKED = {own for text in PAGES.values() for kind, own in MARKER.findall(text) if kind == "table"}
 
 
-def test_every_result_is_in_a_table_and_every_table_on_a_page():
+def test_every_result_is_in_a_table_and_every_command_exists():
     results = {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.json")}
-    assert results == {file for name in MARKED for file in files_of(name)} | {
-        case["source"] for case in cases()
-    }
-    assert TABLES.keys() <= MARKED
+    shown = {file for text in MARKED for file in declared(text).files}
+    assert results == shown | {case["source"] for case in cases()}
     commands = set(re.findall(r"\bbenchmarks\.(\w+)", PAGES["docs/benchmarks.md"]))
     assert commands and all(importlib.util.find_spec(f"benchmarks.{name}") for name in commands)
 
 
-BENCHMARKS = {"qwen3_context": qwen3_context, "divided_step": divided_step, "streaming": streaming}
+BENCHMARKS = {"qwen3_context": qwen3_context, "step_memory": step_memory}
 COMMAND = re.compile(
     rf"(?:`|^)(?:python -m )?benchmarks\.({'|'.join(BENCHMARKS)}) ([^`\n]+(?:\nmodels/[^`\n]+)*)",
     re.MULTILINE,
@@ -44,8 +41,7 @@ def _commands():
     """What pages have beside figures of decoders."""
     for page in sorted(PAGES.keys() - {"docs/benchmarks.md"}):
         for name, given in COMMAND.findall(PAGES[page].replace("\\\n", " ")):
-            if name != "streaming" or "--configs" in given:
-                yield BENCHMARKS[name], shlex.split(given)
+            yield BENCHMARKS[name], shlex.split(given)
 
 
 class _Parsed(Exception):
@@ -75,17 +71,19 @@ def _rows(name):
     return json.loads((RESULTS / name).read_text(encoding="utf-8")).get("rows", [{}])
 
 
-@pytest.mark.parametrize("name", sorted(MARKED - TABLES.keys()))
+@pytest.mark.parametrize("name", sorted(text for text in MARKED if "\n" not in text))
 def test_the_table_of_a_file_has_every_row_and_the_memory(name):
-    head, _, *lines = table(name).splitlines()
+    head, _, *lines = declared(name).markdown().splitlines()
     assert len(lines) == len(_rows(name)) and len({line.count(" | ") for line in (head, *lines)}) == 1
     for row, line in zip(_rows(name), lines, strict=True):
         if "temporaries" in row:
             assert f"| {row['temporaries'] / 2**30:,.2f} |" in line
 
 
-def _lines(name):
-    return [line.strip("| ").split(" | ") for line in table(name).splitlines()]
+def _lines(page, of):
+    """The cells of the first table of a page that has these words in its declaration."""
+    text = next(text for _, text in MARKER.findall(PAGES[page]) if of in text)
+    return [line.strip("| ").split(" | ") for line in declared(text).markdown().splitlines()]
 
 
 def test_a_part_of_results_has_their_values_in_columns_by_what_was_given():
@@ -95,7 +93,7 @@ def test_a_part_of_results_has_their_values_in_columns_by_what_was_given():
     )
     scan = [row for row in stacks if row["name"] == "lax.scan"]
     [true] = (row for row in stacks if row["name"] == "stacked_remat True" and row["inner"] == 2048)
-    head, _, first, *_ = _lines("nested-memory")
+    head, _, first, *_ = _lines("docs/nested-remat.md", "stack_memory_v5p")
     assert head[2:] == [
         f"{device}, inner {width}" for device in ("h200", "v5p") for width in ("2,048", "16,384")
     ]
@@ -106,7 +104,7 @@ def test_a_part_of_results_has_their_values_in_columns_by_what_was_given():
 
 def test_arithmetic_is_relative_to_the_row_that_is_named():
     rows = {(row["policy"], row["tiles"]): row for row in _rows("qwen3_tiles_h200.json")}
-    nested = next(line for line in _lines("tiles-decoder") if line[0] == "nested")
+    nested = next(line for line in _lines("docs/tiles.md", "columns: tiles") if line[0] == "nested")
     true = rows["True", 1]["matmul_flops"]
     assert nested[2::2] == [f"{rows['nested', tiles]['matmul_flops'] / true:.2f}" for tiles in (1, 2, 4)]
 
@@ -136,4 +134,4 @@ def test_a_figure_that_no_result_has_is_an_error():
 
 def test_an_unknown_result_is_an_error():
     with pytest.raises(ValueError, match="no missing.json"):
-        table("missing.json")
+        declared("missing.json").markdown()

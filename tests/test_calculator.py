@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from scripts.charts import Held, Step, lifetimes
 from scripts.reported_memory import cases
-from scripts.schedule_pictures import Held, Step, lifetimes
 from stacked_remat import ScanCheckpointPolicy
 
 SCRIPT = Path(__file__).resolve().parents[1] / "docs" / "javascripts" / "calculator.js"

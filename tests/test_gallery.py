@@ -6,35 +6,28 @@ import re
 
 import pytest
 
-from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run, run_apart
-
-QUICK = (
-    "saved_names",
-    "simulation",
-    "visitor",
-)  # the others take more than a few seconds each; `make docs` runs all of them
+from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run
 
 
-@pytest.mark.parametrize("name", QUICK)
+
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_example_runs_and_prints(name):
-    script = GALLERY / f"{name}.py"
-    outputs = run(script)
-    cells = cells_of(script)
-    assert len(outputs) == len(cells) and sum(map(bool, outputs)) >= 2
+def test_an_example_runs_and_prints():
+    """A quick one; `make docs` runs all of them."""
+    script = GALLERY / "visitor.py"
+    assert len(run(script)) == len(cells_of(script))
 
 
 def test_an_example_that_fails_or_prints_once_ends_the_build(tmp_path):
     script = tmp_path / "example.py"
     first = "# %% [markdown]\n# # Title\n# %%\nprint(1)\n# %%\n"
     script.write_text(first + "print(2)\n")
-    assert run_apart(script) == ["", "1\n", "2\n"]
+    assert run(script) == ["", "1\n", "2\n"]
     script.write_text(first + "pass\n")
     with pytest.raises(ValueError, match="prints in at least two cells"):
-        run_apart(script)
+        run(script)
     script.write_text(first + "raise OSError('a wrong example')\n")
-    with pytest.raises(RuntimeError, match="(?s)example.py fails:.*OSError: a wrong example"):
-        run_apart(script)
+    with pytest.raises(OSError, match="a wrong example"):
+        run(script)
 
 
 def test_every_example_is_in_the_navigation_and_the_table():

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.schedule_pictures import PICTURES, picture
-from scripts.site_links import links_on_site
+from scripts.gallery import with_links_to_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,23 +25,13 @@ def text_of(page):
 
 
 @pytest.mark.parametrize(
-    ("page", "link", "on_site"),
+    ("link", "on_site"),
     [
-        ("gallery/index.md", "visitor.py", "visitor.md"),
-        ("extending.md", "gallery/visitor.py", "gallery/visitor.md"),
-        ("api/lora.md", "../gallery/qwen3_lora.py", "../gallery/qwen3_lora.md"),
-        ("index.md", "../benchmarks/results/chart.svg#only-light", "results/chart.svg#only-light"),
-        ("api/lora.md", "../../benchmarks/results/chart.png", "../results/chart.png"),
-        ("training.md", "../models/run_config.py", "config-reference.md"),
-        ("training.md", "data.md#chats", "data.md#chats"),
-        ("training.md", "https://example.com/gallery/visitor.py", "https://example.com/gallery/visitor.py"),
+        ("visitor.py", "visitor.md"),
+        ("../gallery/qwen3_lora.py", "../gallery/qwen3_lora.md"),
+        ("data.md#chats", "data.md#chats"),
+        ("https://example.com/gallery/visitor.py", "https://example.com/gallery/visitor.py"),
     ],
 )
-def test_links_lead_to_the_pages_of_the_site(page, link, on_site):
-    assert links_on_site(f"see [it]({link}), (x)", page) == f"see [it]({on_site}), (x)"
-
-
-def test_pictures_of_schedules_are_those_that_are_drawn():
-    for name, policy in PICTURES.items():
-        drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
-        assert drawn == picture(policy), f"python -m scripts.schedule_pictures draws {name}.svg again"
+def test_links_to_examples_lead_to_their_pages(link, on_site):
+    assert with_links_to_pages(f"see [it]({link}), (x)") == f"see [it]({on_site}), (x)"

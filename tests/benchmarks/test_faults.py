@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks.fault_cases import _CONFIG, CASES, Outcome
+from benchmarks.fault_cases import CASES, CONFIG
 from benchmarks.faults import main
 
 
@@ -13,20 +13,26 @@ from benchmarks.faults import main
     ("options", "name", "cases"),
     [
         pytest.param(
-            ["--only", "an empty config"], "faults", [("an empty config", True, 1)], marks=pytest.mark.deep
+            ["--kills", "0", "--only", "an empty config"],
+            "faults",
+            [("an empty config", True, 1)],
+            marks=pytest.mark.deep,
         ),
-        pytest.param(["--streamed"], "faults_streamed", [], marks=pytest.mark.slow),
+        pytest.param(["--kills", "1", "--streamed"], "faults_streamed", [], marks=pytest.mark.slow),
     ],
 )
 def test_killed_runs_end_like_uninterrupted_ones_and_faults_in_one_message(
     options, name, cases, tmp_path, monkeypatch
 ):
-    config = _CONFIG.replace("num_steps: 150", "num_steps: 20")
-    monkeypatch.setattr("benchmarks.fault_cases._CONFIG", config)
-    path = main(["--kills", "1", *options, "--out", str(tmp_path)])
+    monkeypatch.setattr("benchmarks.faults.CONFIG", CONFIG.replace("num_steps: 150", "num_steps: 20"))
+    path = main([*options, "--out", str(tmp_path)])
     assert path.stem == name
     found = json.loads(path.read_text())
-    assert found["kills"] >= 1 and found["lines"] >= 20 * found["runs"] and found["differing"] == []
+    assert (
+        found["kills"] == int(options[1])
+        and found["lines"] >= 20 * found["runs"]
+        and found["differing"] == []
+    )
     assert [(row["name"], row["passed"], row["status"]) for row in found["cases"]] == cases
 
 
@@ -48,4 +54,4 @@ def test_an_unknown_case_is_refused(capsys):
 )
 def test_a_case_checks_status_and_message(status, output, ends_well):
     case = next(case for case in CASES if case.name == "a number for a section")
-    assert case.ends_well(Outcome(status, output)) is ends_well
+    assert case.ends_well(status, output) is ends_well

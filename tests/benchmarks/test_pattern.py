@@ -1,4 +1,4 @@
-"""Tests of the benchmark of layers that alternate at small sizes, and of the memory that it recorded."""
+"""Tests of the memory of layers that alternate, which the benchmark recorded."""
 
 import functools
 import json
@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.pattern import KINDS, main, measure_memory
+from benchmarks.pattern import FULL, KINDS, of_memory
 from benchmarks.record import RESULTS
-from benchmarks.residual_mlp import Sizes
 from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, checkpoint_name, memory
 from tests.recorded_on import ON_H200, ON_V5P
 
-FULL = Sizes(inner=16_384)
 MIXED = [kinds for kinds in KINDS if len(kinds.shares) > 1]
 
 
@@ -48,8 +46,7 @@ def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, re
     [ON_H200, ON_V5P],
 )
 def test_memory_is_within_a_twentieth_of_what_the_benchmark_recorded(target):
-    rows = measure_memory(FULL, target, KINDS[3:4])
-    for row in rows:
+    for row in of_memory.rows(FULL, target, KINDS[3].name):
         assert row["temporaries"] <= 1.05 * recorded(target)[row["name"]]["temporaries"]
 
 
@@ -76,12 +73,3 @@ def test_names_that_are_offloaded_leave_the_device(target):
     offloaded = temporaries(ScanCheckpointPolicy(offload_block_internals=["act"]))
     both = temporaries(ScanCheckpointPolicy(save_carries="offload", offload_block_internals=["act"]))
     assert offloaded <= 1.1 * recomputed < saved and both <= 0.4 * recomputed
-
-
-@pytest.mark.deep
-def test_it_writes_what_it_measures(tmp_path):
-    tiny = ["--tokens=16", "--width=8", "--inner=16", "--dtype=float32", f"--out={tmp_path}"]
-    rows = json.loads(main([*tiny, "--layers=10"]).read_text())["rows"]
-    assert len(rows) == 3 * len(KINDS) + 1 and all(row["temporaries"] > 0 for row in rows)
-    timed = json.loads(main([*tiny, "--run", "--rounds=2", "--layers=4"]).read_text())["rows"]
-    assert [row["to_python_loop"] for row in timed][-1] == 1.0

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from benchmarks.planted_examples import Found, ranked, run
+from benchmarks.planted_examples import Found, ranked, train
 
 
 @pytest.mark.slow
 def test_wrong_labels_have_the_lowest_scores(tmp_path, standard_promotion):
-    found = ranked(tmp_path, run(tmp_path, examples=3000, steps=300, every=4))
+    found = ranked(tmp_path, train(tmp_path, examples=3000, steps=300, every=4))
     assert found.wrong.sum() > 200
     assert found.summary["auc"] >= 0.9
     assert found.by_share[0] == 0 and found.by_share[10] > 0.8 and found.by_share[-1] == 1

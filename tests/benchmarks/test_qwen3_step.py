@@ -1,11 +1,13 @@
 """Tests of the benchmark of training steps, at small sizes on the CPU."""
 
+import argparse
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import benchmarks.qwen3_step as qwen3_step
 from benchmarks.attention_layer import CASES, differences
 from benchmarks.qwen3_context import CONFIG
 from benchmarks.qwen3_step import JOBS, heads_of, main, model_flops, random_parts
@@ -31,7 +33,18 @@ SMALL = ["--overrides", "--model.num_layers", "2", "--model.hidden_dim", "16", "
 
 
 @pytest.mark.deep
-def test_every_policy_has_a_row_with_its_own_peak(tmp_path):
+def test_every_policy_has_a_row_with_its_own_peak(tmp_path, monkeypatch, standard_promotion):
+    apart = qwen3_step._in_a_process
+
+    def run(options, job, policies, tokens, seconds):
+        """The first job in a process of its own, the others here."""
+        if job == "device":
+            return apart(options, job, policies, tokens, seconds)
+        own = argparse.Namespace(**vars(options) | {"policies": policies, "tokens": tokens})
+        config = parse_config(LmRunConfig, ["--config_path", str(options.config), *options.overrides])
+        return json.loads(json.dumps([*JOBS[job](config, own)]))
+
+    monkeypatch.setattr(qwen3_step, "_in_a_process", run)
     path = main(
         [
             *TINY,
@@ -153,6 +166,7 @@ def test_kernels_of_attention_are_compared_with_the_definition(config, monkeypat
             assert 0 < row["off"] < 2e-2 and row["agrees"]
         elif kernel == "cudnn":
             assert row["refused"] == "it runs on NVIDIA GPUs, and the program is for 'cpu'"
+    monkeypatch.setattr("benchmarks.attention_layer.CASES", ("plain",))
     wrong = Kernel(lambda query, *rest: BLOCKWISE.forward(1.1 * query, *rest), BLOCKWISE.backward)
     monkeypatch.setitem(BACKENDS, "blockwise", Backend(wrong))
     assert not any(row["agrees"] for row in found().values() if "off" in row)

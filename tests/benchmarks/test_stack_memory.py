@@ -1,70 +1,37 @@
-"""Tests of the benchmark of memory at small sizes, and of the memory that it recorded."""
+"""Tests of the programs of the benchmark of memory, and of the memory that it recorded."""
 
 import functools
 import json
-import sys
 
 import jax
 import pytest
 
 from benchmarks.record import RESULTS
-from benchmarks.residual_mlp import Sizes, Variant, variants
-from benchmarks.stack_memory import main
+from benchmarks.residual_mlp import Sizes, variants
 from stacked_remat import memory
 from tests.recorded_on import ON_H200, ON_V5P, h200, why_not
 
-TINY = ["--layers", "8", "--tokens", "64", "--width", "16", "--inner", "16"]
 GIB = 2**30
 
 
-@pytest.mark.parametrize("variant", list(variants()), ids=lambda variant: variant.name)
-def test_every_variant_is_the_same_program(variant, standard_promotion):
+@pytest.mark.parametrize("name", list(variants()))
+def test_every_variant_is_the_same_program(name, standard_promotion):
     """Two products per layer forward, four backward, and at most four more of recomputation."""
-    pytest.importorskip(variant.needs)
-    fn, args = variant.build(Sizes(layers=8, tokens=64, width=16, inner=16))
+    fn, args = variants()[name](Sizes(layers=8, tokens=64, width=16, inner=16))
     layer = 2 * 64 * 16 * 16
     found = memory.count_flops(jax.make_jaxpr(fn)(*args))
     assert found.exact
-    frozen = "frozen" in variant.name
+    frozen = "frozen" in name
     least = 8 * (4 if frozen else 6) * layer
     assert least <= found.matmul <= least + 8 * 4 * layer
     expected = {"lax.scan": 6, "haliax True": 7, "stacked_remat False": 6, "stacked_remat True": 7}
-    assert found.matmul == expected.get(variant.name, found.matmul / (8 * layer)) * 8 * layer
+    assert found.matmul == expected.get(name, found.matmul / (8 * layer)) * 8 * layer
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(args))
     assert sizes == [64 * 16, 8 * 16 * 16, 8 * 16 * 16]
 
 
-def test_it_writes_json_also_to_a_folder_that_is_not_there_and_without_matplotlib(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    path = main([*TINY, "--out", str(tmp_path / "new"), "--only", "^lax[^,]*$"])
-    assert path == tmp_path / "new" / "stack_memory_local.json"
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["lax.scan", "lax.scan + jax.checkpoint"]
-    assert rows[0]["temporaries"] > rows[1]["temporaries"] > 0
-    assert "lax.scan + jax.checkpoint" in capsys.readouterr().out
-
-
-def test_with_run_it_also_times(tmp_path):
-    main([*TINY, "--out", str(tmp_path), "--only", "stacked_remat True$", "--run"])
-    rows = json.loads((tmp_path / "stack_time_cpu_16.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["stacked_remat True"]
-
-
-def test_a_peer_that_is_not_installed_is_named():
-    missing = Variant("a peer", lambda sizes: (lambda: None, ()), "no_such_peer.scan").missing()
-    assert missing == "a peer is left out: pip install no_such_peer"
-
-
-def test_a_choice_without_variants(tmp_path):
-    with pytest.raises(SystemExit, match="leaves nothing"):
-        main([*TINY, "--out", str(tmp_path), "--only", "no such thing"])
-
-
 def measured(name, target, **sizes):
-    (variant,) = (variant for variant in variants() if variant.name == f"stacked_remat {name}")
-    fn, args = variant.build(Sizes(**sizes))
+    fn, args = variants()[f"stacked_remat {name}"](Sizes(**sizes))
     return memory.report(fn, *args, target=target)
 
 
@@ -141,8 +108,7 @@ def test_layers_of_nnx_cost_what_other_layers_cost(inner):
 
 @h200
 def test_memory_of_nnx_is_what_the_benchmark_recorded():
-    (variant,) = (variant for variant in variants() if variant.name == "stacked_remat.nnx nested")
-    fn, args = variant.build(Sizes())
+    fn, args = variants()["stacked_remat.nnx nested"](Sizes())
     found = memory.report(fn, *args, target="h200").temporaries
     assert found <= 1.1 * recorded("h200")["stacked_remat.nnx nested", 2_048]["temporaries"]
 
@@ -168,8 +134,7 @@ def test_frozen_weights_get_no_gradient_buffer():
 
 def test_the_program_does_not_grow_with_the_number_of_layers():
     def lines(layers):
-        (variant,) = (variant for variant in variants() if variant.name == "stacked_remat nested")
-        fn, args = variant.build(Sizes(layers=layers, tokens=64, width=16, inner=16))
+        fn, args = variants()["stacked_remat nested"](Sizes(layers=layers, tokens=64, width=16, inner=16))
         return len(jax.jit(fn).lower(*args).as_text().splitlines())
 
     assert lines(192) <= 1.05 * lines(48)

@@ -1,10 +1,9 @@
-"""Tests of the recorded memory of whole steps on several devices, and of the command that records it."""
+"""Tests of the recorded memory of whole steps on several devices."""
 
 import json
 
 import pytest
 
-from benchmarks.divided_step import CONFIG, main
 from benchmarks.record import RESULTS
 
 GIB = 2**30
@@ -54,12 +53,3 @@ def test_a_model_of_235_billion_parameters_fits_with_carries_on_the_host():
     found = {row["policy"]: row for row in recorded("qwen3_235b_a22b_131k_fsdp_lora_h200_8")}
     assert found["offload"]["total"] < found["nested, offload"]["total"] <= 139 * GIB
     assert found["offload"]["host"] == 94 * GIB
-
-
-@pytest.mark.deep
-def test_the_command_writes_a_row_for_each_depth(tmp_path, standard_promotion):
-    config = CONFIG.parent / "qwen3_moe_tiny.yaml"
-    given = ["--config", str(config), "--target", "local", "--devices", "8", "--layers", "1", "2"]
-    path = main([*given, "--policies", "True", "--out", str(tmp_path)])
-    one, two = json.loads(path.read_text())["rows"]
-    assert (one["layers"], two["layers"]) == (1, 2) and 0 < one["sent"] < two["sent"]

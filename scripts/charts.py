@@ -1,0 +1,223 @@
+"""Draws the charts of results, which the README and pages show, and the pictures of schedules.
+
+python -m scripts.charts
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from scripts.result_tables import RESULTS
+from stacked_remat import ScanCheckpointPolicy
+from stacked_remat._schedule import Schedule
+
+PICTURES = RESULTS.parents[1] / "docs" / "pictures"
+
+OURS = ("True", "nested", "nested + offload", "max_carries=6", "offload")
+PEERS = (
+    "lax.scan",
+    "haliax nested",
+    "flax nnx.scan + nnx.remat",
+    "lax.scan + jax.checkpoint",
+    "haliax True",
+    "flax linen remat_scan, 3 levels",
+    "haliax offload",
+)
+"""The rows that charts of memory show."""
+THEMES = {"light": ("#1f2328", "#8c959f", "#0969da"), "dark": ("#f0f6fc", "#8b949e", "#4493f8")}
+"""Colours of text, of other libraries, and of this one."""
+
+SCHEDULES = {
+    "true": ScanCheckpointPolicy(),
+    "nested": ScanCheckpointPolicy(nested=True),
+    "max_carries": ScanCheckpointPolicy(max_carries=3),
+    "offload": ScanCheckpointPolicy(save_carries="offload"),
+    "nested_offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+}
+"""The policies that `docs/what-lives-when.md` shows, by the names of their files."""
+KINDS = {
+    "device": ("carry on the device", "#4c78a8"),
+    "host": ("carry on the host", "#b07aa1"),
+    "forward": ("forward", "#59a14f"),
+    "replay": ("replayed", "#f28e2b"),
+    "visit": ("reversed", "#e15759"),
+}
+
+
+def charts() -> Iterator[tuple[Path, Figure]]:
+    """Every chart, by its path."""
+    found = json.loads((RESULTS / "stack_memory_h200.json").read_text(encoding="utf-8"))
+    for theme, colors in THEMES.items():
+        yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, 2_048, colors)
+        yield PICTURES / f"memory_chart_16384_{theme}.svg", memory_chart(found, 16_384, colors)
+    (planted,) = json.loads((RESULTS / "planted_examples.json").read_text(encoding="utf-8"))["rows"]
+    yield PICTURES / "planted_examples.svg", planted_chart(planted["found"])
+    for name, policy in SCHEDULES.items():
+        yield PICTURES / f"{name}.svg", schedule_picture(policy)
+
+
+def memory_chart(result: Mapping[str, Any], inner: int, colors: Sequence[str]) -> Figure:
+    """Temporaries of each variant on the device and the host; with wide layers the arithmetic too."""
+    text, peers, ours = colors
+    rows = {row["name"]: row for row in result["rows"] if row["inner"] == inner}
+    is_wide = inner > 2_048  # where the bar of a plain scan would leave no room for the others
+    names = [*PEERS[is_wide:], *(f"stacked_remat {name}" for name in OURS)]
+    device, host = (
+        [rows[name][key] / 2**30 for name in names] for key in ("temporaries", "host_temporaries")
+    )
+    first, version = result["rows"][0], result["versions"]["jax"]
+    figure, axes = _axes(6.6, 1 + 0.27 * len(names), text)
+    about = (
+        "Temporaries of one gradient, GiB",
+        f"{first['layers']} layers x + silu(x·up)·down, width {first['width']:,}, inner width {inner:,},",
+        f"{first['tokens']:,} tokens, bfloat16; compiled for an {result['target'].upper()}"
+        f" with JAX {version}, not run",
+    )
+    shades = [ours if name.startswith("stacked_remat") else peers for name in names]
+    axes.barh(range(len(names)), device, color=shades)
+    ends = axes.barh(range(len(names)), host, left=device, color=shades, alpha=0.35)
+    values = [f"{a:.2f}" + (f" + {b:.2f}" if b else "") for a, b in zip(device, host, strict=True)]
+    axes.bar_label(ends, values, padding=4, color=text)
+    axes.set_yticks(range(len(names)), [name.removeprefix("stacked_remat ") for name in names])
+    keys = {"stacked_remat": (ours, 1), "others": (peers, 1), "pale: on the host": (ours, 0.35)}
+    patches = {label: Patch(color=color, alpha=alpha) for label, (color, alpha) in keys.items()}
+    _legend(figure, patches, text, "\n".join(about))
+    axes.set_xlim(0, max(a + b for a, b in zip(device, host, strict=True)) * (1.4 if is_wide else 1.15))
+    if is_wide:
+        least = rows["stacked_remat True"]["matmul_flops"]
+        ratios = [f"× {rows[name]['matmul_flops'] / least:.2f}" for name in names]
+        for at, words in enumerate(["arithmetic", *ratios], -1):
+            axes.text(1, at, words, transform=axes.get_yaxis_transform(), ha="right", va="center", color=text)
+    return figure
+
+
+def planted_chart(found: Sequence[float]) -> Figure:
+    """How many wrong labels are found, beside what a random order would find."""
+    figure, axes = _axes(4, 3.9, "#768390")
+    shares = [k / (len(found) - 1) for k in range(len(found))]
+    axes.plot(shares, found, color="#e15759", linewidth=2.5)
+    axes.plot([0, 1], [0, 1], ":", color="#768390")
+    axes.text(0.58, 0.5, "in random order", color="#768390")
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="examples looked at, lowest scores first")
+    axes.set_title("wrong labels found", loc="left", color="#768390", fontsize=10)
+    axes.xaxis.set_visible(True)
+    axes.grid(alpha=0.3)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    return figure
+
+
+def schedule_picture(policy: ScanCheckpointPolicy, layers: int = 12) -> Figure:
+    """Slots over time: a bar for each carry with its layer, and below it what is computed."""
+    schedule = policy.schedule(layers)
+    steps, held = lifetimes(schedule)
+    starts = set(itertools.accumulate(schedule.segments[:-1], initial=0)) if policy.offloads else set()
+    boxes = [
+        (one.slot, one.first, one.end - one.first, "host" if one.layer in starts else "device", one.layer)
+        for one in held
+    ]
+    boxes += [(schedule.slots + 0.3, at, 1, step.kind, step.layer) for at, step in enumerate(steps)]
+    rows, left, widths, kinds, numbers = zip(*boxes, strict=True)
+    figure, axes = _axes(8, 0.75 + 0.22 * schedule.slots, "#888")
+    bars = axes.barh(
+        rows,
+        widths,
+        0.9,
+        left=left,
+        color=[KINDS[kind][1] for kind in kinds],
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    axes.bar_label(bars, list(map(str, numbers)), label_type="center", color="white", fontsize=7)
+    slots = range(schedule.slots)
+    axes.set_yticks([*slots, schedule.slots + 0.3], [*(f"slot {slot}" for slot in slots), "computed"])
+    shown = {name: Patch(color=color) for kind, (name, color) in KINDS.items() if kind in kinds}
+    axes.set_xlim(0, len(steps))
+    _legend(figure, shown, "#888")
+    return figure
+
+
+def _axes(width: float, height: float, text: str) -> tuple[Figure, Axes]:
+    """Axes with labels at the left and nothing else, the first row on top."""
+    figure = Figure((width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, colors=text)
+    axes.xaxis.label.set_color(text)
+    axes.xaxis.set_visible(False)
+    axes.invert_yaxis()
+    return figure, axes
+
+
+def _legend(figure: Figure, patches: Mapping[str, Patch], text: str, title: str | None = None) -> None:
+    legend = figure.legend(
+        patches.values(),
+        patches.keys(),
+        loc="outside upper left",
+        ncols=len(patches),
+        frameon=False,
+        handlelength=1,
+        labelcolor=text,
+        title=title,
+        alignment="left",
+    )
+    legend.get_title().set_color(text)
+
+
+class Held(NamedTuple):
+    """The input of a layer in a slot, from the step that writes it to after the step that reads it last."""
+
+    slot: int
+    layer: int
+    first: int
+    end: int
+
+
+class Step(NamedTuple):
+    """One layer that is computed: `forward`, `replay` or `visit`, which reverses it."""
+
+    kind: str
+    layer: int
+
+
+def lifetimes(schedule: Schedule) -> tuple[list[Step], list[Held]]:
+    """What is computed, one layer a step, and the carries held meanwhile that are read later."""
+    steps: list[Step] = []
+    written: dict[int, tuple[int, int]] = {}
+    ends: dict[tuple[int, int, int], int] = {}
+
+    def read(slot: int) -> None:
+        ends[slot, *written[slot]] = len(steps) + 1
+
+    for layer, slot in enumerate(schedule.forward):
+        written[slot] = layer, len(steps)
+        steps.append(Step("forward", layer))
+    for run in schedule.runs:
+        if run.writes:
+            read(run.slot)
+        for layer, slot in enumerate(run.writes, run.start):
+            steps.append(Step("replay", layer))
+            written[slot] = layer + 1, len(steps)
+        for back in range(run.visits):
+            read(run.top_slot - back)
+            steps.append(Step("visit", run.top - back))
+    held = [Held(slot, layer, first, end) for (slot, layer, first), end in ends.items()]
+    return steps, sorted(held, key=lambda value: (value.slot, value.first))
+
+
+def write(figure: Figure, path: Any) -> None:
+    """Write an SVG whose words are text, and which is the same whenever it is drawn."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "stacked_remat"}):
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    for _path, _figure in charts():
+        write(_figure, _path)

@@ -1,0 +1,90 @@
+"""Benchmarks run at toy size on the CPU and write their rows, with the options that they declare."""
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks.command import benchmark, one_of
+from benchmarks.long_loops import VARIANTS
+from benchmarks.qwen3_context import CONFIG
+from benchmarks.residual_mlp import Sizes
+
+MLP = "--layers 4 --tokens 32 --width 16 --inner 24"
+SMALL = "--model.num_layers 2 --model.hidden_dim 32"
+CONTEXT = f"--config {CONFIG.with_name('qwen3_moe_65k_cpu.yaml')} --target local {SMALL}"
+# The command, the file that it writes, and how many rows.
+COMMANDS = [
+    (f"stack_memory {MLP} --only ^lax[^,]*$", "stack_memory_local", 2),
+    (f"checkpoint_chain {MLP} --only ^nothing|^checkpoint_sequential$", "checkpoint_chain_local", 2),
+    (f"pattern {MLP} --dtype float32 --only remainder", "pattern_memory_local", 3),
+    (f"pattern time {MLP} --dtype float32 --rounds 2", "pattern_time_cpu", 4),
+    ("long_loops --steps 30 --size 3 --leaves 4 --rounds 1 --only prime", "long_loops_cpu", len(VARIANTS)),
+    (f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2", "qwen3_moe_65k_cpu_tiles_local", 1),
+    (f"qwen3_context longest {CONTEXT} --step 64 --limit 64", "qwen3_moe_65k_cpu_longest_local", 2),
+    (f"streaming time {MLP} --rounds 1", "streaming_time_cpu", 7),
+    ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 11),
+    ("ghost flops", "ghost_flops", 1),
+    (f"long_context_cpu --policies nested --data.seq_len 64 {SMALL}", "long_context_cpu", 1),
+    pytest.param(
+        "influence --examples 32 --epochs 1 --runs 2 --targets 2", "influence", 9, marks=pytest.mark.slow
+    ),
+]
+SIZES = Sizes()
+STEP = ["--target", "local", "--devices", "8", "--layers", "1", "--policies", "True"]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("command", "name", "rows"), COMMANDS, ids=lambda value: str(value).split(" --")[0])
+def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch, standard_promotion):
+    monkeypatch.setattr("benchmarks.long_context_cpu.in_a_process", lambda fn, *args: fn(*args))
+    monkeypatch.setattr("benchmarks.streaming.EXPERTS", (2, 4, 16, 8))
+    monkeypatch.setattr("benchmarks.ghost.SMALL", [("dense", "adapters")])
+    monkeypatch.setattr("benchmarks.qwen3_context.LEANEST", ("nested",))
+    module, *arguments = command.split(" ")
+    path = importlib.import_module(f"benchmarks.{module}").main([*arguments, "--out", str(tmp_path)])
+    found = json.loads(path.read_text())
+    assert path == tmp_path / f"{name}.json" and len(found["rows"]) == rows
+    assert found["target"] == "local" if "target" in found else found["device"] == "cpu"
+    assert all(row.get("median_seconds", 1) > 0 and row.get("total", 1) > 0 for row in found["rows"])
+
+
+@pytest.mark.deep
+def test_a_step_of_eight_devices_says_what_they_send(tmp_path, standard_promotion):
+    from benchmarks.step_memory import main
+
+    config = CONFIG.with_name("qwen3_moe_tiny.yaml")
+    path = main(["--configs", str(config), *STEP, "--out", str(tmp_path)])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert path.stem == "qwen3_moe_tiny_local_8" and row["sent"] > 0
+    assert (row["layers"], row["policy"], row["update"]) == (1, "True", "after")
+
+
+def rows_of(sizes: Sizes = SIZES, only: tuple[int, ...] = (), fast: bool = False, overrides=()):
+    yield {"name": f"{sizes.layers} {sizes.inner} {only} {fast} {overrides}", "temporaries": 2**30}
+
+
+def test_options_are_those_of_the_function(tmp_path, capsys):
+    run = one_of(first=benchmark("rows_{layers}_{platform}")(rows_of), second=benchmark("second")(rows_of))
+    path = run(
+        ["--layers", "5", "--only", "1", "2", "--fast", "--a.key", "x", "--out", str(tmp_path / "new")]
+    )
+    found = json.loads(path.read_text())
+    assert path == tmp_path / "new/rows_5_cpu.json" and (found["sizes"]["layers"], found["only"]) == (
+        5,
+        [1, 2],
+    )
+    assert found["rows"][0]["name"] == "5 2048 (1, 2) True ('--a.key', 'x')"
+    assert "temporaries 1.00 GiB" in capsys.readouterr().out
+    assert run(["second", "--name", "other", "--out", str(tmp_path)]).name == "other.json"
+
+
+def test_wrong_options_and_nothing_to_measure_are_errors(tmp_path, capsys):
+    def none(only: str = ""):
+        yield from ()
+
+    with pytest.raises(SystemExit):
+        benchmark("none")(none)(["--unknown", "1"])
+    assert "unrecognized arguments: --unknown 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="nothing is left to measure of .*no such"):
+        benchmark("none")(none)(["--only", "no such", "--out", str(tmp_path)])

@@ -1,14 +1,15 @@
 """Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
 
 A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged and
-an integer; outputs of the carry, of the weights alone, and of nothing but a shared argument. What is mapped,
-by up to two `jax.vmap`s, and what is differentiated is drawn for each input.
+an integer; outputs of the carry, of the weights alone, and of nothing but a shared argument. The kind of stack
+is drawn, and for each input what is mapped, by up to two `jax.vmap`s, and what is differentiated.
 """
 
 import functools
 import random
 from collections.abc import Callable
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import stacked_remat as sr
-from stacked_remat import ScanCheckpointPolicy, scan, shared
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, StackedPattern, scan, shared
 
-from .blocks import deep_cases, quick_jit
+from .blocks import quick_jit
 
 LENGTH, WIDTH, EXAMPLES = 4, 2, 3
 Layers = hax.Axis("layers", LENGTH)
@@ -45,9 +46,9 @@ INPUTS = {
 }
 
 
-def layer(carry, w, scale, shift):
+def layer(carry, w, scale, shift, wave=jnp.sin):
     x, own, passed, count = carry
-    kept = checkpoint_name(jnp.sin(x @ w + shift), "kept")
+    kept = checkpoint_name(wave(x @ w + shift), "kept")
     new = (x * passed + kept * scale, jnp.cos(own * shift), passed, count + 1)
     return new, {
         "carry": jnp.sum(x**2),
@@ -55,6 +56,18 @@ def layer(carry, w, scale, shift):
         "shared": jnp.sum(shift),
         "count": count,
     }
+
+
+class Sine(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, carry, scale, shift):
+        return layer(carry, self.w, scale, shift)
+
+
+class Tanh(Sine):
+    def __call__(self, carry, scale, shift):
+        return layer(carry, self.w, scale, shift, jnp.tanh)
 
 
 def total(run: Callable, inputs: dict) -> jax.Array:
@@ -65,12 +78,35 @@ def total(run: Callable, inputs: dict) -> jax.Array:
     return sum(jnp.sum(jnp.sin(leaf)) for leaf in carry[:3]) + 0.1 * jnp.sin(outputs)
 
 
-def ours(policy, init, w, scale, shift):
+def by_scan(policy, init, w, scale, shift):
     return scan(layer, Layers, remat=policy)(init, w, scale, shared(shift))
 
 
-def reference(init, w, scale, shift):
-    return lax.scan(lambda carry, x: layer(carry, *x, shift), init, (w, scale))
+def by_sequence(policy, init, w, scale, shift):
+    blocks = BlockSeq([Sine(w[0]), Tanh(w[1]), Sine(w[2]), Tanh(w[3])], Layers, policy)
+    return blocks.scan(init, scale, shared(shift))
+
+
+def by_pattern(policy, init, w, scale, shift):
+    kinds = {name: Stacked(Kind(w[k::2]), Layers.resize(2)) for k, (name, Kind) in enumerate(KINDS.items())}
+    carry, found = StackedPattern(kinds, ("sine", "tanh") * 2, Layers, policy).scan(
+        init, scale, shared(shift)
+    )
+    return carry, jax.tree.map(lambda a, b: jnp.stack([a, b], 1).reshape(-1), found["sine"], found["tanh"])
+
+
+def reference(wave, init, w, scale, shift):
+    return lax.scan(
+        lambda carry, x: layer(carry, *x[:2], shift, wave(x[2])), init, (w, scale, jnp.arange(LENGTH))
+    )
+
+
+def alternating(index):
+    return lambda x: jnp.where(index % 2 == 0, jnp.sin(x), jnp.tanh(x))
+
+
+KINDS = {"sine": Sine, "tanh": Tanh}
+STACKS = {by_scan: lambda index: jnp.sin, by_sequence: alternating, by_pattern: alternating}
 
 
 class Case:
@@ -85,6 +121,7 @@ class Case:
         draw.shuffle(around)
         self.around = around
         self.wanted = self._some(draw)
+        self.stack = draw.choice([by_scan, by_sequence, by_pattern])
         self.mode = draw.choice(
             ["grad", "grad", "grad in vmap", "jvp", "jvp of grad", "grad of grad", "grad of jvp"]
         )
@@ -94,7 +131,7 @@ class Case:
         return tuple(draw.sample(sorted(INPUTS), draw.randint(1, len(INPUTS))))
 
     def __repr__(self) -> str:
-        return f"{self.mode} by {self.wanted} of {self.around}"
+        return f"{self.mode} by {self.wanted} of {self.around} {self.stack.__name__}"
 
     def inputs(self) -> dict:
         """Each input with an axis for each `vmap` that maps it, the outermost first."""
@@ -162,21 +199,18 @@ def wrapped(step, value: Callable) -> Callable:
     ]
 
 
-def compare(policy, cases) -> None:
-    def results():
-        return [(case.result(functools.partial(ours, policy)), case.result(reference)) for case in cases]
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("cases", [range(2), pytest.param(range(2, 5), marks=pytest.mark.deep)], ids=str)
+def test_every_order_of_transformations(name, cases):
+    cases = [Case(100 * list(POLICIES).index(name) + k) for k in cases]
 
-    for case, (found, expected) in zip(cases, quick_jit(results)(), strict=True):
+    def results():
+        for case in cases:
+            ours = functools.partial(case.stack, POLICIES[name])
+            yield case.result(ours), case.result(functools.partial(reference, STACKS[case.stack]))
+
+    for case, (found, expected) in zip(cases, quick_jit(lambda: list(results()))(), strict=True):
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert one.dtype == other.dtype and one.shape == other.shape, case
             limit = 2e-5 * max(1.0, float(np.abs(other).max()))
             assert np.abs(np.asarray(one) - np.asarray(other)).max() <= limit, case
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "last"),
-    [*((name, 0, 1) for name in POLICIES), *deep_cases((name, 1, 7) for name in POLICIES)],
-)
-def test_every_order_of_transformations(name, first, last):
-    seed = 100 * list(POLICIES).index(name)
-    compare(POLICIES[name], [Case(seed + k) for k in range(first, last)])

@@ -66,8 +66,6 @@ def cross_entropy(weights, x):
 
 FUNCTIONS = {
     "nested": fold("nested"),
-    "offload": fold("offload"),
-    "max_carries": fold(ScanCheckpointPolicy(max_carries=3)),
     "first_layers": fold(ScanCheckpointPolicy(first_layers=2, max_carries=3)),
     "pattern": pattern,
     "tiles": tiles,
@@ -85,11 +83,11 @@ def test_gradients_of_a_jaxpr_do_not_depend_on_earlier_ones(name):
 
     @jax.jit
     def every():
-        by = [(0, 1), (0,), (0, 1), (1,), (0, 1), (0,), (1,)]
+        by = [(0,), (0, 1), (1,), (0, 1), (0,)]
         return [jax.grad(evaluate, argnums)(weights, x) for argnums in by]
 
-    both, first, again, second, third, *last = every()
-    for found in (again, third, [*first, *second], [*last[0], *last[1]]):
+    first, both, second, again, last = every()
+    for found in (again, [*first, *second], [*last, *second]):
         for one, other in zip(both, found, strict=True):
             assert np.any(one)
             np.testing.assert_allclose(one, other, rtol=1e-5)

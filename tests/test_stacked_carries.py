@@ -36,7 +36,6 @@ nothing_saveable = functools.partial(jax.checkpoint, policy=jax.checkpoint_polic
 PROGRAMS = {
     "lax.scan": scan,
     "jax.checkpoint on the body": functools.partial(scan, body=jax.checkpoint(body)),
-    "nothing_saveable on the body": functools.partial(scan, body=nothing_saveable(body)),
     "jax.checkpoint around the scan": jax.checkpoint(scan),
     "nothing_saveable around the scan": nothing_saveable(scan),
     "jax.checkpoint on the body and around the scan": jax.checkpoint(
@@ -66,7 +65,6 @@ INTERNALS = (9, 13)  # the carry, and two or three internals of four times its s
     [
         ("lax.scan", INTERNALS),
         ("jax.checkpoint on the body", (1, 1)),
-        ("nothing_saveable on the body", (1, 1)),
         ("jax.checkpoint around the scan", INTERNALS),
         ("nothing_saveable around the scan", INTERNALS),
         ("jax.checkpoint on the body and around the scan", (1, 1)),

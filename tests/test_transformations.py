@@ -63,9 +63,9 @@ class Tanh(Sine):
         return layer(carry, self.w, scale, shift, jnp.tanh)
 
 
-def total(run: Callable, inputs: dict) -> jax.Array:
+def total(run: Callable, shift: str, inputs: dict) -> jax.Array:
     init = (inputs["x"], inputs["own"], inputs["passed"], jnp.int32(0))
-    carry, outputs = run(init, inputs["w"], inputs["scale"], inputs["shift"])
+    carry, outputs = run(init, inputs["w"], inputs["scale"], inputs[shift])
     weights = jnp.linspace(0.5, 2, LENGTH)
     outputs = sum(jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs))
     return sum(jnp.sum(jnp.sin(leaf)) for leaf in carry[:3]) + 0.1 * jnp.sin(outputs)
@@ -133,13 +133,14 @@ class Case:
         self.mode = draw.choice(
             ["grad", "grad", "grad in vmap", "jvp", "jvp of grad", "grad of grad", "grad of jvp"]
         )
+        self.shift = draw.choice(["shift", "shift", "x"])  # which may also be the carry
 
     @staticmethod
     def _some(draw: random.Random) -> tuple[str, ...]:
         return tuple(draw.sample(sorted(INPUTS), draw.randint(1, len(INPUTS))))
 
     def __repr__(self) -> str:
-        return f"{self.mode} by {self.wanted} of {self.around} {self.stack.__name__}"
+        return f"{self.mode} by {self.wanted} of {self.around} {self.stack.__name__} {self.shift}"
 
     def inputs(self) -> dict:
         """Each input with an axis for each `vmap` that maps it, the outermost first."""
@@ -152,7 +153,7 @@ class Case:
 
     def result(self, run: Callable):
         """The value, and derivatives as `mode` says."""
-        value = functools.partial(total, run)
+        value = functools.partial(total, run, self.shift)
         if self.mode == "grad in vmap":
             inside = value
 

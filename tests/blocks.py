@@ -1,7 +1,7 @@
 """Blocks that the tests stack, policies, quick compilation, and comparison of trees."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -51,20 +51,41 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=name)
 
 
+def is_by_name(spec: Any) -> bool:
+    """Whether a policy saves or offloads values by name, as it offloads carries."""
+    policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
+    names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
+    offloads = spec == "offload" or policy.save_carries == "offload"
+    return bool(names or offloads or isinstance(policy.first_policy, ScanCheckpointPolicy))
+
+
 def with_remat3(policies: Mapping[str, Any]) -> list[Any]:
     """Policies for `parametrize`; those that save or offload values by name are marked `remat3`."""
-
-    def marks(spec: Any) -> tuple:
-        policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
-        names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
-        offloads = spec == "offload" or policy.save_carries == "offload"
-        within_first = isinstance(policy.first_policy, ScanCheckpointPolicy)
-        return (pytest.mark.remat3,) if names or offloads or within_first else ()
-
-    return [pytest.param(spec, marks=marks(spec), id=name) for name, spec in policies.items()]
+    return [
+        pytest.param(spec, marks=[pytest.mark.remat3] * is_by_name(spec), id=name)
+        for name, spec in policies.items()
+    ]
 
 
 Hidden = hax.Axis("hidden", 3)
+
+
+def derivatives(value: Callable, *args: Any) -> tuple:
+    """The tangent, the Hessian-vector product both ways, and its derivative along the vector."""
+    direction = jax.tree.map(lambda leaf: jnp.cos(leaf * 3), args)
+    gradient = jax.grad(value, tuple(range(len(args))))
+
+    def along(found: Any) -> Any:
+        pairs = zip(*map(jax.tree.leaves, (found, direction)), strict=True)
+        return sum(jnp.vdot(a, b) for a, b in pairs)
+
+    return (
+        jax.jvp(value, args, direction),
+        jax.linearize(value, *args)[1](*direction),
+        jax.jvp(gradient, args, direction)[1],
+        jax.grad(lambda args: along(gradient(*args)))(args),
+        jax.grad(lambda vector: along(jax.jvp(gradient, args, vector)[1]))(direction),
+    )
 
 
 class Tanh(eqx.Module):

@@ -22,7 +22,7 @@ from stacked_remat import (
 )
 from stacked_remat._placement import compiled_for, platform
 
-from .blocks import POLICIES, policies, quick_jit
+from .blocks import POLICIES, is_by_name, policies, quick_jit
 
 Layers = hax.Axis("layers", 4)
 # One policy for each kind of program.
@@ -51,9 +51,9 @@ def weights(scale: float = 1.0):
 ONES = np.ones(3, np.float32)
 
 
-@pytest.mark.remat3
-@pytest.mark.parametrize(("Stack", "names"), [(Stacked, POLICIES), (BlockSeq, KINDS)], ids=["stack", "seq"])
-def test_complex_carries_and_constant_outputs(Stack, names):
+@pytest.mark.parametrize("by_name", [False, pytest.param(True, marks=pytest.mark.remat3)])
+@pytest.mark.parametrize(("Stack", "policies"), [(Stacked, POLICIES), (BlockSeq, KINDS)])
+def test_complex_carries_and_constant_outputs(Stack, policies, by_name):
     def value(weights, run):
         x, (zero, three, size) = run(weights, ONES.astype(np.complex64))
         assert (zero.shape, three.shape) == ((4,), (4,))
@@ -66,7 +66,9 @@ def test_complex_carries_and_constant_outputs(Stack, names):
             outputs.append(output)
         return x, jax.tree.map(lambda *leaves: jnp.asarray(leaves), *outputs)
 
-    runs = {name: _scan_under(Stack, POLICIES[name]) for name in names}
+    runs = {
+        name: _scan_under(Stack, remat) for name, remat in policies.items() if is_by_name(remat) == by_name
+    }
     found = quick_jit(
         lambda w: {name: jax.value_and_grad(value)(w, run) for name, run in {**runs, "loop": loop}.items()}
     )(weights())

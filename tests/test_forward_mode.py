@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import stacked_remat as sr
 from stacked_remat import Stacked, shared, streaming
 
-from .blocks import assert_close, quick_jit
+from .blocks import assert_close, derivatives, quick_jit
 
 X = jnp.linspace(-1, 1, 3)
 
@@ -26,25 +26,6 @@ def loop(blocks, x, scale):
     for block in blocks.unstacked():
         x = block(x, scale)
     return jnp.sum(x**2)
-
-
-def derivatives(value, *args):
-    """The tangent, the Hessian-vector product both ways, and a Hessian."""
-    direction = jax.tree.map(lambda leaf: jnp.cos(leaf * 3), args)
-    gradient = jax.grad(value, tuple(range(len(args))))
-
-    def along(*args):
-        return sum(
-            jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (gradient(*args), direction)), strict=True)
-        )
-
-    return (
-        jax.jvp(value, args, direction),
-        jax.linearize(value, *args)[1](*direction),
-        jax.jvp(gradient, args, direction)[1],
-        jax.grad(along, tuple(range(len(args))))(*args),
-        jax.hessian(value, len(args) - 1)(*args),
-    )
 
 
 def test_of_layers_on_the_host():

@@ -58,7 +58,7 @@ def test_blocks_totals_and_norms_are_exact():
     np.testing.assert_allclose(found.cosines.array, cosines, rtol=1e-4)
     np.testing.assert_allclose(np.abs(found.shares().array).sum(), 1.0, rtol=1e-5)
     plain = eqx.filter_jit(ghost.val_direction)(model, named_losses, batch)
-    for granularity, reduction, scale in (("block", "mean", 1), ("total", "sum", Batch.size)):
+    for granularity, reduction, scale in (("block", "sum", Batch.size), ("total", "mean", 1)):
         options = {"granularity": granularity, "reduction": reduction}
         other, in_batch = run(model, named_losses, batch, direction, **options)
         assert set(in_batch.scores) == (set(found.scores) if granularity == "block" else set())

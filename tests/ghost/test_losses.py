@@ -330,11 +330,12 @@ def test_derivatives_of_a_cross_entropy_are_scored_or_refused_under_vmap():
         axis = batch[0].resolve_axis("batch")
         return hax.vmap(lambda x, targets: losses(head, x, targets), axis)(*batch)
 
-    def scores(fn):
-        return ghost.grad_dot(head, fn, (x, targets), direction=head, tokens="sum")[1].total.array
+    def scores(fn, tokens="sum"):
+        return ghost.grad_dot(head, fn, (x, targets), direction=head, tokens=tokens)[1].total.array
 
     expected = jax.jvp(lambda head: penalty(head, (x, targets), plain), (head,), (head,))[1]
     np.testing.assert_allclose(scores(penalty), hax.sum(expected, Position).array, rtol=1e-4)
+    np.testing.assert_allclose(scores(penalty, "mean"), hax.mean(expected, Position).array, rtol=1e-4)
     with pytest.raises(ghost.UnsupportedLeafError, match="^the model "):
         scores(mapped)
 

@@ -14,7 +14,7 @@ from stacked_remat import checkpoint, fold, tiled
 
 from .blocks import quick_jit
 
-Pos, Embed, Other = Axis("position", 5), Axis("embed", 3), Axis("other", 2)
+Pos, Embed = Axis("position", 5), Axis("embed", 3)
 FLOATS = 3  # of the arguments `x, y, w, ids`
 
 

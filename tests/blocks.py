@@ -1,13 +1,14 @@
-"""Blocks that the tests stack, quick compilation, and which policies are tested with `JAX_REMAT3=1` too."""
+"""Blocks that the tests stack, policies, quick compilation, and comparison of trees."""
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy, checkpoint_name
@@ -18,29 +19,80 @@ quick_jit = functools.partial(
     compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
 )
 
+_NAMES = ["hidden"]
+POLICIES = {
+    "False": False,
+    "True": True,
+    "recompute": "recompute",
+    "offload": "offload",
+    "nested": "nested",
+    "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "segments": ScanCheckpointPolicy(nested=3),
+    "max_carries": ScanCheckpointPolicy(max_carries=2),
+    "names": ScanCheckpointPolicy(save_block_internals=_NAMES),
+    "names offloaded": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=_NAMES),
+    "nested, names": ScanCheckpointPolicy(nested=True, save_block_internals=_NAMES),
+    "nested, offload, names": ScanCheckpointPolicy(
+        nested=True, save_carries="offload", save_block_internals=_NAMES
+    ),
+    "first layers": ScanCheckpointPolicy(nested=True, first_layers=2),
+    "first layers, offload": ScanCheckpointPolicy(nested=True, first_layers=1, save_carries="offload"),
+}
 
-def with_remat3(policies: Mapping[str, Any], quick: Collection[str] | None = None) -> list[Any]:
-    """Policies for `parametrize`; those that save or offload values by name are marked `remat3`.
 
-    Those that are not `quick` are marked `deep`.
-    """
+def policies(*names: str) -> dict[str, Any]:
+    return {name: POLICIES[name] for name in names}
 
-    def marks(spec: Any) -> tuple:
-        policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
-        names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
-        offloads = spec == "offload" or policy.save_carries == "offload"
-        within_first = isinstance(policy.first_policy, ScanCheckpointPolicy)
-        return (pytest.mark.remat3,) if names or offloads or within_first else ()
 
-    def depth(name: str) -> tuple:
-        return () if quick is None or name in quick else (pytest.mark.deep,)
+def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6, name: str = "") -> None:
+    """Trees of the same types and close numbers."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype, name
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=name)
 
+
+def is_by_name(spec: Any) -> bool:
+    """Whether a policy saves or offloads values by name, as it offloads carries."""
+    policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
+    names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
+    offloads = spec == "offload" or policy.save_carries == "offload"
+    return bool(names or offloads or isinstance(policy.first_policy, ScanCheckpointPolicy))
+
+
+def with_remat3(policies: Mapping[str, Any]) -> list[Any]:
+    """Policies for `parametrize`; those that save or offload values by name are marked `remat3`."""
     return [
-        pytest.param(spec, marks=(*marks(spec), *depth(name)), id=name) for name, spec in policies.items()
+        pytest.param(spec, marks=[pytest.mark.remat3] * is_by_name(spec), id=name)
+        for name, spec in policies.items()
     ]
 
 
 Hidden = hax.Axis("hidden", 3)
+
+
+def derivatives(value: Callable, *args: Any) -> tuple:
+    """The tangent, the Hessian-vector product both ways, and its derivative along the vector."""
+    direction = jax.tree.map(lambda leaf: jnp.cos(leaf * 3), args)
+    gradient = jax.grad(value, tuple(range(len(args))))
+
+    def along(found: Any) -> Any:
+        pairs = zip(*map(jax.tree.leaves, (found, direction)), strict=True)
+        return sum(jnp.vdot(a, b) for a, b in pairs)
+
+    return (
+        jax.jvp(value, args, direction),
+        jax.linearize(value, *args)[1](*direction),
+        jax.jvp(gradient, args, direction)[1],
+        jax.grad(lambda args: along(gradient(*args)))(args),
+        jax.grad(lambda vector: along(jax.jvp(gradient, args, vector)[1]))(direction),
+    )
+
+
+class Tanh(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(x @ self.weight)
 
 
 class NamedBlock(eqx.Module):

@@ -1,6 +1,5 @@
 """What layers may do under every policy: complex carries, effects, eager calls, second derivatives."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -23,43 +22,12 @@ from stacked_remat import (
 )
 from stacked_remat._placement import compiled_for, platform
 
-from .blocks import quick_jit, with_remat3
+from .blocks import POLICIES, is_by_name, policies, quick_jit
 
 Layers = hax.Axis("layers", 4)
-NAMES = ["hidden"]
-POLICIES = {
-    "false": False,
-    "true": True,
-    "recompute": "recompute",
-    "offload": "offload",
-    "save_all": "save_all",
-    "names": ScanCheckpointPolicy(save_block_internals=NAMES),
-    "names offloaded": ScanCheckpointPolicy(offload_block_internals=NAMES),
-    "nested": "nested",
-    "nested names": ScanCheckpointPolicy(nested=True, save_block_internals=NAMES),
-    "nested offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
-    "nested offload names": ScanCheckpointPolicy(
-        nested=True, save_carries="offload", save_block_internals=NAMES
-    ),
-    "first layers": ScanCheckpointPolicy(nested=True, first_layers=2),
-    "first layers offload": ScanCheckpointPolicy(nested=True, save_carries="offload", first_layers=1),
-}
-OFFLOADING = [name for name, policy in POLICIES.items() if "offload" in repr(policy)]
-CUT = [name for name in POLICIES if name.startswith(("nested", "first"))]
 # One policy for each kind of program.
-KINDS = ("true", "recompute", "offload", "nested names", "nested offload", "first layers")
-every_policy = pytest.mark.parametrize("policy", with_remat3(POLICIES))
-every_stack_and_policy = pytest.mark.parametrize(
-    "Stack, policy",
-    [
-        pytest.param(Stack, *one.values, marks=one.marks, id=f"{Stack.__name__}-{one.id}")
-        for Stack, names in ((Stacked, POLICIES), (BlockSeq, KINDS))
-        for one in with_remat3({name: POLICIES[name] for name in names}, quick=KINDS)
-    ],
-)
-every_kind = pytest.mark.parametrize("policy", [POLICIES[name] for name in KINDS], ids=KINDS)
-
-
+KINDS = policies("True", "recompute", "offload", "nested, names", "nested, offload", "first layers")
+every_kind = pytest.mark.parametrize("policy", KINDS.values(), ids=KINDS)
 every_stack = pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
 
 
@@ -83,64 +51,60 @@ def weights(scale: float = 1.0):
 ONES = np.ones(3, np.float32)
 
 
-@every_stack_and_policy
-def test_vmap_with_complex_carries_and_constant_outputs(Stack, policy):
-    def value(scale, weights):
-        x, (zero, three, size) = Stack.init(Layers, ComplexBlock, remat=policy)(weights).scan(
-            (scale * ONES).astype(np.complex64)
-        )
+@pytest.mark.parametrize("by_name", [False, pytest.param(True, marks=pytest.mark.remat3)])
+@pytest.mark.parametrize(("Stack", "policies"), [(Stacked, POLICIES), (BlockSeq, KINDS)])
+def test_complex_carries_and_constant_outputs(Stack, policies, by_name):
+    def value(weights, run):
+        x, (zero, three, size) = run(weights, ONES.astype(np.complex64))
         assert (zero.shape, three.shape) == ((4,), (4,))
         return jnp.abs(x).sum() + size.sum() + zero.sum()
 
-    scales, gradient = jnp.array([1.0, 0.5]), jax.value_and_grad(value, 1)
-    if jax.config.jax_remat3:  # pyright: ignore[reportAttributeAccessIssue]
-        compiled = quick_jit(gradient)  # its names have no rule for vmap
-        found = [compiled(scale, weights()) for scale in scales]
-    else:
-        found = zip(*quick_jit(jax.vmap(gradient, (0, None)))(scales, weights()), strict=True)
-    for scale, (found_value, found_gradient) in zip(scales, found, strict=True):
-        expected = _loop_of_complex_blocks(float(scale))
-        np.testing.assert_allclose(found_value, expected[0], rtol=1e-5)
-        np.testing.assert_allclose(found_gradient, expected[1], rtol=1e-4, atol=1e-5)
-
-
-@functools.cache
-def _loop_of_complex_blocks(scale):
-    def value(weights):
-        x, total = (scale * ONES).astype(np.complex64), 0.0
+    def loop(weights, x):
+        outputs = []
         for weight in weights:
-            x, (_, _, size) = ComplexBlock(weight)(x)
-            total += size
-        return jnp.abs(x).sum() + total
+            x, output = ComplexBlock(weight)(x)
+            outputs.append(output)
+        return x, jax.tree.map(lambda *leaves: jnp.asarray(leaves), *outputs)
 
-    return quick_jit(jax.value_and_grad(value))(weights())
+    runs = {
+        name: _scan_under(Stack, remat) for name, remat in policies.items() if is_by_name(remat) == by_name
+    }
+    found = quick_jit(
+        lambda w: {name: jax.value_and_grad(value)(w, run) for name, run in {**runs, "loop": loop}.items()}
+    )(weights())
+    expected = found.pop("loop")
+    for name, result in found.items():
+        for one, other in zip(result, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@functools.cache
-def _second_derivative(Stack, policy, length):
-    def penalty(weights):
+def _scan_under(Stack, policy):
+    return lambda weights, x: Stack.init(Layers, ComplexBlock, remat=policy)(weights).scan(x)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_second_derivatives(length):
+    """Of policies that test_transformations.py has not."""
+
+    def penalty(weights, policy):
         def value(weights):
-            return Stack.init(Layers.resize(length), Block, remat=policy)(weights).fold(ONES).sum()
+            return Stacked.init(Layers.resize(length), Block, remat=policy)(weights).fold(ONES).sum()
 
         return jnp.sum(jax.grad(value)(weights) ** 2)
 
-    return quick_jit(jax.grad(penalty))(weights()[:length])
-
-
-@every_stack_and_policy
-def test_second_derivatives(Stack, policy):
-    found, expected = (_second_derivative(Stack, remat, 4) for remat in (policy, False))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("policy", [True, POLICIES["nested offload"]], ids=str)
-def test_second_derivatives_of_one_layer(policy):
-    found, expected = (_second_derivative(Stacked, remat, 1) for remat in (policy, False))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    policies = [
+        False,
+        *(POLICIES[name] for name in ("True", "names offloaded", "nested, offload, names", "recompute")),
+    ]
+    expected, *found = quick_jit(lambda w: [jax.grad(penalty)(w, policy) for policy in policies])(
+        weights()[:length]
+    )
+    for result in found:
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 class TestEffects:
-    @pytest.mark.parametrize("name", ["nested offload names", "nested names", "offload", "first layers"])
+    @pytest.mark.parametrize("name", ["nested, offload, names", "nested, names", "offload", "first layers"])
     def test_callbacks_get_only_carries_of_the_stack(self, name):
         seen = []
 
@@ -156,28 +120,28 @@ class TestEffects:
             carries.append(np.asarray(carries[-1] * weight + 1.0))
         assert seen and all(any(np.allclose(x, carry) for carry in carries[:-1]) for x in seen)
 
-    @pytest.mark.parametrize("name", OFFLOADING)
     @every_stack
-    def test_ordered_callbacks_are_refused_where_values_are_offloaded(self, name, Stack):
+    def test_ordered_callbacks_are_refused_where_values_are_offloaded(self, Stack):
         class Ordered(Block):
             def __call__(self, x):
                 io_callback(lambda _: None, None, x, ordered=True)
                 return super().__call__(x)
 
-        stack = Stack.init(Layers, Ordered, remat=POLICIES[name])(weights())
-        with pytest.raises(TypeError, match="ordered effects.*ordered=True"):
-            jax.eval_shape(stack.fold, ONES)
+        for policy in [policy for policy in POLICIES.values() if "offload" in repr(policy)]:
+            stack = Stack.init(Layers, Ordered, remat=policy)(weights())
+            with pytest.raises(TypeError, match="ordered effects.*ordered=True"):
+                jax.eval_shape(stack.fold, ONES)
 
-    @pytest.mark.parametrize("name", CUT)
-    def test_references_are_refused_where_layers_are_cut(self, name):
+    def test_references_are_refused_where_layers_are_cut(self):
         reference = jax.new_ref(jnp.zeros(3))
 
         def body(x, weight):
             reference[...] += 1.0
             return x * weight
 
-        with pytest.raises(TypeError, match="jax.Ref"):
-            fold(body, Layers, remat=POLICIES[name])(ONES, weights())
+        for name in [name for name in POLICIES if name.startswith(("nested", "first"))]:
+            with pytest.raises(TypeError, match="jax.Ref"):
+                fold(body, Layers, remat=POLICIES[name])(ONES, weights())
         fold(body, Layers, remat=True)(ONES, weights())
         assert reference[...].tolist() == [4.0] * 3
 
@@ -195,16 +159,6 @@ def test_export_with_symbolic_shapes(policy):
     np.testing.assert_allclose(found, jax.grad(value)(weights(), jnp.ones((2, 3))), rtol=1e-5)
 
 
-@every_kind
-def test_linear_layers_are_transposed(policy):
-    def linear(x):
-        return fold(lambda x, weight: x * weight, Layers, remat=policy)(x, weights())
-
-    expected = jnp.prod(weights(), 0)
-    for transpose in (jax.linear_transpose(linear, ONES), jax.vjp(linear, ONES)[1]):
-        np.testing.assert_allclose(transpose(jnp.ones(3))[0], expected, rtol=1e-6)
-
-
 class TestStacksInStacks:
     @staticmethod
     def gradient(remat, depth):
@@ -214,13 +168,14 @@ class TestStacksInStacks:
         layer: Any = sine
         for _ in range(depth):
             layer = fold(layer, Layers, remat=remat)
-        return quick_jit(jax.grad(lambda w: layer(ONES, w).sum()))
+        return jax.grad(lambda w: layer(ONES, w).sum())
 
-    @every_kind
-    def test_gradients(self, policy):
+    def test_gradients(self):
         stacked = jnp.linspace(0.3, 0.9, 48).reshape(4, 4, 3)
-        found, expected = (self.gradient(remat, 2)(stacked) for remat in (policy, False))
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+        policies = [False, *KINDS.values()]
+        expected, *found = quick_jit(lambda w: [self.gradient(remat, 2)(w) for remat in policies])(stacked)
+        for result in found:
+            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-7)
 
     @pytest.mark.parametrize(
         "settings",
@@ -236,11 +191,10 @@ class TestStacksInStacks:
 
         def size(remat, depth):
             shape = jnp.zeros((Layers.size,) * depth + (3,))
-            return len(self.gradient(remat, depth).lower(shape).as_text())
+            return len(jax.jit(self.gradient(remat, depth)).lower(shape).as_text())
 
         policy = ScanCheckpointPolicy(nested=True, **settings)
-        sizes = [size(policy, depth) for depth in (1, 2, 3, 4)]
-        growth = np.diff(sizes)
+        growth = np.diff([size(policy, depth) for depth in (1, 2, 3)])
         assert growth[-1] < 1.5 * growth[0]
 
 

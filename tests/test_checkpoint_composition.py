@@ -125,9 +125,6 @@ def derivatives(ck, places):
 
 
 REVERSE_ONLY = ("around custom_vjp", "inside custom_vjp", "around a fold")
-BRANCHES = ("cond", "switch", "branches inside")  # where JAX refuses second derivatives of offloaded values
-
-
 FEW = ("cond", "nested", "closure")  # the others take most of a minute to compile
 
 
@@ -139,15 +136,13 @@ def expected(names):
 @pytest.mark.parametrize(
     "options, names",
     [
-        pytest.param({}, FEW, id="default, few places"),
-        pytest.param({}, tuple(PLACES), id="default", marks=pytest.mark.deep),
-        pytest.param({"save": ["hidden"]}, tuple(PLACES), id="names", marks=pytest.mark.deep),
+        pytest.param({}, FEW, id="default"),
         pytest.param(
             {"save": jax.checkpoint_policies.dots_saveable, "offload": ["activation"], "prevent_cse": False},
-            tuple(name for name in PLACES if name not in BRANCHES),
+            ("closure",),
             id="operations, offloaded",
-            marks=pytest.mark.deep,
         ),
+        pytest.param({"save": ["hidden"]}, tuple(PLACES), id="names", marks=pytest.mark.deep),
     ],
 )
 def test_derivatives_wherever_it_stands(options, names):
@@ -205,9 +200,7 @@ def temporaries(place, x, w):
     return memory.report(jax.grad(loss, (0, 1)), x, w).temporaries
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.deep) for name in MEASURED]
-)
+@pytest.mark.parametrize("name", [*FEW, "scan", "around a fold", "shard_map", "second derivative"])
 def test_compiled_memory_wherever_it_stands(name):
     before, after = with_and_without(temporaries, name)
     merges = jax.__version_info__ < (0, 12)

@@ -10,7 +10,8 @@ from jax import lax
 
 from stacked_remat import Stacked, fused_update
 
-from .test_fused_update import assert_close, fused_steps, model, plain_steps
+from .blocks import assert_close
+from .test_fused_update import fused_steps, model, plain_steps
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax depends on it
 

@@ -1,7 +1,6 @@
 """JAX's own checkpoint policies choose which internals of a layer are saved."""
 
 import contextlib
-import itertools
 
 import haliax as hax
 import jax
@@ -51,12 +50,14 @@ def expected():
     return quick_jit(gradient(False))(WEIGHTS)
 
 
-@pytest.mark.parametrize("policy, products", POLICIES.values(), ids=POLICIES)
-def test_are_obeyed(policy, products, expected):
-    np.testing.assert_allclose(quick_jit(gradient(policy))(WEIGHTS), expected, rtol=1e-5)
-    flops = memory.count_flops(jax.make_jaxpr(gradient(policy))(WEIGHTS))
-    assert flops.matmul <= products * Layers.size * PRODUCT
-    assert flops.matmul > (products - 2) * Layers.size * PRODUCT
+def test_are_obeyed(expected):
+    run = quick_jit(lambda weights: [gradient(policy)(weights) for policy, _ in POLICIES.values()])
+    for found in run(WEIGHTS):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for name, (policy, products) in POLICIES.items():
+        flops = memory.count_flops(jax.make_jaxpr(gradient(policy))(WEIGHTS))
+        most = products * Layers.size * PRODUCT
+        assert most - 2 * Layers.size * PRODUCT < flops.matmul <= most, name
 
 
 def test_serve_stacks_of_both_kinds():
@@ -135,9 +136,7 @@ def test_complex_values_are_kept_as_real_ones_are():
         return x
 
     ours = [lambda x, w, p=p: loop(x, w, checkpoint(step, save=p)) for p in by_operation]
-    for policy, cut in itertools.product(
-        by_operation, ({}, {"nested": True}, {"nested": True, "first_layers": 1})
-    ):
+    for policy, cut in zip(by_operation, ({}, {"nested": True}, {"nested": 2}), strict=True):
         ours.append(fold(step, Turns, remat=ScanCheckpointPolicy(save_block_internals=policy, **cut)))
     expected, *found = jax.jit(lambda w: [derivative(run)(w) for run in (loop, *ours)])(weights)
     for result in found:

@@ -1,5 +1,6 @@
 """`shared`, also on the host, `per_layer`, single random keys, and errors that say how to share or split."""
 
+import functools
 import warnings
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import pytest
 from stacked_remat import BlockSeq, LayerResult, Stacked, StackedPattern, fold, map, per_layer, scan, shared
 from stacked_remat._scan.arguments import is_unsplit_key
 
-from .blocks import PlainBlock, PlainScanBlock
+from .blocks import PlainBlock, assert_close
 
 Layers = hax.Axis("layers", 4)
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -52,9 +53,9 @@ STACKS = [
     BlockSeq([Recorder(jnp.zeros(())) for _ in range(4)], Layers),
 ]
 FOLDS = [
-    *(lambda x, record, s=s: s.fold(0.0, x, record) for s in STACKS),
-    *(lambda x, record, s=s: s.fold(0.0, x=x, record=record) for s in STACKS),
-    *(lambda x, record, s=s: s.scan_via(lambda b, c, x: (b(c, x, record), None))(0.0, x) for s in STACKS),
+    lambda x, record: STACKS[0].fold(0.0, x=x, record=record),
+    lambda x, record: STACKS[1].fold(0.0, x, record),
+    lambda x, record: STACKS[0].scan_via(lambda b, c, x: (b(c, x, record), None))(0.0, x),
     lambda x, record: fold(lambda carry, x: record(x) or carry, Layers)(0.0, x),
     lambda x, record: scan(lambda carry, x: (carry, record(x)), Layers)(0.0, x=x),
     lambda x, record: map(record, Layers)(x),
@@ -99,14 +100,13 @@ class TestMarks:
         )
         np.testing.assert_array_equal(rows, self.square)
 
-    @pytest.mark.parametrize("remat", [False, "nested"])
     @pytest.mark.parametrize("stack", STACKS, ids=["Stacked", "BlockSeq"])
-    def test_marked_arguments_of_transformations(self, stack, remat):
+    def test_marked_arguments_of_transformations(self, stack):
         """Marked trees are PyTrees, which `jit`, `grad` and `vmap` take as arguments."""
 
         def loss(weights, scales):
             step = lambda block, x, weight, scale: jnp.tanh(weight @ x) * scale  # noqa: E731
-            return jnp.sum(stack.fold_via(step, remat=remat)(jnp.ones(4), weights, scales))
+            return jnp.sum(stack.fold_via(step, remat="nested")(jnp.ones(4), weights, scales))
 
         def expected(weight, scales):
             x = jnp.ones(4)
@@ -114,16 +114,19 @@ class TestMarks:
                 x = jnp.tanh(weight @ x) * scale
             return jnp.sum(x)
 
-        scales = jnp.linspace(0.5, 1.0, 4)
-        square = 0.03 * self.square
-        of_marked = jax.jit(jax.grad(loss, argnums=(0, 1)))(shared(square), per_layer(scales))
-        of_loop = jax.grad(expected, argnums=(0, 1))(square, scales)
-        for got, want in zip(jax.tree.leaves(of_marked), of_loop, strict=True):
+        square, scales = 0.03 * self.square, jnp.linspace(0.5, 1.0, 4)
+        pairs = jnp.stack([square, -square])
+
+        @jax.jit
+        def run(marked, weights, batch):
+            found = jax.grad(loss, (0, 1))(*marked), jax.vmap(loss, (0, None))(batch, marked[1])
+            wanted = jax.grad(expected, (0, 1))(*weights), jax.vmap(expected, (0, None))(pairs, scales)
+            return jax.tree.leaves(found), jax.tree.leaves(wanted)
+
+        for got, want in zip(
+            *run((shared(square), per_layer(scales)), (square, scales), shared(pairs)), strict=True
+        ):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-        batch = jnp.stack([square, -square])
-        got = jax.vmap(loss, in_axes=(0, None))(shared(batch), per_layer(scales))
-        want = jnp.stack([expected(weight, scales) for weight in batch])
-        np.testing.assert_allclose(got, want, rtol=1e-5)
 
     @pytest.mark.parametrize(
         "x, message",
@@ -135,10 +138,9 @@ class TestMarks:
         ],
     )
     def test_what_cannot_be_split(self, x, message):
-        for apply in FOLDS[:2]:
-            with pytest.raises(ValueError, match=message) as error:
-                apply(per_layer(x), None)
-            assert "whole array" not in str(error.value)
+        with pytest.raises(ValueError, match=message) as error:
+            FOLDS[0](per_layer(x), None)
+        assert "whole array" not in str(error.value)
 
     @pytest.mark.parametrize("x", [3, ["a", "b", "c", "d"], "text"])
     def test_per_layer_refuses_what_has_no_arrays(self, x):
@@ -181,43 +183,37 @@ class TestMarks:
             apply({"h": shared(self.square)})
 
 
+def check_advice(name, call, argument):
+    message = message_of(call)
+    assert message.startswith(f"{name} over `layers` (size 4)")
+    assert f"{argument} has leading dimension 8 (shape (8, 3))" in message
+    assert f"mark it, stacked_remat.shared({argument}), or" in message
+
+
 class TestHowToShare:
     """The advice in each error works."""
 
-    @pytest.mark.parametrize(
-        "name, run",
-        [
+    def test_functions(self):
+        for name, run in (
             ("fold", lambda table: fold(lambda c, table: c, Layers)(0.0, table)),
             ("scan", lambda table: scan(lambda c, table: (c, c), Layers)(0.0, table)),
             ("map", lambda table: map(lambda table: table, Layers)(table)),
-        ],
-    )
-    def test_functions(self, name, run):
-        message = message_of(lambda: run(TABLE))
-        assert message.startswith(f"{name} over `layers` (size 4)")
-        assert "table has leading dimension 8 (shape (8, 3))" in message
-        assert "mark it, stacked_remat.shared(table), or" in message
-        run(shared(TABLE))
+        ):
+            check_advice(name, lambda run=run: run(TABLE), "table")
+            run(shared(TABLE))
 
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
-    @pytest.mark.parametrize("verb", ["fold", "scan", "vmap"])
-    def test_methods(self, Stack, verb):
-        stack = Stack.init(Layers, PlainScanBlock if verb == "scan" else PlainBlock)(3, key=KEYS)
-        message = message_of(lambda: getattr(stack, verb)(jnp.ones((4, 3)), TABLE))
-        assert message.startswith(f"{Stack.__name__}.{verb} over `layers` (size 4)")
-        assert "scale has leading dimension 8" in message
-        assert "mark it, stacked_remat.shared(scale), or" in message
-
-    @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
-    def test_init(self, Stack):
+    def test_methods(self, Stack):
         def block(table, *, key):
             assert table.shape == (8, 3)
             return PlainBlock(3, key=key)
 
-        message = message_of(lambda: Stack.init(Layers, block)(TABLE, key=KEYS))
-        assert message.startswith(f"{Stack.__name__}.init over `layers`")
-        assert "mark it, stacked_remat.shared(table), or" in message
-        assert Stack.init(Layers, block)(shared(TABLE), key=KEYS).fold(jnp.ones(3)).shape == (3,)
+        check_advice(f"{Stack.__name__}.init", lambda: Stack.init(Layers, block)(TABLE, key=KEYS), "table")
+        stack = Stack.init(Layers, block)(shared(TABLE), key=KEYS)
+        assert stack.fold(jnp.ones(3)).shape == (3,)
+        for verb in ("fold", "scan", "vmap"):
+            call = functools.partial(getattr(stack, verb), jnp.ones((4, 3)), TABLE)
+            check_advice(f"{Stack.__name__}.{verb}", call, "scale")
 
     def test_arrays_of_the_stack_have_one_name(self):
         class Block(eqx.Module):
@@ -235,19 +231,19 @@ class TestHowToShare:
 class TestKeys:
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
-    @pytest.mark.parametrize("count", [1, 2, 5])
-    def test_a_wrong_number_of_keys_is_told_to_split(self, Stack, key, count):
-        message = message_of(lambda: Stack.init(Layers, PlainBlock)(3, key=jax.random.split(key, count)))
-        assert f"key has leading dimension {count}" in message
-        assert "jax.random.split(key, 4)" in message and "whole array" not in message
+    def test_a_wrong_number_of_keys_is_told_to_split(self, Stack, key):
+        for count in (1, 5):
+            keys = jax.random.split(key, count)
+            message = message_of(lambda keys=keys: Stack.init(Layers, PlainBlock)(3, key=keys))
+            assert f"key has leading dimension {count}" in message
+            assert "jax.random.split(key, 4)" in message and "whole array" not in message
+        for depth in (2, 4):  # a raw key is two integers, which could be split over two layers
+            message = message_of(lambda depth=depth: Stack.init(depth, PlainBlock)(3, key=key))
+            assert f"key=jax.random.split(key, {depth})" in message and "every layer of `layers`" in message
 
-    @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     @pytest.mark.parametrize("name", ["key", "rng", "seed", "init_key", "seeds", "dropoutKey", "key2"])
-    def test_a_raw_key_for_two_layers_is_recognized_by_its_name(self, Stack, name):
-        """A raw key is two integers, which could be split over two layers."""
-        build = Stack.init(Layers.resize(2), lambda **keys: PlainBlock(3, key=keys[name]))
-        with pytest.raises(ValueError, match=rf"{name}=jax.random.split\({name}, 2\)"):
-            build(**{name: jax.random.PRNGKey(0)})
+    def test_a_raw_key_for_two_layers_is_recognized_by_its_name(self, name):
+        assert is_unsplit_key(name, jax.random.PRNGKey(0))
 
     @pytest.mark.parametrize("apply", FOLDS)
     @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
@@ -306,10 +302,8 @@ class TestKeys:
         assert is_unsplit_key(name, jax.random.key(0))
 
     def test_split_keys_are_not_single_ones(self):
-        assert not is_unsplit_key("key", jax.random.split(jax.random.PRNGKey(0), 2))
-        assert not is_unsplit_key("key", jax.random.split(jax.random.key(0), 2))
-        assert not is_unsplit_key("key", jnp.zeros(2, jnp.int32))
-        assert not is_unsplit_key("key", 3)
+        split = (jax.random.split(key, 2) for key in (jax.random.PRNGKey(0), jax.random.key(0)))
+        assert not any(is_unsplit_key("key", value) for value in (*split, jnp.zeros(2, jnp.int32), 3))
 
 
 class Scaled(eqx.Module):
@@ -392,5 +386,4 @@ def test_arrays_on_the_host_that_all_layers_share():
     want, found = jax.jit(steps)(blocks, bias), jax.jit(steps)(on_host(blocks), on_host(bias))
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(found)} == {"pinned_host"}
     moved = jax.device_put(found, bias.sharding)
-    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert_close(moved, want, rtol=2e-5, atol=2e-6)

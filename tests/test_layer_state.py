@@ -16,17 +16,12 @@ from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, StackedPatter
 from .blocks import quick_jit
 
 Layers, Width = hax.Axis("layers", 3), hax.Axis("width", 2)
-SWEPT: dict[str, Any] = {
-    "nested": "nested",
+POLICIES: dict[str, Any] = {
+    "False": False,
+    "recompute": "recompute",
     "offload": "offload",
     "max_carries": ScanCheckpointPolicy(max_carries=2),
     "first": ScanCheckpointPolicy(nested=True, first_layers=1, first_policy=False),
-}
-POLICIES = {
-    "False": False,
-    "True": True,
-    "recompute": "recompute",
-    **SWEPT,
 }
 
 

@@ -47,7 +47,14 @@ POLICIES = {
     "5 keep carries, offload": ScanCheckpointPolicy(
         save_carries="offload", first_layers=5, first_policy=True
     ),
+    "2 keep carries, 3 carries": ScanCheckpointPolicy(max_carries=3, first_layers=2, first_policy=True),
+    "3 carries, internals": ScanCheckpointPolicy(max_carries=3, save_block_internals=["hidden"]),
+    "nested, internals, boundaries offloaded": ScanCheckpointPolicy(
+        nested=5, save_carries="offload", save_block_internals=["hidden"]
+    ),
 }
+# One policy for each kind of program.
+KINDS = ("True", "internals", "nested, boundaries offloaded", "5 keep a name, nested=2, boundaries offloaded")
 Hidden = hax.Axis("hidden", 3)
 Out = hax.Axis("out", 3)
 
@@ -69,11 +76,10 @@ def plain_layer(carry, weight, shift, factor, index):
     return y, jnp.sum(y * y)
 
 
-def run_policy(remat, reverse, N, ways):
-    """The layers by `scan` with named arrays and by `fold` with plain ones, each on its own arguments."""
+def run_policy(remat, N, ways):
+    """The layers by `scan` with named arrays, and in reverse by `fold` with plain ones and random keys."""
     Layers = hax.Axis("layers", N)
     index = np.arange(N, dtype=np.float32)
-    options = dict(remat=remat, reverse=reverse)
 
     def named(carry, weight, shift, factor):
         return (
@@ -85,22 +91,35 @@ def run_policy(remat, reverse, N, ways):
         )
 
     def plain(carry, weight, shift, factor):  # the layer closes over the factor, which is traced
-        def step(carry, weight, shift, index):
-            return plain_layer(carry, weight, shift, factor, index)[0]
+        def step(carry, weight, shift, index, key):
+            return plain_layer(carry, weight, shift, factor * drawn(key), index)[0]
 
-        return fold(step, "layers", **options)(carry, weight, shift.T, index)
+        run = fold(step, "layers", remat=remat, reverse=True, unroll={7: 2, 5: True}.get(N, 1))
+        return run(carry, weight, shift.T, index, keys(N))
 
-    return {"scan": scan(named_layer, Layers, **options)(*named(*ways["scan"])), "fold": plain(*ways["fold"])}
+    scanned = scan(named_layer, Layers, remat=remat)(*named(*ways["scan"]))
+    return {"scan": scanned, "fold": plain(*ways["fold"])}
 
 
-def run_loop(reverse, N, ways):
-    def loop(carry, weight, shift, factor):
-        outputs: list = [None] * N
-        for i in reversed(range(N)) if reverse else range(N):
-            carry, outputs[i] = plain_layer(carry, weight[i], shift[:, i], factor, float(i))
-        return carry, jnp.stack(outputs)
+def run_loop(N, ways):
+    carry, weight, shift, factor = ways["scan"]
+    outputs = []
+    for i in range(N):
+        carry, output = plain_layer(carry, weight[i], shift[:, i], factor, float(i))
+        outputs.append(output)
+    last, weight, shift, factor = ways["fold"]
+    for i in reversed(range(N)):
+        last, _ = plain_layer(last, weight[i], shift[:, i], factor * drawn(keys(N)[i]), float(i))
+    return {"scan": (carry, jnp.stack(outputs)), "fold": last}
 
-    return {"scan": loop(*ways["scan"]), "fold": loop(*ways["fold"])[0]}
+
+def keys(N):
+    return jax.random.split(jax.random.key(0), N)
+
+
+def drawn(key):
+    """A number from 0 to 1, for which less is compiled than for a uniform one."""
+    return (jax.random.key_data(key)[0] % 7).astype(jnp.float32) / 6
 
 
 def weighted_sum(results):
@@ -119,15 +138,12 @@ def values_and_gradients(run, N):
         results = {way: jax.tree.leaves(result) for way, result in run(N, ways).items()}
         return weighted_sum(results), results
 
-    gradients, results = quick_jit(jax.grad(loss, has_aux=True))(
-        {way: arguments(N) for way in ("scan", "fold")}
-    )
-    return {way: (results[way], gradients[way]) for way in results}
+    return quick_jit(jax.grad(loss, has_aux=True))({way: arguments(N) for way in ("scan", "fold")})
 
 
 @functools.cache
-def reference(reverse, N):
-    return values_and_gradients(functools.partial(run_loop, reverse), N)
+def reference(N):
+    return values_and_gradients(run_loop, N)
 
 
 @pytest.mark.parametrize("remat", with_remat3(POLICIES))
@@ -135,24 +151,18 @@ def test_values_and_gradients_equal_the_python_loop(remat):
     assert_as_looped(remat, 12)
 
 
-# One policy for each kind of program.
-KINDS = ("True", "internals", "nested, boundaries offloaded", "5 keep a name, nested=2, boundaries offloaded")
+@pytest.mark.parametrize(
+    ("name", "N"),
+    [("recompute", 1), *((name, N) for N in (1, 5, 7) for name in ("nested=3", "2 keep internals, nested"))],
+)
+def test_a_stack_of_one_layer_and_loops_that_are_unrolled(name, N):
+    assert_as_looped(POLICIES[name], N)
 
 
-@pytest.mark.parametrize("remat", with_remat3(POLICIES, quick=KINDS))
-def test_layers_in_reverse_equal_the_python_loop(remat):
-    assert_as_looped(remat, 7, reverse=True)
-
-
-@pytest.mark.parametrize("name", ["recompute", "offload", "levels", "2 keep internals, nested"])
-def test_a_stack_of_one_layer(name):
-    assert_as_looped(POLICIES[name], 1)
-
-
-def assert_as_looped(remat, N, reverse=False):
-    found = values_and_gradients(functools.partial(run_policy, remat, reverse), N)
+def assert_as_looped(remat, N):
+    found = values_and_gradients(functools.partial(run_policy, remat), N)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-    jax.tree.map(close, found, reference(reverse, N))
+    jax.tree.map(close, found, reference(N))
 
 
 @functools.cache
@@ -174,46 +184,16 @@ def value_and_gradient_of_a_block_seq(remat):
     return value, jax.tree.leaves(gradient)
 
 
-@pytest.mark.parametrize("remat", with_remat3(POLICIES, quick=(*KINDS, "False", "recompute", "nested")))
+@pytest.mark.parametrize(
+    "remat",
+    with_remat3({name: POLICIES[name] for name in (*KINDS, "False", "recompute", "nested", "levels")}),
+)
 def test_values_and_gradients_of_a_block_seq_equal_the_python_loop(remat):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, value_and_gradient_of_a_block_seq(remat), value_and_gradient_of_a_block_seq(None))
 
 
 N = 12
-
-
-def by_fold(layers, x, remat):
-    return layers.fold(x, remat=remat)
-
-
-def by_scan(layers, x, remat):
-    return layers.scan_via(lambda block, carry: (block(carry), jnp.sum(carry)), remat=remat)(x)
-
-
-def in_reverse(layers, x, remat):
-    step = fold(lambda carry, block: block(carry), layers.Block, remat=remat, reverse=True)
-    return step(x, layers.stacked)
-
-
-def by_name(layers, x, remat):
-    def step(carry, weight):
-        h = checkpoint_name(hax.sin(carry * hax.sum(weight)), "h")
-        return carry + checkpoint_name(hax.cos(h), "o")
-
-    weights = hax.named(layers.stacked.weight, ("layers", "weights"))
-    return fold(step, layers.Block, remat=remat)(hax.named(x, Hidden), weights).array
-
-
-def kept(layers, remat, x, way=by_fold):
-    """The shapes of what the forward pass keeps for the backward pass, without the weights."""
-
-    def forward(layers, x):
-        return way(layers, x, remat)
-
-    pullback = jax.eval_shape(lambda layers, x: jax.vjp(forward, layers, x)[1], layers, x)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.size]
-    return sorted(shape for shape in shapes if shape[-1:] != (5,))
 
 
 class Elementwise(eqx.Module):
@@ -226,6 +206,33 @@ class Elementwise(eqx.Module):
         return x + checkpoint_name(jnp.cos(h), "o")
 
 
+STACKS = {
+    "Stacked": lambda remat=True: Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N), remat),
+    "BlockSeq": lambda remat=True: BlockSeq(
+        [Elementwise(jnp.full(5, i + 1.0)) for i in range(N)], hax.Axis("layers", N), remat
+    ),
+}
+
+
+def by_fold(layers, x, remat):
+    return layers.fold(x, remat=remat)
+
+
+def by_scan(layers, x, remat):
+    return layers.scan_via(lambda block, carry: (block(carry), jnp.sum(carry)), remat=remat, reverse=True)(x)
+
+
+def kept(layers, remat, way=by_fold):
+    """The shapes of what the forward pass keeps for the backward pass, without the weights."""
+
+    def forward(layers, x):
+        return way(layers, x, remat)
+
+    pullback = jax.eval_shape(lambda layers, x: jax.vjp(forward, layers, x)[1], layers, jnp.ones(3))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.size]
+    return sorted(shape for shape in shapes if shape[-1:] != (5,))
+
+
 REMAT3_OF_JAX_0_10 = (
     jax.config.jax_remat3  # pyright: ignore[reportAttributeAccessIssue]
     and jax.__version_info__ < (0, 11)
@@ -233,50 +240,15 @@ REMAT3_OF_JAX_0_10 = (
 
 
 @pytest.mark.remat3
-@pytest.mark.parametrize("way", [by_fold, by_scan, in_reverse, by_name])
-@pytest.mark.parametrize(
-    "remat, expected",
-    [
+@pytest.mark.parametrize("way", [by_fold, by_scan])
+def test_what_is_kept(way):
+    table = [
         (True, [(N, 3)]),
         ("offload", [(N, 3)]),
         ("recompute", [(3,)]),
-        (ScanCheckpointPolicy(save_block_internals=["h"]), [(N, 3), (N, 3)]),
         (ScanCheckpointPolicy(save_block_internals=["h", "unknown"]), [(N, 3), (N, 3)]),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), [(N, 3), (N, 3)]),
         (ScanCheckpointPolicy(save_carries=False, save_block_internals=["h"]), [(3,), (N, 3)]),
-    ],
-)
-def test_what_is_kept(remat, expected, way):
-    names = isinstance(remat, ScanCheckpointPolicy) and (
-        remat.save_carries is False or remat.offload_block_internals
-    )
-    if REMAT3_OF_JAX_0_10 and names:
-        pytest.skip("JAX 0.10's remat3 keeps less than the policy names; gradients are tested above")
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    assert kept(layers, remat, jnp.ones(3), way) == expected
-
-
-@pytest.mark.parametrize("way", [by_fold, by_scan, in_reverse, by_name])
-@pytest.mark.parametrize("remat", [False, "save_all"])
-def test_without_checkpointing_every_layer_keeps_its_internals(remat, way):
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    shapes = kept(layers, remat, jnp.ones(3), way)
-    assert shapes.count((N, 3)) >= 3
-
-
-@pytest.mark.parametrize("way", [by_fold, by_scan, in_reverse, by_name])
-@pytest.mark.parametrize("nested, carries", [(True, 5), (1, 12), (3, 6), (4, 6), (12, 12), (40, 12)])
-def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(nested, carries, way):
-    """12 layers: segments of 5, 4 and 3 in 5 slots; 3 of 4 or 4 of 3 in 6 slots; one, or 12, keep all 12."""
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    shapes = kept(layers, ScanCheckpointPolicy(nested=nested), jnp.ones(3), way)
-    assert sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,)) == carries
-
-
-@pytest.mark.remat3
-@pytest.mark.parametrize(
-    "remat, expected",
-    [
         # 8 layers in shrinking segments of 4, 3 and 1 need 4 slots; those before them keep a carry each.
         (ScanCheckpointPolicy(nested=True, first_layers=4, first_policy=True), [(4, 3), (4, 3)]),
         (ScanCheckpointPolicy(first_layers=4, first_policy=True, save_carries="offload"), [(4, 3), (8, 3)]),
@@ -288,12 +260,23 @@ def test_nested_keeps_a_carry_for_each_segment_and_for_each_layer_of_the_last(ne
         ),
         (ScanCheckpointPolicy(first_layers=N, first_policy=True), [(N, 3)]),
         (ScanCheckpointPolicy(nested=True, first_layers=99, first_policy=True), [(N, 3)]),
-    ],
-    ids=str,
-)
-def test_what_the_first_layers_keep(remat, expected):
-    layers = Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N))
-    assert kept(layers, remat, jnp.ones(3)) == expected
+    ]
+    for remat, expected in table:
+        names = isinstance(remat, ScanCheckpointPolicy) and (
+            remat.save_carries is False or remat.offload_block_internals
+        )
+        if not (REMAT3_OF_JAX_0_10 and names):  # which keeps less than these name
+            assert kept(STACKS["Stacked"](), remat, way) == expected, remat
+
+
+@pytest.mark.parametrize("way", [by_fold, by_scan])
+def test_what_policies_without_names_keep(way):
+    """12 layers: segments of 5, 4 and 3 in 5 slots; 3 of 4 or 4 of 3 in 6 slots; one, or 12, keep all 12."""
+    for remat in (False, "save_all"):
+        assert kept(STACKS["Stacked"](), remat, way).count((N, 3)) >= 3
+    for nested, carries in ((True, 5), (1, 12), (3, 6), (4, 6), (12, 12), (40, 12)):
+        shapes = kept(STACKS["Stacked"](), ScanCheckpointPolicy(nested=nested), way)
+        assert sum(int(np.prod(shape)) // 3 for shape in shapes if shape[-1:] == (3,)) == carries, nested
 
 
 def host_transfers(fn, *args):
@@ -303,14 +286,6 @@ def host_transfers(fn, *args):
         for equation in equations_of(fn, *args)
         if equation.primitive.name == "device_put" and "host" in str(equation.params["devices"]).lower()
     ]
-
-
-STACKS = {
-    "Stacked": lambda remat: Stacked(Elementwise(jnp.ones((N, 5))), hax.Axis("layers", N), remat),
-    "BlockSeq": lambda remat: BlockSeq(
-        [Elementwise(jnp.full(5, i + 1.0)) for i in range(N)], hax.Axis("layers", N), remat
-    ),
-}
 
 
 @pytest.mark.remat3
@@ -338,33 +313,32 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
 
 
 def test_block_seq_keeps_what_stacked_keeps():
-    Layers = hax.Axis("layers", N)
-    sequence = BlockSeq([Elementwise(jnp.full(5, i + 1.0)) for i in range(N)], Layers)
-    assert kept(sequence, True, jnp.ones(3)) == [(3,)] * N
-    assert kept(sequence, "recompute", jnp.ones(3)) == [(3,)]
-    assert kept(sequence, ScanCheckpointPolicy(nested=3), jnp.ones(3)) == [(3,)] * 3
-    assert kept(sequence, ScanCheckpointPolicy(nested=(2, 2, 3)), jnp.ones(3)) == [(3,)] * 2
-    assert kept(sequence, ScanCheckpointPolicy(max_carries=4), jnp.ones(3)) == [(3,)] * 2
+    sequence = STACKS["BlockSeq"]()
     first = ScanCheckpointPolicy(nested=2, first_layers=4, first_policy=True)
-    assert kept(sequence, first, jnp.ones(3)) == [(3,)] * 6
-    assert len(kept(sequence, False, jnp.ones(3))) >= 3 * N
+    cuts = ((dict(nested=3), 3), (dict(nested=(2, 2, 3)), 2), (dict(max_carries=4), 2))
+    for remat, carries in (
+        (True, N),
+        ("recompute", 1),
+        (first, 6),
+        *((ScanCheckpointPolicy(**cut), carries) for cut, carries in cuts),
+    ):
+        assert kept(sequence, remat) == [(3,)] * carries
+    assert len(kept(sequence, False)) >= 3 * N
 
 
 @pytest.mark.remat3
 @pytest.mark.skipif(REMAT3_OF_JAX_0_10, reason="JAX 0.10's remat3 knows no barriers")
 def test_barriers_are_where_layers_share_one_program():
     """Without them XLA merges the recomputation with the forward pass. (XLA on the CPU ignores them.)"""
-    Layers = hax.Axis("layers", 4)
-    stack = Stacked(Elementwise(jnp.ones((4, 5))), Layers)
-    sequence = BlockSeq([Elementwise(jnp.full(5, i + 1.0)) for i in range(4)], Layers)
 
     def has_barriers(layers, **options):
         gradient = jax.jit(jax.grad(lambda layers, x: jnp.sum(layers.fold(x, **options))))
         return "optimization_barrier" in gradient.lower(layers, jnp.ones(3)).as_text()
 
+    stack, sequence = STACKS["Stacked"](), STACKS["BlockSeq"]()
     assert not has_barriers(stack)
     assert has_barriers(stack, unroll=True)
-    assert has_barriers(stack, unroll=4)
+    assert has_barriers(stack, unroll=N)
     assert not has_barriers(stack, unroll=2)
     assert has_barriers(stack, remat="recompute")
     assert has_barriers(sequence)
@@ -374,8 +348,7 @@ def test_barriers_are_where_layers_share_one_program():
 @pytest.mark.parametrize("Stack", STACKS)
 def test_the_call_overrides_the_policy_of_the_stack(Stack):
     layers = STACKS[Stack]("nested")
-    assert kept(layers, None, jnp.ones(3)) != kept(layers, True, jnp.ones(3))
-    assert kept(layers, None, jnp.ones(3)) == kept(layers, "nested", jnp.ones(3))
+    assert kept(layers, True) != kept(layers, None) == kept(layers, "nested")
 
 
 def test_named_blocks_keep_their_axes_in_the_gradient():
@@ -388,16 +361,13 @@ def test_named_blocks_keep_their_axes_in_the_gradient():
     assert gradient.stacked.weight.axes == (Layers, Hidden, Out)
 
 
+@pytest.mark.remat3
 @pytest.mark.parametrize("carries", [True, False, "offload"])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(lambda f: f, id="plain", marks=pytest.mark.remat3),
-        pytest.param(jax.jit, id="jit", marks=pytest.mark.remat3),
-        pytest.param(jax.checkpoint, id="checkpoint"),
-    ],
-)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
 def test_offloading_the_carry_by_name_is_refused(carries, wrap):
+    if wrap is jax.checkpoint and jax.config.jax_remat3:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+
     def names_its_output(x, w):
         return wrap(lambda x: checkpoint_name(x + jnp.tanh(x * w), "h"))(x)
 
@@ -412,12 +382,9 @@ def test_offloading_the_carry_by_name_is_refused(carries, wrap):
         return x + 0 * jnp.tanh(x)
 
     remat = ScanCheckpointPolicy(offload_block_internals=["h"], save_carries=carries)
-    ws = [jnp.float32(w) for w in range(N)]
 
     def trace(layer):
-        jax.make_jaxpr(jax.grad(fold(layer, hax.Axis("layers", N), remat=remat)))(
-            jnp.float32(1), jnp.stack(ws)
-        )
+        jax.make_jaxpr(jax.grad(fold(layer, "layers", remat=remat)))(jnp.float32(1), jnp.arange(float(N)))
 
     with pytest.raises(ValueError, match="'h' is the carry that a layer returns.*save_carries=\"offload\""):
         trace(names_its_output)

@@ -57,6 +57,7 @@ def test_policies_are_frozen_hashable_and_compare_by_value():
         save_block_internals=("b", "a", "b"), offload_block_internals=("c",)
     )
     assert len({policy, dataclasses.replace(policy), ScanCheckpointPolicy()}) == 2
+    assert len({ScanCheckpointPolicy(nested=True), ScanCheckpointPolicy(nested=1)}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.nested = True  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -134,23 +135,13 @@ def test_wrong_types_are_refused(settings, reason):
         ScanCheckpointPolicy(**settings)
 
 
-@pytest.mark.parametrize("number", [np.int32(3), np.array(3), jnp.array(3)], ids=["scalar", "numpy", "jax"])
-def test_numbers_of_other_libraries_are_numbers(number):
-    assert ScanCheckpointPolicy(nested=number) == ScanCheckpointPolicy(nested=3)
-
-
-@pytest.mark.parametrize("number", [np.int64(2), jnp.int32(2)])
+@pytest.mark.parametrize("number", [np.int64(2), np.array(2), jnp.int32(2)])
 @pytest.mark.parametrize("field", ["first_layers", "nested", "max_carries"])
 def test_integers_of_every_kind_are_integers(field, number):
     policy = ScanCheckpointPolicy(**{field: number})
     assert type(getattr(policy, field)) is int and policy == ScanCheckpointPolicy(**{field: 2})
     assert f"{field}=2" in repr(policy)
     assert ScanCheckpointPolicy(nested=2, first_layers=number - 2) == ScanCheckpointPolicy(nested=2)
-
-
-def test_nested_true_and_nested_one_differ():
-    assert ScanCheckpointPolicy(nested=True) != ScanCheckpointPolicy(nested=1)
-    assert hash(ScanCheckpointPolicy(nested=True)) != hash(ScanCheckpointPolicy(nested=1))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
 
+from .blocks import Tanh
+
 
 class Wide(eqx.Module):
     """A block whose internals are 4 times its carry, so that policies differ."""
@@ -60,7 +62,8 @@ class TestCompiledMemory:
 
     def test_nested_grows_as_the_square_root(self):
         assert temporaries("nested", 64) < 0.45 * temporaries(True, 64)
-        assert growth("nested") < 0.2
+        assert growth("nested") == pytest.approx(3 / 32, abs=0.01)  # 11 carries in place of 8
+        assert growth(ScanCheckpointPolicy(max_carries=4)) == pytest.approx(0, abs=0.01)
 
     @pytest.mark.parametrize("depth", [47, 61])
     def test_nested_serves_prime_depths(self, depth):
@@ -121,19 +124,15 @@ def test_a_batch_over_devices_that_is_mapped_shares_its_weights(explicit):
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((32, 8, 64)), jax.NamedSharding(mesh, jax.P("data")))
         wraps = [
-            lambda f: jax.vmap(f),
-            lambda f: jax.vmap(f, spmd_axis_name="data"),
-            lambda f: jax.vmap(eqx.filter_jit(f)),
-            lambda f: jax.vmap(jax.checkpoint(f)),
+            lambda f: jax.vmap(f, spmd_axis_name=None if explicit else "data"),
+            lambda f: jax.vmap(eqx.filter_jit(jax.checkpoint(f))),
             lambda f: jax.vmap(lambda x: jax.lax.cond(True, f, lambda x: x, x)),
         ]
-        if explicit:
-            del wraps[1]
 
         def temporaries(remat, wrap):
             def loss(weights, x):
                 return jnp.sum(
-                    wrap(lambda x: Stacked(Square(weights), hax.Axis("layers", 16), remat).fold(x))(x)
+                    wrap(lambda x: Stacked(Tanh(weights), hax.Axis("layers", 16), remat).fold(x))(x)
                 )
 
             compiled = jax.jit(jax.grad(loss)).lower(jnp.zeros((16, 64, 64)), x).compile()
@@ -141,13 +140,6 @@ def test_a_batch_over_devices_that_is_mapped_shares_its_weights(explicit):
 
         plain = temporaries(True, lambda f: f)
         assert all(temporaries("nested", wrap) < plain for wrap in wraps)
-
-
-class Square(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, x):
-        return x + jnp.tanh(x @ self.weight)
 
 
 def test_rows_are_outputs_rather_than_written_to_the_carry():

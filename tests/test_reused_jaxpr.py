@@ -66,8 +66,6 @@ def cross_entropy(weights, x):
 
 FUNCTIONS = {
     "nested": fold("nested"),
-    "offload": fold("offload"),
-    "max_carries": fold(ScanCheckpointPolicy(max_carries=3)),
     "first_layers": fold(ScanCheckpointPolicy(first_layers=2, max_carries=3)),
     "pattern": pattern,
     "tiles": tiles,
@@ -85,18 +83,17 @@ def test_gradients_of_a_jaxpr_do_not_depend_on_earlier_ones(name):
 
     @jax.jit
     def every():
-        by = [(0, 1), (0,), (0, 1), (1,), (0, 1), (0,), (1,)]
+        by = [(0,), (0, 1), (1,), (0, 1), (0,)]
         return [jax.grad(evaluate, argnums)(weights, x) for argnums in by]
 
-    both, first, again, second, third, *last = every()
-    for found in (again, third, [*first, *second], [*last[0], *last[1]]):
+    first, both, second, again, last = every()
+    for found in (again, [*first, *second], [*last, *second]):
         for one, other in zip(both, found, strict=True):
             assert np.any(one)
             np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-@pytest.mark.parametrize("by", [(0,), (1,)])
-def test_second_derivatives_after_a_gradient(by):
+def test_second_derivatives_after_a_gradient():
     """Outside of `jit`, where calls share compiled programs."""
 
     def second(function):
@@ -110,6 +107,6 @@ def test_second_derivatives_after_a_gradient(by):
             x = Tanh(weight)(x)
         return jnp.sum(x)
 
-    jax.grad(FUNCTIONS["nested"], by)(weights, x)
+    jax.grad(FUNCTIONS["nested"])(weights, x)
     for found, expected in zip(second(FUNCTIONS["nested"]), second(loop), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)

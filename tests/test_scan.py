@@ -19,8 +19,7 @@ def data():
     return hax.random.normal(jax.random.key(0), (Time, Width, Depth))
 
 
-@pytest.mark.parametrize("axis", [Time, Width, Depth, "time", "width", "depth"])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("axis", "reverse"), [(Time, False), ("width", True), (Depth, True)])
 def test_scan_is_a_python_loop_over_any_axis(data, axis, reverse):
     def step(carry, x):
         carry = 0.5 * carry + hax.sum(x)
@@ -36,11 +35,6 @@ def test_scan_is_a_python_loop_over_any_axis(data, axis, reverse):
     np.testing.assert_allclose(carry.array, expected.array, rtol=1e-5)
     for i, output in expected_outputs.items():
         np.testing.assert_allclose(outputs[name, i].array, output.array, rtol=1e-5)
-
-
-def test_fold_is_the_carry_of_scan(data):
-    total = fold(lambda carry, x: carry + x, Time)(hax.zeros((Width, Depth)), data)
-    np.testing.assert_allclose(total.array, data.array.sum(0), rtol=1e-5)
 
 
 def test_map_stacks_in_front_and_takes_several_arguments(data):
@@ -134,7 +128,7 @@ def test_what_is_split_and_what_is_shared():
     assert seen["function"] is jnp.sin
 
 
-@pytest.mark.parametrize("name", ["carry", "init", "f", "_", "args", "self", "axis"])
+@pytest.mark.parametrize("name", ["carry", "f", "self"])
 def test_arguments_may_have_any_name(data, name):
     def step(total, x, /, **further):
         return total + hax.sum(x).array * further[name]
@@ -244,27 +238,18 @@ class TestErrors:
         assert "mask has leading dimension 7 (shape (7, 7))" in message
         assert "x has the right size, 5" in message
 
-    def test_a_plain_array_meant_for_all_layers_is_told_how_to_share(self, data):
-        with pytest.raises(ValueError, match=r"To give every layer the whole array, write .*shared\(mask\)"):
-            fold(lambda carry, x, mask: carry, Time)(0.0, data, jnp.ones((8, 8)))
-
     def test_a_named_axis_of_another_size(self):
         with pytest.raises(ValueError, match=r"x has `time` of size 4 \(axes width=3, time=4\)"):
             fold(lambda carry, x: carry, Time)(0.0, hax.ones((Width, Time.resize(4))))
-
-    def test_an_unsplit_key_is_told_to_split(self, data):
-        with pytest.raises(ValueError, match=r"jax.random.split\(key, 5\)"):
-            fold(lambda carry, x, key: carry, Time)(0.0, data, jax.random.PRNGKey(0))
 
     def test_a_scalar_under_is_scanned_true(self, data):
         with pytest.raises(ValueError, match="scale has no dimension to split"):
             fold(lambda carry, x, scale: carry, Time, is_scanned=True)(0.0, data, jnp.ones(()))
 
-    def test_a_number_is_an_axis(self, data):
-        axes = [run(lambda carry, x: (carry, x), 5)(0.0, jnp.arange(5.0))[1] for run in (scan,)]
-        assert axes[0].shape == (5,) and fold(lambda carry, x: carry + x, 5)(0.0, jnp.arange(5.0)) == 10.0
+    def test_a_number_is_an_axis(self):
+        assert fold(lambda carry, x: carry + x, 5)(0.0, jnp.arange(5.0)) == 10.0
 
-    @pytest.mark.parametrize("axis", [3.0, None, (Time,), [Time, Width]], ids=str)
+    @pytest.mark.parametrize("axis", [3.0, None, (Time,)], ids=str)
     def test_what_is_not_an_axis(self, axis):
         for name, run in (("fold", fold), ("scan", scan), ("map", map)):
             with pytest.raises(TypeError, match=f"{name} takes the axis of the layers or their number; got"):
@@ -346,21 +331,24 @@ class TestErrors:
             ),
         ],
     )
-    @pytest.mark.parametrize("remat", [False, "nested"])
-    def test_a_carry_that_changes(self, data, init, step, message, remat):
-        with pytest.raises(ValueError, match=message):
-            fold(step, Time, remat=remat)(init, data)
+    def test_a_carry_that_changes(self, data, init, step, message):
+        for remat in (False, "nested"):
+            with pytest.raises(ValueError, match=message):
+                fold(step, Time, remat=remat)(init, data)
 
-    @pytest.mark.parametrize("remat", [True, "nested", "offload", "recompute", False, "save_all"])
-    def test_a_linear_scan_is_transposed(self, remat):
+    def test_a_linear_scan_is_transposed(self):
         def step(carry, weight):
             return weight * carry, carry
 
-        def run(x):
-            return scan(step, Time, remat=remat)(x, jnp.arange(1.0, 6.0))[0]
+        def derivatives(x, remat):
+            def run(x):
+                return scan(step, Time, remat=remat)(x, jnp.arange(1.0, 6.0))[0]
 
-        np.testing.assert_allclose(jax.linear_transpose(run, 1.0)(1.0), [120.0])
-        np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(run)))(jnp.ones(2)), [120.0, 120.0])
+            return jax.linear_transpose(run, 1.0)(1.0)[0], *jax.vmap(jax.grad(run))(x)
+
+        policies = (True, "nested", "offload", "recompute", False, "save_all")
+        found = jax.jit(lambda x: [derivatives(x, remat) for remat in policies])(jnp.ones(2))
+        np.testing.assert_allclose(found, np.full((6, 3), 120.0))
 
     @pytest.mark.parametrize("remat", [True, "nested"])
     def test_what_is_no_array_in_an_output_is_returned_as_it_is(self, data, remat):

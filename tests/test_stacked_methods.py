@@ -96,7 +96,7 @@ def test_it_is_a_sequence(Stack):
     layers = list(stack.unstacked())
     assert len(stack) == 4 and eqx.tree_equal(list(stack), layers)
     for i in (0, 3, -1, -4, np.int64(2)):
-        assert eqx.tree_equal(stack[i], layers[i])
+        assert eqx.tree_equal(stack[i], layers[i]) and eqx.tree_equal(stack.get_layer(i), layers[i])
     for rows in (
         slice(1, 3),
         slice(None, None, 2),
@@ -114,8 +114,11 @@ def test_it_is_a_sequence(Stack):
     np.testing.assert_allclose(halves.array, stack.fold(x).array, rtol=1e-6)
     assert eqx.tree_equal(stack[2:2].fold(x), x)
     for i in (4, -5):
-        with pytest.raises(IndexError, match=f"Layer {i} does not exist: `layers` has layers 0 to 3"):
-            stack[i]
+        for get in (stack.get_layer, stack.__getitem__):
+            with pytest.raises(IndexError, match=f"Layer {i} does not exist: `layers` has layers 0 to 3"):
+                get(i)
+    with pytest.raises(TypeError):
+        stack.get_layer(1.0)
     with pytest.raises(IndexError, match="`layers` has no layers"):
         stack[2:2][0]
     with pytest.raises(TypeError, match=r"an integer, several by one slice.*got \('layers', 0\)"):

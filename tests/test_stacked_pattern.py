@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from haliax import Axis
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import stacked_remat as sr
-from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, memory, per_kind, streaming
-from tests.jaxprs import equations
+from stacked_remat import Stacked, StackedPattern, memory, per_kind, streaming
+
+from .blocks import assert_close, policies as some_policies
+from .jaxprs import equations
 
 Embed = Axis("embed", 4)
 N = 7
@@ -43,27 +44,20 @@ class Sine(eqx.Module):
 
     def __call__(self, x, scale, own, shift):
         h = hax.sin(x.dot(self.weight, axis=Embed).rename({"out": "embed"}))
-        h = sr.checkpoint_name(h, "sine")
+        h = sr.checkpoint_name(h, "hidden")
         return x + h * scale * hax.named(self.gate, Embed) * own + shift, hax.sum(h)
 
 
 KINDS = {"tanh": Tanh, "sine": Sine, "cosine": Sine}
 PATTERNS = {
     "cycle with remainder": ("tanh", "sine", "sine"),
-    "prefix": ("tanh", "tanh") + ("sine",) * 5,
     "table of three kinds": ("sine", "cosine", "tanh", "tanh", "cosine", "sine", "tanh"),
 }
-POLICIES = [
-    True,
-    False,
-    "offload",
-    "nested",
-    ScanCheckpointPolicy(max_carries=2),
-    ScanCheckpointPolicy(nested=True, save_carries="offload"),
-    ScanCheckpointPolicy(nested=True, first_layers=2),
-    ScanCheckpointPolicy(save_block_internals=["sine"]),
-    ScanCheckpointPolicy(nested=True, save_block_internals=["sine"]),
-    "recompute",
+
+
+SOME = [
+    *some_policies("True", "False", "offload", "nested", "max_carries", "nested, offload").values(),
+    *some_policies("first layers", "names", "nested, names", "recompute").values(),
 ]
 
 
@@ -97,24 +91,12 @@ def swept(blocks, x, scale, own, shift, **options):
     return outputs_value(*blocks.scan(x, scale, per_kind(own), shift, **options))
 
 
-def assert_close(actual, expected, tolerance=1e-5):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize(
-    "pattern",
-    [
-        PATTERNS["cycle with remainder"],
-        pytest.param(PATTERNS["prefix"], marks=pytest.mark.deep),
-        pytest.param(PATTERNS["table of three kinds"], marks=pytest.mark.deep),
-    ],
-    ids=str,
+    ("pattern", "reverse"), [("cycle with remainder", False), ("table of three kinds", True)]
 )
-@pytest.mark.parametrize("reverse", [False, True])
 def test_values_and_gradients_are_those_of_the_loop_under_every_policy(pattern, reverse):
     with jax.enable_x64(True):  # in float32 what nearly cancels differs by more
-        check_under_every_policy(pattern, reverse)
+        check_under_every_policy(PATTERNS[pattern], reverse)
 
 
 def check_under_every_policy(pattern, reverse):
@@ -127,8 +109,7 @@ def check_under_every_policy(pattern, reverse):
         backwards = {name: values[::-1] for name, values in own.items()}
         return looped(blocks[::-1], x, scale["layers", ::-1], backwards, shift)
 
-    # In reverse, one policy for each kind of program.
-    policies = POLICIES[::3] if reverse else POLICIES
+    policies = SOME[:: 3 if reverse else 1]  # in reverse, one policy for each kind of program
 
     @jax.jit
     def run(*given):
@@ -149,60 +130,29 @@ def check_under_every_policy(pattern, reverse):
             raise AssertionError(f"under {remat!r}") from error
 
 
-@pytest.mark.deep
-def test_derivatives_of_derivatives_batches_and_loops_that_are_unrolled():
-    blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
-    x, *rest = arguments(blocks)
-
-    def squared_gradient(f):
-        def squares(blocks, x):
-            found = jax.grad(f, (0, 1))(blocks, x, *rest)
-            return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(found))
-
-        return jax.grad(squares, (0, 1))
-
-    def batched(f):
-        def one(x):
-            return jax.grad(f, 1)(blocks, hax.named(x, Embed), *rest).array
-
-        return jax.vmap(one)
-
-    @jax.jit
-    def run(blocks, x, xs):
-        return [
-            (squared_gradient(f)(blocks, x), batched(f)(xs))
-            for f in (looped, swept, functools.partial(swept, unroll=True))
-        ]
-
-    expected, *found = run(blocks, x, jnp.stack([x.array, 2 * x.array]))
-    for result in found:
-        assert_close(result, expected, 1e-4)
-
-
 def test_outputs_are_those_of_each_kind_and_eager_calls_equal_compiled_ones():
     blocks = blocks_of(PATTERNS["table of three kinds"])
     x, scale, own, shift = arguments(blocks)
     carry, outputs = blocks.scan(x, scale, per_kind(own), shift)
-    compiled = eqx.filter_jit(lambda blocks: blocks.scan(x, scale, per_kind(own), shift))(blocks)
-    assert_close((carry, outputs), compiled)
     assert outputs["tanh"] is None
     assert outputs["sine"].axes == (Layers.resize(2),) == outputs["cosine"].axes
-    folded = blocks.fold_via(lambda block, *args: block(*args)[0])(x, scale, per_kind(own), shift)
+
+    @jax.jit
+    def run(blocks):
+        folded = blocks.fold_via(lambda block, *args: block(*args)[0])(x, scale, per_kind(own), shift)
+        of_all = blocks.vmap(x, scale, per_kind(own), shift)
+        first = blocks[0](x, scale["layers", 0], own["sine"][0], shift)
+        return blocks.scan(x, scale, per_kind(own), shift), folded, of_all, first
+
+    compiled, folded, of_all, first = run(blocks)
+    assert_close((carry, outputs), compiled)
     assert_close(folded, carry)
-    of_all = blocks.vmap(x, scale, per_kind(own), shift)
-    first = blocks[0](x, scale["layers", 0], own["sine"][0], shift)
     assert_close(jax.tree.map(lambda leaf: leaf[0], of_all["sine"]), first)
 
 
 def test_a_visitor_sees_every_layer_with_its_kind_and_may_replace_it():
     blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
     x, scale, own, shift = arguments(blocks)
-    gradients = jax.grad(looped, range(5))(blocks, x, scale, own, shift)
-    (carry, outputs), sweep_back = blocks.scan_vjp(x, scale, per_kind(own), shift)
-    cotangent = jax.grad(outputs_value, (0, 1))(carry, outputs)
-    plain = sweep_back(cotangent)
-    of_args = plain.args[0], plain.args[1].values, plain.args[2]
-    assert_close((plain.layers, plain.carry, *of_args), gradients)
 
     def visitor(visit, kinds):
         layer, carry, args = visit.vjp("layer", "carry", "args")
@@ -211,20 +161,31 @@ def test_a_visitor_sees_every_layer_with_its_kind_and_may_replace_it():
         state = visit.layer_state + len(jax.tree.leaves(layer))
         return sr.LayerResult(carry, layer=new, args=args, state=counts, layer_state=state)
 
-    over_all = hax.zeros(Layers)
-    of_kinds = per_kind({name: jnp.zeros(len(stack)) for name, stack in blocks.stacks.items()})
-    for layer_state in (over_all, of_kinds):
-        found = sweep_back(cotangent, visitor, jnp.zeros(2, jnp.int32), layer_state)
+    @jax.jit
+    def run(blocks, x, scale, own, shift):
+        (carry, outputs), sweep_back = blocks.scan_vjp(x, scale, per_kind(own), shift)
+        cotangent = jax.grad(outputs_value, (0, 1))(carry, outputs)
+        of_kinds = per_kind({name: jnp.zeros(len(stack)) for name, stack in blocks.stacks.items()})
+        visited = [
+            sweep_back(cotangent, visitor, jnp.zeros(2, jnp.int32), layer_state)
+            for layer_state in (hax.zeros(Layers), of_kinds)
+        ]
+        return jax.grad(looped, range(5))(blocks, x, scale, own, shift), sweep_back(cotangent), visited
+
+    gradients, plain, (over_all, of_kinds) = run(blocks, x, scale, own, shift)
+    assert_close((plain.layers, plain.carry, *of_arguments(plain)), gradients)
+    for found in (over_all, of_kinds):
         assert_close(found.layers, jax.tree.map(lambda leaf, step: leaf - step, blocks, gradients[0]))
-        assert_close((found.args[0], found.args[1].values, found.args[2]), gradients[2:])
+        assert_close(of_arguments(found), gradients[2:])
         assert found.state.tolist() == [1 + 2 + 4 + 5, 0 + 3 + 6]
-        if layer_state is over_all:
-            assert found.layer_state.array.tolist() == [1, 2, 2, 1, 2, 2, 1]
-        else:
-            assert {name: set(x.tolist()) for name, x in found.layer_state.values.items()} == {
-                "sine": {2},
-                "tanh": {1},
-            }
+    assert over_all.layer_state.array.tolist() == [1, 2, 2, 1, 2, 2, 1]
+    states = {name: set(state.tolist()) for name, state in of_kinds.layer_state.values.items()}
+    assert states == {"sine": {2}, "tanh": {1}}
+
+
+def of_arguments(result):
+    """The cotangents of the split, the kinds' and the shared argument."""
+    return result.args[0], result.args[1].values, result.args[2]
 
 
 def test_cotangents_of_kinds_whose_visitor_returns_none_are_zeros():
@@ -263,7 +224,7 @@ class Model(eqx.Module):
     gain: jax.Array
 
 
-@pytest.mark.parametrize("frozen", [None, pytest.param("sine", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("frozen", [None, "sine"])
 def test_a_fused_update_and_weights_on_the_host_equal_the_two_steps(frozen):
     model = Model(
         blocks_of(PATTERNS["cycle with remainder"], remat="nested"), jnp.linspace(0.1, 1.0, 4), jnp.ones(())
@@ -369,7 +330,7 @@ def test_kinds_without_layers_have_no_entries_and_lose_no_arrays(length):
         blocks, x, scale, own, shift = given
         ours = [
             jax.value_and_grad(functools.partial(swept, remat=remat), tuple(range(5)))(*given)
-            for remat in POLICIES
+            for remat in (True, "nested", "recompute", False)
         ]
         return jax.value_and_grad(looped, range(5))(*given), ours, visited()
 
@@ -377,12 +338,11 @@ def test_kinds_without_layers_have_no_entries_and_lose_no_arrays(length):
     for result in found:
         assert_close(result, expected)
     for result in (plain, by_visitor):
-        of_args = result.args[0], result.args[1].values, result.args[2]
-        assert_close((result.layers, result.carry, *of_args), expected[1])
-    assert jax.tree.map(jnp.shape, (by_visitor.layers, of_args[1])) == jax.tree.map(jnp.shape, zeros)
-    assert {name: stack.shape for name, stack in by_visitor.layer_state.values.items()} == {
-        name: (size,) for name, size in sizes.items()
-    }
+        assert_close((result.layers, result.carry, *of_arguments(result)), expected[1])
+    shapes = jax.tree.map(jnp.shape, (by_visitor.layers, of_arguments(by_visitor)[1]))
+    assert shapes == jax.tree.map(jnp.shape, zeros)
+    states = {name: stack.shape for name, stack in by_visitor.layer_state.values.items()}
+    assert states == {name: (size,) for name, size in sizes.items()}
     with jax.disable_jit():
         _, unrolled = blocks.scan(x, scale, per_kind(own), shift)
     mapped = blocks.vmap(x, scale, per_kind(own), shift)
@@ -398,54 +358,30 @@ def test_kinds_without_layers_have_no_entries_and_lose_no_arrays(length):
         blocks.scan(x, scale, per_kind({"tanh": own["tanh"]}), shift)
 
 
-def test_program_size_does_not_grow_with_depth():
-    def size(n):
-        Deep = Layers.resize(n)
-        keys = jax.random.split(jax.random.key(0), n)
-        blocks = StackedPattern.init(Deep, {"tanh": Tanh, "sine": Sine}, ("tanh", "sine"))(keys)
+def deep_gradient(make, layers):
+    """The traced gradient of a fold of this many layers."""
 
-        def loss(blocks):
-            step = blocks.fold_via(lambda block, x: block(x, 1.0, 1.0, 0.0)[0], remat="nested")
-            return hax.sum(step(hax.ones(Embed))).array
+    def loss(blocks):
+        step = blocks.fold_via(lambda block, x: block(x, 1.0, 1.0, 0.0)[0], remat="nested")
+        return hax.sum(step(hax.ones(Embed))).array
 
-        return len(list(equations(jax.make_jaxpr(jax.grad(loss))(blocks).jaxpr)))
-
-    assert size(12) == size(48)
+    blocks = eqx.filter_eval_shape(make, jax.random.split(jax.random.key(0), layers))
+    return jax.make_jaxpr(jax.grad(loss))(blocks)
 
 
-def test_arithmetic_is_that_of_the_kinds():
-    def products(make):
-        def loss(blocks):
-            step = blocks.fold_via(lambda block, x: block(x, 1.0, 1.0, 0.0)[0], remat="nested")
-            return hax.sum(step(hax.ones(Embed))).array
+def test_neither_program_size_grows_with_depth_nor_arithmetic_with_kinds():
+    def pattern(layers, *names):
+        kinds = {name: Tanh if name == "a" else Sine for name in names}
+        return StackedPattern.init(Layers.resize(layers), kinds, names)
 
-        blocks = eqx.filter_eval_shape(make, jax.random.split(jax.random.key(0), 12))
-        return memory.count_flops(jax.make_jaxpr(jax.grad(loss))(blocks)).matmul
-
-    Deep = Layers.resize(12)
-    pattern = StackedPattern.init(Deep, {"a": Tanh, "b": Tanh}, ("a", "a", "b"))
-    assert products(pattern) == products(Stacked.init(Deep, Tanh))
-
-
-def test_layers_of_several_kinds_are_divided_over_devices():
-    blocks = blocks_of(PATTERNS["cycle with remainder"], remat="nested")
-    x, scale, own, shift = arguments(blocks)
-    rows = hax.random.normal(jax.random.key(2), (Axis("batch", 8), Embed))
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-
-    def loss(blocks, rows):
-        return outputs_value(*blocks.scan(rows, scale, per_kind(own), shift))
-
-    def placed(leaf):
-        spec = (None, "model") if leaf.ndim > 2 and leaf.shape[1] == 4 else ()
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
-
-    expected = jax.jit(jax.grad(loss))(blocks, rows)
-    sharded = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
-    found = jax.jit(jax.grad(loss))(jax.tree.map(placed, blocks), sharded)
-    # Sums over rows round by the size of what is summed.
-    largest = jax.tree.map(lambda leaf: jnp.abs(leaf).max(), expected)
-    assert_close(*(jax.tree.map(jnp.divide, one, largest) for one in (found, expected)))
+    few, many = (len([*equations(deep_gradient(pattern(n, "a", "b"), n).jaxpr)]) for n in (12, 48))
+    assert few == many
+    kinds = StackedPattern.init(Layers.resize(12), {"a": Tanh, "b": Tanh}, ("a", "a", "b"))
+    of_kinds, of_one = (
+        memory.count_flops(deep_gradient(make, 12)).matmul
+        for make in (kinds, Stacked.init(Layers.resize(12), Tanh))
+    )
+    assert of_kinds == of_one
 
 
 def test_mistakes_are_refused_by_name():

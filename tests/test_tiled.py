@@ -57,39 +57,6 @@ def assert_close(found, expected, rtol=1e-5):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * scale)
 
 
-def test_values_and_gradients_are_those_of_the_function_for_any_cut_and_any_place_of_the_axis():
-    """Also of a ragged last tile, more tiles than positions, closures, and outputs of several kinds."""
-    model, scale = Mlp.init(key=jax.random.key(0)), random(Embed)
-
-    def both(x, model, scale, offset):
-        out = model.mlp(x) * scale + offset
-        return {"out": out, "x": x.rearrange(out.axes[::-1]), "one": 1}
-
-    def total(apply, x, model, scale):
-        found = apply(lambda x, offset=0.0: both(x, model, scale, offset))(x, offset=0.5)
-        weights = hax.arange(Pos).astype(jnp.float32)
-        return sum(
-            hax.sum(jnp.sin(found[key].array).sum() + found[key] * weights).scalar() for key in ("out", "x")
-        )
-
-    cases = [(Batch, Pos, Embed), (Pos, Batch, Embed), (Embed, Batch, Pos)]
-
-    @jax.jit
-    def run(model, scale):
-        results = []
-        for axes in cases:
-            x = random(*axes)
-            for tiles in (None, 1, 2, 5, 13, 40):
-                apply = (lambda fn: fn) if tiles is None else (lambda fn, t=tiles: tiled(fn, Pos, tiles=t))
-                results.append(jax.value_and_grad(total, argnums=(1, 2, 3))(apply, x, model, scale))
-        return results
-
-    results = run(model, scale)
-    for first in range(0, len(results), 6):
-        for found in results[first + 1 : first + 6]:
-            assert_close(found, results[first])
-
-
 def test_a_dimension_of_plain_arrays_modules_keys_and_sums():
     mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
     x, weight = (
@@ -119,8 +86,8 @@ def test_a_dimension_of_plain_arrays_modules_keys_and_sums():
 
     summed = tiled(lambda x, w: loss(w, x), -2, tiles=3, reduce="sum")(x[0], weight)
     assert_close(summed, loss(weight, x[0]))
-    fixed = tiled(lambda x, w: x * w[:2].sum(), 0, tiles=3)(x[0], shared(weight))
-    assert_close(fixed, x[0] * weight[:2].sum())
+    fixed = tiled(lambda x, w: {"x": x * w[:2].sum(), "one": 1}, 0, tiles=3)(x[0], shared(weight))
+    assert_close(fixed, {"x": x[0] * weight[:2].sum(), "one": 1})
 
 
 def test_gradients_of_shared_arrays_are_added_up_in_float32():
@@ -132,8 +99,8 @@ def test_gradients_of_shared_arrays_are_added_up_in_float32():
     assert by_sum(jnp.ones(512, jnp.bfloat16)) == 512
 
 
-def test_it_composes_with_stacks_and_transformations():
-    """Every policy, `vmap`, `jax.checkpoint` and second derivatives; frozen weights have no gradient loop."""
+def test_it_composes_with_stacks():
+    """Every policy; frozen weights have no gradient loop."""
     Layers = Axis("layers", 4)
     keys = jax.random.split(jax.random.key(0), 4)
     x = random(Batch, Pos, Embed)
@@ -154,21 +121,7 @@ def test_it_composes_with_stacks_and_transformations():
     for found in others:
         assert_close(found, expected)
 
-    whole, cut = (Mlp.init(tiles, key=jax.random.key(1)) for tiles in (1, 3))
-
-    @jax.jit
-    def more(x):
-        def of(model):
-            def scalar(x):
-                return hax.sum(model(x) ** 2).scalar()
-
-            second = jax.grad(lambda x: hax.sum(jax.grad(scalar)(x) ** 2).scalar())(x)
-            mapped = hax.vmap(lambda x: model(x), Batch)(x)
-            return second, mapped, jax.grad(jax.checkpoint(scalar))(x)
-
-        return of(whole), of(cut)
-
-    assert_close(*reversed(more(x)))
+    cut = Mlp.init(3, key=jax.random.key(1))
     frozen = equations_of(jax.grad(lambda x: hax.sum(cut(x)).scalar()), x)
     products = [equation for equation in frozen if equation.primitive.name == "dot_general"]
     shapes = {equation.outvars[0].aval.shape for equation in products}

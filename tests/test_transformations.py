@@ -1,14 +1,15 @@
 """Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
 
 A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged and
-an integer; outputs of the carry, of the weights alone, and of nothing but a shared argument. What is mapped,
-by up to two `jax.vmap`s, and what is differentiated is drawn for each input.
+an integer; outputs of the carry, of the weights alone, and of nothing but a shared argument. The kind of
+stack is drawn, and for each input what is mapped, by up to two `jax.vmap`s, and what is differentiated.
 """
 
 import functools
 import random
 from collections.abc import Callable
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -18,23 +19,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import stacked_remat as sr
-from stacked_remat import ScanCheckpointPolicy, scan, shared
+from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, scan, shared, unsliced
 
-from .blocks import deep_cases, quick_jit
+from .blocks import policies, quick_jit
 
 LENGTH, WIDTH, EXAMPLES = 4, 2, 3
 Layers = hax.Axis("layers", LENGTH)
-POLICIES = {
-    "False": False,
-    "True": True,
-    "nested": "nested",
-    "offload": "offload",
-    "nested offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
-    "three carries": ScanCheckpointPolicy(max_carries=2),
-    "names": ScanCheckpointPolicy(nested=True, save_block_internals=["kept"]),
-    "first layers": ScanCheckpointPolicy(nested=True, first_layers=2),
-    "segments": ScanCheckpointPolicy(nested=3),
-}
+POLICIES = policies(
+    *("False", "True", "nested", "offload", "nested, offload"),
+    *("max_carries", "nested, names", "first layers", "segments"),
+)
 INPUTS = {
     "x": jnp.linspace(-1, 1, WIDTH),
     "own": jnp.linspace(0.3, 0.8, WIDTH),
@@ -45,9 +39,9 @@ INPUTS = {
 }
 
 
-def layer(carry, w, scale, shift):
+def layer(carry, w, scale, shift, wave=jnp.sin):
     x, own, passed, count = carry
-    kept = checkpoint_name(jnp.sin(x @ w + shift), "kept")
+    kept = checkpoint_name(wave(x @ w + shift), "hidden")
     new = (x * passed + kept * scale, jnp.cos(own * shift), passed, count + 1)
     return new, {
         "carry": jnp.sum(x**2),
@@ -57,20 +51,70 @@ def layer(carry, w, scale, shift):
     }
 
 
-def total(run: Callable, inputs: dict) -> jax.Array:
+class Sine(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, carry, scale, shift):
+        return layer(carry, self.w, scale, shift)
+
+
+class Tanh(Sine):
+    def __call__(self, carry, scale, shift):
+        return layer(carry, self.w, scale, shift, jnp.tanh)
+
+
+def total(run: Callable, shift: str, inputs: dict) -> jax.Array:
     init = (inputs["x"], inputs["own"], inputs["passed"], jnp.int32(0))
-    carry, outputs = run(init, inputs["w"], inputs["scale"], inputs["shift"])
+    carry, outputs = run(init, inputs["w"], inputs["scale"], inputs[shift])
     weights = jnp.linspace(0.5, 2, LENGTH)
     outputs = sum(jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs))
     return sum(jnp.sum(jnp.sin(leaf)) for leaf in carry[:3]) + 0.1 * jnp.sin(outputs)
 
 
-def ours(policy, init, w, scale, shift):
+def by_scan(policy, init, w, scale, shift):
     return scan(layer, Layers, remat=policy)(init, w, scale, shared(shift))
 
 
-def reference(init, w, scale, shift):
-    return lax.scan(lambda carry, x: layer(carry, *x, shift), init, (w, scale))
+def by_sequence(policy, init, w, scale, shift):
+    blocks = BlockSeq([Sine(w[0]), Tanh(w[1]), Sine(w[2]), Tanh(w[3])], Layers, policy)
+    return blocks.scan(init, scale, shared(shift))
+
+
+class Unsliced(eqx.Module):
+    w: jax.Array = unsliced()
+
+    def __call__(self, carry, scale, shift):
+        w = LayerStack.of(self.w)
+        return layer(carry, w.stack[w.layer_index], scale, shift)
+
+
+def by_stack(policy, init, w, scale, shift):
+    return Stacked(Unsliced(w), Layers, policy).scan(init, scale, shared(shift))
+
+
+def by_pattern(policy, init, w, scale, shift):
+    pair = Layers.resize(2)
+    kinds = {"sine": Stacked(Sine(w[::2]), pair), "tanh": Stacked(Tanh(w[1::2]), pair)}
+    blocks = StackedPattern(kinds, ("sine", "tanh") * 2, Layers, policy)
+    carry, found = blocks.scan(init, scale, shared(shift))
+    return carry, jax.tree.map(lambda a, b: jnp.stack([a, b], 1).reshape(-1), found["sine"], found["tanh"])
+
+
+def reference(wave, init, w, scale, shift):
+    xs = w, scale, jnp.arange(LENGTH)
+    return lax.scan(lambda carry, x: layer(carry, *x[:2], shift, wave(x[2])), init, xs)
+
+
+def alternating(index):
+    return lambda x: jnp.where(index % 2 == 0, jnp.sin(x), jnp.tanh(x))
+
+
+STACKS = {
+    by_scan: lambda index: jnp.sin,
+    by_stack: lambda index: jnp.sin,
+    by_sequence: alternating,
+    by_pattern: alternating,
+}
 
 
 class Case:
@@ -85,16 +129,18 @@ class Case:
         draw.shuffle(around)
         self.around = around
         self.wanted = self._some(draw)
+        self.stack = draw.choice([by_scan, by_stack, by_sequence, by_pattern])
         self.mode = draw.choice(
             ["grad", "grad", "grad in vmap", "jvp", "jvp of grad", "grad of grad", "grad of jvp"]
         )
+        self.shift = draw.choice(["shift", "shift", "x"])  # which may also be the carry
 
     @staticmethod
     def _some(draw: random.Random) -> tuple[str, ...]:
         return tuple(draw.sample(sorted(INPUTS), draw.randint(1, len(INPUTS))))
 
     def __repr__(self) -> str:
-        return f"{self.mode} by {self.wanted} of {self.around}"
+        return f"{self.mode} by {self.wanted} of {self.around} {self.stack.__name__} {self.shift}"
 
     def inputs(self) -> dict:
         """Each input with an axis for each `vmap` that maps it, the outermost first."""
@@ -107,7 +153,7 @@ class Case:
 
     def result(self, run: Callable):
         """The value, and derivatives as `mode` says."""
-        value = functools.partial(total, run)
+        value = functools.partial(total, run, self.shift)
         if self.mode == "grad in vmap":
             inside = value
 
@@ -162,21 +208,18 @@ def wrapped(step, value: Callable) -> Callable:
     ]
 
 
-def compare(policy, cases) -> None:
-    def results():
-        return [(case.result(functools.partial(ours, policy)), case.result(reference)) for case in cases]
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("cases", [range(2), pytest.param(range(2, 4), marks=pytest.mark.deep)], ids=str)
+def test_every_order_of_transformations(name, cases):
+    cases = [Case(100 * list(POLICIES).index(name) + k) for k in cases]
 
-    for case, (found, expected) in zip(cases, quick_jit(results)(), strict=True):
+    def results():
+        for case in cases:
+            ours = functools.partial(case.stack, POLICIES[name])
+            yield case.result(ours), case.result(functools.partial(reference, STACKS[case.stack]))
+
+    for case, (found, expected) in zip(cases, quick_jit(lambda: list(results()))(), strict=True):
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert one.dtype == other.dtype and one.shape == other.shape, case
             limit = 2e-5 * max(1.0, float(np.abs(other).max()))
             assert np.abs(np.asarray(one) - np.asarray(other)).max() <= limit, case
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "last"),
-    [*((name, 0, 1) for name in POLICIES), *deep_cases((name, 1, 7) for name in POLICIES)],
-)
-def test_every_order_of_transformations(name, first, last):
-    seed = 100 * list(POLICIES).index(name)
-    compare(POLICIES[name], [Case(seed + k) for k in range(first, last)])

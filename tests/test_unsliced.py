@@ -11,8 +11,8 @@ import pytest
 
 from stacked_remat import LayerResult, LayerStack, Stacked, checkpoint_name, unsliced
 
-from .blocks import quick_jit, with_remat3
-from .test_visitor import POLICIES, Embed, Layers, N, assert_close, layer_fn, matrices, random
+from .blocks import policies, with_remat3
+from .test_visitor import Embed, Layers, N, assert_close, layer_fn, matrices, random
 
 Expert = hax.Axis("expert", 3)
 
@@ -56,7 +56,10 @@ def mixtures():
     return (blocks, x, choice), jax.jit(jax.grad(loop, (0, 1)))(blocks, x)
 
 
-@pytest.mark.parametrize("remat", with_remat3({**POLICIES, "recompute": "recompute"}))
+@pytest.mark.parametrize(
+    "remat",
+    with_remat3(policies("True", "nested, offload", "first layers", "names", "recompute", "False")),
+)
 def test_fields_that_are_not_sliced_are_read_from_the_stack_and_their_gradients_summed_there(remat):
     (blocks, x, choice), want = mixtures()
 
@@ -143,21 +146,3 @@ def test_unsliced_fields_anywhere():
     stack = Stacked(Slice(matrices()), Layers)
     host = jax.device_put(matrices(), matrices().sharding.with_memory_kind("pinned_host"))
     assert_close(jax.jit(lambda x: Stacked(Slice(host), Layers).fold(x))(x), stack.fold(x))
-
-
-@pytest.mark.parametrize("own", [None, 0], ids=["shared weights", "own weights"])
-def test_examples_under_vmap(own):
-    weight = random(0, Layers, Expert, Embed, Embed.alias("out"))
-    blocks = Stacked(Mixture(Experts(weight, jnp.linspace(0.5, 1, N)), jnp.linspace(1, 2, N)), Layers)
-    xs = jax.random.normal(jax.random.key(1), (3, 2, 4))
-    choices = jax.random.randint(jax.random.key(2), (3, N, 2), 0, Expert.size)
-    scales = jnp.linspace(0.5, 1, 3) if own == 0 else jnp.ones(())
-
-    def loss(blocks, remat):
-        def of_one(x, choice, scale):
-            return jax.tree.map(lambda leaf: leaf * scale, blocks).fold(x, choice, remat=remat)
-
-        return jnp.sum(jax.vmap(of_one, (0, 0, own))(xs, choices, scales) ** 2)
-
-    found, want = quick_jit(lambda: [jax.grad(loss)(blocks, remat) for remat in ("nested", True)])()
-    assert_close(found, want)

@@ -11,8 +11,8 @@ from haliax import Axis, NamedArray
 from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.gpt_oss import GptOssConfig
-from models.qwen3 import Qwen3Config, Qwen3MoeConfig
-from stacked_remat import BlockSeq, Stacked, ghost
+from models.qwen3 import Qwen3MoeConfig
+from stacked_remat import Stacked, ghost
 from stacked_remat._scan.marks import is_named, raw_array
 from stacked_remat.ghost._losses import leaves_with_paths, without_marks
 from stacked_remat.ghost._probed import places
@@ -95,17 +95,17 @@ class NamedModel(eqx.Module):
 
     embedding: hnn.Embedding
     positions: NamedArray
-    blocks: Stacked | BlockSeq
+    blocks: Stacked
     norm: hnn.LayerNorm
     head: hnn.Linear
 
     @staticmethod
-    def init(kind=Stacked, *, key):
+    def init(*, key):
         keys, Embed, Layers = jax.random.split(key, 4), Axis("embed", 8), Axis("layers", 3)
         return NamedModel(
             hnn.Embedding.init(Vocab, Embed, key=keys[0]),
             hax.random.normal(keys[1], (Axis("position", 2 * Pos.size), Embed)),
-            kind.init(Layers, NamedBlock)(Embed, key=jax.random.split(keys[2], Layers.size)),
+            Stacked.init(Layers, NamedBlock)(Embed, key=jax.random.split(keys[2], Layers.size)),
             hnn.LayerNorm.init(Embed),
             hnn.Linear.init(Embed, Vocab, key=keys[3]),
         )
@@ -231,12 +231,9 @@ SINKS = GptOssConfig(
     attention=AttentionConfig(bias=True, window=3),
 )
 CASES = {
-    "experts": lambda: (decoder(SPARSE), token_means, tokens()),
     "tied, biases, dense and sparse layers": lambda: (decoder(MIXED, "nested"), token_means, tokens()),
-    "dense": lambda: (decoder(Qwen3Config(**SIZES)), token_means, tokens()),
     "sinks, biases of experts": lambda: (decoder(SINKS), token_means, tokens()),
     "named": lambda: (made(NamedModel.init), named_losses, tokens()),
-    "layers that differ": lambda: (made(NamedModel.init, BlockSeq), named_losses, tokens()),
     "plain": lambda: (made(PlainModel.init), plain_losses, plain_batch()),
     "merged": lambda: (made(PlainModel.init), merged_losses, plain_batch()),
 }

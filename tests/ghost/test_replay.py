@@ -15,6 +15,8 @@ from haliax import Axis
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, fold, memory
 from stacked_remat.ghost import replay, weighted_step
 
+from ..blocks import assert_close
+
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam raises a float to an integer power
 
 Steps, Examples, Embed, Layers = Axis("steps", 7), Axis("batch", 4), Axis("embed", 6), Axis("layers", 3)
@@ -88,8 +90,7 @@ def test_derivatives_are_those_of_the_unrolled_run_under_every_policy(optimizer,
     wanted, found = every(state, batches, ones)
     assert float(jnp.abs(wanted[1].array).min()) > 1e-6
     for one in found:
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-6)
+        assert_close(one, wanted, rtol=2e-3, atol=2e-6)
 
 
 def test_influence_is_what_another_weight_of_the_example_does_to_the_loss():

@@ -13,6 +13,8 @@ from stacked_remat import ScanCheckpointPolicy, Stacked, fold, memory
 from stacked_remat.memory import DoesNotFit, _compiled_sizes
 from stacked_remat.memory._largest import largest_buffers
 
+from ..blocks import Tanh
+
 Layers = hax.Axis("layers", 12)
 SIZE, ROWS, WIDE = 32, 256, 500
 
@@ -54,18 +56,11 @@ def test_a_report_names_them_with_their_lines():
     assert carries.source == f"{__file__}:{first + 2}"  # the caller's line, not the library's
 
 
-class Block(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, x):
-        return x + jnp.tanh(x @ self.weight)
-
-
 def test_lines_of_a_module_are_not_those_of_the_libraries_that_call_it():
     def loss(blocks, x):
         return jnp.sum(blocks.fold(x) ** 2)
 
-    blocks = eqx.filter_eval_shape(lambda weight: Stacked(Block(weight), Layers), ARGUMENTS[0])
+    blocks = eqx.filter_eval_shape(lambda weight: Stacked(Tanh(weight), Layers), ARGUMENTS[0])
     report = memory.report(eqx.filter_grad(loss), blocks, ARGUMENTS[1])
     assert report.largest and {each.source.split(":")[0] for each in report.largest} <= {__file__, ""}
 

@@ -138,25 +138,6 @@ def test_the_least_arithmetic_of_what_fits_is_taken(comparison):
             assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
 
 
-@pytest.mark.deep
-def test_a_larger_budget_never_plans_more_arithmetic(comparison):
-    totals = [trial.report.total for trial in comparison.trials]
-    budgets = [min(totals) + k * (max(totals) - min(totals)) // 7 for k in range(8)]
-    shown, options = [], {"candidates": [*CANDIDATES[:3], CANDIDATES[-1]], "layers": Layers.size}
-    found = [
-        plan(Counting(), *blocks_and_input(), budget=budget, show=shown.append, **options)
-        for budget in budgets
-    ]
-    arithmetic = [plan.report.flops.matmul for plan in found]
-    assert arithmetic == sorted(arithmetic, reverse=True) and len(set(arithmetic)) > 4
-    assert all(plan.report.total <= budget for plan, budget in zip(found, budgets, strict=True))
-    tried = [trial for plan in found for trial in plan.tried.trials]
-    assert shown == tried
-    for plan_, budget in zip(found, budgets, strict=True):  # of all that any budget tried
-        fitting = [trial.report.flops.matmul for trial in tried if trial.report.total <= budget]
-        assert plan_.report.flops.matmul == min(fitting)
-
-
 def total(found, policy):
     """What a plan found that another policy needs."""
     (report,) = (trial.report for trial in found.tried.trials if trial.policy == policy)

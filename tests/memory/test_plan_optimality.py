@@ -82,7 +82,10 @@ def test_plans_take_hardly_more_flops_than_the_optimum(internals):
     # Below this, only the optimum shares memory between the inputs of segments and internals.
     cuts = [ScanCheckpointPolicy(nested=k, save_block_internals=True) for k in range(1, LAYERS + 1)]
     kept = min(cost(policy, internals)[1] for policy in cuts)
+    found = []
     for budget in (least + (k + 1) * (most - least) // 20 for k in range(20)):
         flops, trials = planned(internals, budget)
+        found.append(flops)
         assert flops <= (1.05 if budget >= kept else 1.2) * best[budget]
         assert trials <= 40
+    assert found == sorted(found, reverse=True)  # a larger budget never plans more

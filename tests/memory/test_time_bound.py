@@ -13,22 +13,17 @@ from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.memory import TARGETS, Flops, TimeBound, count_flops
 
+from ..blocks import Tanh
+
 LAYERS, TOKENS, WIDTH = 7, 3, 8
 Layers = hax.Axis("layers", LAYERS)
 WEIGHT, CARRY = 4 * WIDTH * WIDTH, 4 * TOKENS * WIDTH  # bytes of one layer's
 PRODUCT = 2 * TOKENS * WIDTH * WIDTH
 
 
-class Block(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, x):
-        return x + jnp.tanh(x @ self.weight)
-
-
 def blocks(dtype=jnp.float32):
     weight = jnp.ones((LAYERS, WIDTH, WIDTH), dtype)
-    return jax.device_put(Stacked(Block(weight), Layers), jax.memory.Space.Host)
+    return jax.device_put(Stacked(Tanh(weight), Layers), jax.memory.Space.Host)
 
 
 X = jnp.ones((TOKENS, WIDTH))

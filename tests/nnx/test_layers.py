@@ -58,8 +58,7 @@ class Shares(nnx.Module):
         return x + mask * shared["norm"](jnp.tanh(self.linear(x))) * shared["scale"]
 
 
-@pytest.mark.parametrize("policy", ["nested", pytest.param(True, marks=pytest.mark.deep)])
-def test_state_of_arguments_goes_from_layer_to_layer(policy):
+def test_state_of_arguments_goes_from_layer_to_layer():
     x = jax.random.normal(jax.random.key(3), (5, 4))
 
     def run(make, forward):
@@ -80,7 +79,7 @@ def test_state_of_arguments_goes_from_layer_to_layer(policy):
             x = layer(x, *args, **kwargs)
         return x
 
-    expected, found = run(nnx.List, loop), run(lambda ms: Stacked(ms, policy=policy), Stacked.__call__)
+    expected, found = run(nnx.List, loop), run(lambda ms: Stacked(ms, policy="nested"), Stacked.__call__)
     assert found[2].default.count[...] == 6 and not jnp.array_equal(found[0][0][0], found[0][1][0])
     np.testing.assert_array_equal(found[2].default.count[...], expected[2].default.count[...])
     pairs = zip(

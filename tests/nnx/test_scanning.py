@@ -302,3 +302,42 @@ def test_without_flax_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
     with pytest.raises(ModuleNotFoundError, match=r"stacked_remat.nnx needs flax.*'stacked_remat\[nnx\]'"):
         importlib.import_module("stacked_remat.nnx")
+
+
+@pytest.mark.deep
+def test_sharding_and_its_metadata_are_kept():
+    mesh = jax.make_mesh((2, 2), ("layers", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    metadata = {nnx.PARTITION_NAME: "layers"}
+
+    class Sharded(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+            self.linear = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs)
+            self.total = nnx.BatchStat(jnp.zeros(WIDTH), out_sharding=("model",))
+
+    with jax.set_mesh(mesh):
+        layers = vmapped(Sharded, transform_metadata=metadata)
+
+        @remat_scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=metadata)
+        def forward(x, layer):
+            assert layer.linear.kernel.out_sharding == (None, "model")
+            y = jnp.tanh(layer.linear(x))
+            layer.total[...] = y.sum(0)
+            return x + y
+
+        @nnx.jit
+        @nnx.value_and_grad
+        def gradient(layers, x):
+            return jnp.sum(jnp.square(forward(x, layers)))
+
+        x = jax.random.normal(jax.random.key(0), (4, WIDTH))
+        value, found = gradient(layers, x)
+        kernel = layers.linear.kernel.get_value()
+        forward(x, layers)
+    assert layers.linear.kernel.get_value() is kernel  # not copied
+    for variable in (layers.linear.kernel, found["linear"]["kernel"]):
+        assert variable.out_sharding == ("layers", None, "model")
+    assert layers.total.out_sharding == ("layers", "model")
+    assert not jnp.array_equal(layers.total[...][0], layers.total[...][1])
+    assert found["linear"]["kernel"][...].sharding == kernel.sharding != x.sharding
+    assert jnp.isfinite(value)

@@ -61,8 +61,8 @@ class DataConfig:
         chat_date: the day that the tokenizer's chat template takes for today, such as 2025-06-30, where it
             writes one (`strftime_now`, as gpt-oss' does); so runs repeat. Null for other templates.
         cache_dir: local folder for the tokens, so that text is tokenized once.
-        held_out_fraction: share of the documents, chosen by their names, that is held out from each source
-            without `held_out` files. A document held out by one source is never trained on.
+        held_out_fraction: share of the documents, chosen by a hash of their text, that is held out from each
+            source without `held_out` files. A text held out by one source is never trained on.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
         packing: `split` joins the documents and cuts them into sequences without padding; `whole` cuts only

@@ -106,9 +106,7 @@ def test_whole_is_best_fit():
 def test_tokens_that_do_not_count_have_weight_zero():
     tokens = np.arange(8, dtype=np.uint16)
     counted = np.array([0, 0, 1, 1, 0, 0, 1, 0], dtype=bool)
-    documents = TokenizedDocuments(
-        (tokens,), (counted,), np.array([0, 8]), np.array([0, 5]), np.array([5, 3]), "x"
-    )
+    documents = TokenizedDocuments(tokens, counted, np.array([0, 5]), np.array([5, 3]), "x")
     (sequence,) = sequences(PackedDocuments(documents, 8, "split"))
     assert sequence["targets"].tolist() == [1, 2, 3, 4, 6, 7, 0, 0]
     assert sequence["weights"].tolist() == [0, 1, 1, 0, 1, 0, 0, 0]
@@ -125,7 +123,7 @@ def test_the_fingerprint_changes_with_tokens_length_and_packing():
         PackedDocuments(numbered([5, 4]), 4, "split"),
         PackedDocuments(numbered([4, 5]), 5, "split"),
         PackedDocuments(numbered([4, 5]), 4, "whole"),
-        PackedDocuments(numbered([4, 5]).select(np.array([True, False]), "a"), 4, "split"),
+        PackedDocuments(numbered([4, 5]).select(np.array([True, False])), 4, "split"),
     ]
     assert len({one.fingerprint for one in made}) == len(made)
     assert made[0].fingerprint == PackedDocuments(numbered([4, 5]), 4, "split").fingerprint

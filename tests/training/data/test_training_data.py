@@ -71,7 +71,7 @@ def test_every_document_is_trained_on_or_held_out(folder, tmp_path):
     assert set(held_out_text(fewer.held_out)) < set(held_out)
 
 
-def test_the_split_is_by_name_and_survives_other_files(folder, tmp_path):
+def test_the_split_is_by_content_and_survives_other_files(folder, tmp_path):
     def held_out():
         source = {"all": SourceConfig((str(folder),))}
         data = open_data(tmp_path, sources=source, held_out_fraction=0.3, packing="whole")
@@ -80,6 +80,7 @@ def test_the_split_is_by_name_and_survives_other_files(folder, tmp_path):
     before = held_out()
     for number in range(20, 40):
         next(folder.rglob(f"{number:02d}.txt")).unlink()
+    next(folder.rglob("01.txt")).rename(folder / "zz.txt")
     assert held_out() == {text for text in before if int(text.split()[1]) < 20}
 
 
@@ -212,70 +213,33 @@ def test_the_summary_counts_targets(tmp_path):
     assert f", {held_out:,} in " in data.summary
 
 
-def test_held_out_files_are_not_trained_on(folder, tmp_path):
+def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path):
+    """Whatever the file, its name and its format."""
+    (tmp_path / "exam.jsonl").write_text('{"text": "text 0"}\n{"text": "text 3"}')
+    texts = "\n".join(json.dumps({"text": f"text {number}"}) for number in range(0, 40, 2))
+    (tmp_path / "even.jsonl").write_text(texts)
+    sources = {
+        "named": SourceConfig((str(folder / "part0"),), held_out=(str(tmp_path / "exam.jsonl"),)),
+        "fraction": SourceConfig((str(folder),)),
+        "lines": SourceConfig((str(tmp_path / "even.jsonl"),)),
+    }
+    trained = {}
+    for name in sources:
+        weights = {other: 1e6 if other == name else 1e-6 for other in sources}
+        weighted = {key: dataclasses.replace(one, weight=weights[key]) for key, one in sources.items()}
+        data = open_data(tmp_path, sources=weighted, packing="whole", prefetch=0, held_out_fraction=0.3)
+        trained[name], held_out = set(training_text(data, 12)), set(held_out_text(data.held_out))
+    assert {"text 0", "text 3"} < held_out
+    of = {"named": range(0, 40, 3), "fraction": range(40), "lines": range(0, 40, 2)}
+    for name, numbers in of.items():
+        assert trained[name] == {f"text {number}" for number in numbers} - held_out
+
+
+def test_a_source_that_is_all_held_out_is_refused(folder, tmp_path):
     one = str(folder / "part0/00.txt")
     data = open_data(
         tmp_path, sources={"all": SourceConfig((str(folder),), held_out=(one,))}, packing="whole"
     )
-    assert held_out_text(data.held_out)[-1] == "text 0"
     assert "39 documents to train on" in data.summary and " in 1 held out" in data.summary
-    with pytest.raises(DataError, match=r"data\.sources\.all\.held_out holds out every file"):
+    with pytest.raises(DataError, match=r"data\.sources\.all has 1 documents: 0 to train on and 1 held out"):
         open_data(tmp_path, sources={"all": SourceConfig((one,), held_out=(one,))})
-
-
-def trained_on(tmp_path, **options):
-    """What each source trains on, and what all hold out, as texts."""
-    found = {}
-    for name in options["sources"]:
-        weights = {other: 1e6 if other == name else 1e-6 for other in options["sources"]}
-        sources = {
-            other: dataclasses.replace(source, weight=weights[other])
-            for other, source in options["sources"].items()
-        }
-        data = open_data(tmp_path, **{**options, "sources": sources}, packing="whole", prefetch=0)
-        found[name] = set(training_text(data, 12))
-        data.training.close()
-    return found, set(held_out_text(data.held_out))
-
-
-def test_held_out_documents_of_one_source_are_not_trained_on_by_another(folder, tmp_path):
-    (tmp_path / "other").symlink_to(folder)
-    held = (str(folder / "part0" / "00.txt"), str(folder / "part0" / "03.txt"))
-    sources = {
-        "named": SourceConfig((str(folder / "part0"),), held_out=held),
-        "fraction": SourceConfig((str(tmp_path / "other"),)),
-        "deeper": SourceConfig((f"{folder}/part0/", str(folder / "part1"))),
-    }
-    trained, held_out = trained_on(tmp_path, sources=sources, held_out_fraction=0.3)
-    assert {"text 0", "text 3"} < held_out
-    everything = {f"text {number}" for number in range(40)}
-    assert trained["fraction"] == everything - held_out
-    below = {f"text {number}" for number in range(40) if number % 3 == 0}
-    assert trained["named"] == below - held_out and (below & held_out) > {"text 0", "text 3"}
-
-
-def test_a_file_read_in_two_formats_is_held_out_only_by_name(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(30)))
-    (tmp_path / "other.txt").write_text("held out")
-    path = (str(tmp_path / "a.jsonl"),)
-    sources = {"lines": SourceConfig(path), "whole": SourceConfig(path, format="text")}
-    with pytest.raises(DataError, match=r"sources.whole reads .*a.jsonl as text, .*lines as jsonl, .*held"):
-        open_data(tmp_path, sources=sources)
-    held_out = (str(tmp_path / "other.txt"),)
-    open_data(
-        tmp_path,
-        sources={name: dataclasses.replace(source, held_out=held_out) for name, source in sources.items()},
-    )
-
-
-def test_a_damaged_shard_is_an_error_that_names_it(folder, tmp_path):
-    sources = {"all": SourceConfig((str(folder),))}
-    open_data(tmp_path, sources=sources)
-    (tokens,) = (tmp_path / "cache").rglob("tokens.npy")
-    tokens.write_bytes(tokens.read_bytes()[:-9])
-    data = open_data(tmp_path, sources=sources, prefetch=2)
-    with pytest.raises(
-        DataError, match=r"tokens.npy is damaged.*Delete the token cache .*cache/all-\w+, and"
-    ):
-        data.training.next()
-    data.training.close()

@@ -1,6 +1,5 @@
 """Tests of stacked_remat/training/data/training_data.py."""
 
-import dataclasses
 import json
 
 import fsspec
@@ -117,8 +116,8 @@ def test_a_mixture_has_its_weights(folder, tmp_path):
 
 
 def test_another_tokenizer_and_only_answers(tmp_path):
-    chat = [{"role": "user", "content": "never odd"}, {"role": "assistant", "content": "or even"}]
-    for name in ("chats", "exam"):
+    for name, question in (("chats", "never odd"), ("exam", "odd")):
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "or even"}]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat}))
     paths, exam = (str(tmp_path / "chats.jsonl"),), (str(tmp_path / "exam.jsonl"),)
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
@@ -160,7 +159,7 @@ def test_the_standard_library_is_the_default(tmp_path):
 
 
 def test_skipped_records_are_reported_with_examples(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(['{"text": "a line"}'] * 40 + ["{"] * 7))
+    (tmp_path / "a.jsonl").write_text("\n".join([f'{{"text": "line {n}"}}' for n in range(40)] + ["{"] * 7))
     progress = Silent()
     source = {"one": SourceConfig((str(tmp_path / "a.jsonl"),))}
     for _ in range(2):  # also when it comes from the cache
@@ -223,16 +222,10 @@ def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path
         "fraction": SourceConfig((str(folder),)),
         "lines": SourceConfig((str(tmp_path / "even.jsonl"),)),
     }
-    trained = {}
-    for name in sources:
-        weights = {other: 1e6 if other == name else 1e-6 for other in sources}
-        weighted = {key: dataclasses.replace(one, weight=weights[key]) for key, one in sources.items()}
-        data = open_data(tmp_path, sources=weighted, packing="whole", prefetch=0, held_out_fraction=0.3)
-        trained[name], held_out = set(training_text(data, 12)), set(held_out_text(data.held_out))
-    assert {"text 0", "text 3"} < held_out
-    of = {"named": range(0, 40, 3), "fraction": range(40), "lines": range(0, 40, 2)}
-    for name, numbers in of.items():
-        assert trained[name] == {f"text {number}" for number in numbers} - held_out
+    data = open_data(tmp_path, sources=sources, packing="whole", held_out_fraction=0.3)
+    trained, held_out = set(training_text(data, 20)), set(held_out_text(data.held_out))
+    assert {"text 0", "text 3"} < held_out and len(held_out) > 5
+    assert trained == {f"text {number}" for number in range(40)} - held_out
 
 
 def test_a_source_that_is_all_held_out_is_refused(folder, tmp_path):

@@ -354,10 +354,11 @@ def _read_run(path: Path) -> dict[str, Any]:
     file = path / _RUN_FILE
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
-        run["position"], run["config"], run["layout"], run["keys"], run["unsaved"]
+        if missing := {"position", "config", "layout", "keys", "unsaved"} - run.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except FileNotFoundError:
         raise _damaged(path, f"{file} is missing") from None
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, AttributeError) as error:
         raise _damaged(path, f"{file} can't be read ({error})") from error
     return run
 

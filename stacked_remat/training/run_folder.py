@@ -14,7 +14,7 @@ import yaml
 from .._files import replaced_whole
 from .._messages import shortened
 from ..ghost import LOG_FOLDER
-from .config_tree import read_config_file
+from .config_tree import plain, read_config_file
 from .errors import ConfigError
 from .processes import of_all
 
@@ -113,7 +113,7 @@ class RunFolder:
                 )
             return
         try:
-            earlier = read_config_file(str(self.config)).plain
+            earlier = plain(read_config_file(str(self.config)))
         except ConfigError as error:
             raise ConfigError(
                 f"The config of the run in {self.root} can't be read, so the run can't be resumed: {error} "

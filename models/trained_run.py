@@ -45,7 +45,8 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
         saved = checkpoint_config(folder, step=step)
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
             raise ConfigError("it has no vocab_size")
-        saved.get("trainer", {}).get("checkpoint", {}).pop("on_damaged", None)  # of earlier versions
+        for section, key in (("checkpoint", "on_damaged"), ("trackers", "trackio")):  # of earlier versions
+            saved.get("trainer", {}).get(section, {}).pop(key, None)
         if saved.get("lora"):
             saved["lora"]["targets"] = [present_target(target) for target in saved["lora"]["targets"]]
         entries = [f"--{key}={yaml.safe_dump(value)}" for key, value in saved.items()]

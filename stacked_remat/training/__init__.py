@@ -113,10 +113,10 @@ from .step import (
 )
 from .throughput import peak_flops as peak_flops, training_flops as training_flops
 from .trackers import (
-    HostedTracker as HostedTracker,
     JsonLinesTracker as JsonLinesTracker,
     TensorBoardTracker as TensorBoardTracker,
     Tracker as Tracker,
+    WandbTracker as WandbTracker,
     build_trackers as build_trackers,
     check_trackers as check_trackers,
 )
@@ -126,7 +126,6 @@ from .trainer_config import (
     PrecisionConfig as PrecisionConfig,
     ProfilerConfig as ProfilerConfig,
     TrackersConfig as TrackersConfig,
-    TrackioConfig as TrackioConfig,
     TrainerConfig as TrainerConfig,
     UpdateConfig as UpdateConfig,
     WandbConfig as WandbConfig,

@@ -9,13 +9,11 @@ import jax
 import numpy as np
 import optax
 
-from .array_layout import arrays_by_name
 from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
 from .mesh import Partitioning
-from .processes import whole
 from .progress import Progress
-from .run_folder import RunFolder, named_in_errors
+from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
 from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, build_step
 from .throughput import Clock, ProfilerWindow, peak_flops, peak_memory_bytes, training_flops
@@ -69,7 +67,7 @@ class RunOutputs:
     """Where a run writes its results; the caller closes them.
 
     Attributes:
-        folder: for traces, and for the data of a step that is not finite.
+        folder: for traces.
         checkpoints: where the state is saved; None for a run that can't be resumed.
         trackers: all receive the same metrics.
         progress: shows the run to the user.
@@ -267,7 +265,7 @@ class _Reporter:
             self._log(done, {**metrics, "learning_rate": learning_rate, **speed})
             self.clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
-            self._not_finite(done, metrics, learning_rate, batch)
+            self._not_finite(done, metrics, learning_rate)
 
     def evaluated(self, done: int, losses: Mapping[str, float]) -> None:
         """Reports the losses on held-out text after step `done`."""
@@ -286,8 +284,8 @@ class _Reporter:
             return {}
         return {"mfu": self._flops / (self._peak * self.clock.step_seconds)}
 
-    def _not_finite(self, done: int, metrics: Metrics, learning_rate: float, batch: TokenBatch) -> None:
-        """Reports a skipped step, or saves the step's data and raises."""
+    def _not_finite(self, done: int, metrics: Metrics, learning_rate: float) -> None:
+        """Reports a skipped step, or raises."""
         found = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm']):.3g}"
         if "skips" in metrics:
             self.skipped += 1
@@ -296,21 +294,10 @@ class _Reporter:
             if in_a_row < self._config.update.max_consecutive_skips:
                 return
             found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
-        path = self.outputs.folder.nonfinite_step(done)
-        data = _step_data(done, metrics, batch)
-        if jax.process_index() == 0:
-            with named_in_errors(path):
-                np.savez(path, **data)
         skip = "or trainer.update.on_nonfinite: skip, with which the same command resumes from the last save"
         raise NonFiniteLossError(
-            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
-            f"the step's batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
-            f"optimizer.warmup or a smaller optimizer.max_grad_norm"
+            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped. "
+            f"Usual fixes: a lower optimizer.learning_rate, more optimizer.warmup or a smaller "
+            f"optimizer.max_grad_norm"
             f"{'' if 'skips' in metrics else f'; {skip}'}."
         )
-
-
-def _step_data(done: int, metrics: Metrics, batch: TokenBatch) -> dict[str, Any]:
-    arrays = {f"batch.{name}": array for name, array in arrays_by_name(batch).items()}
-    arrays |= {f"metrics.{name}": value for name, value in metrics.items()}
-    return {"step": np.asarray(done), **whole(arrays)}

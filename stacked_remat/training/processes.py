@@ -178,13 +178,6 @@ def _largest(numbers: jax.Array) -> jax.Array:
     return jnp.max(numbers)
 
 
-def whole(arrays: Any) -> Any:
-    """A tree of arrays with those of all processes' devices on the host of each; all processes call it."""
-    if jax.process_count() == 1:
-        return jax.tree.map(np.asarray, arrays)
-    return multihost_utils.process_allgather(arrays, tiled=True)
-
-
 @contextlib.contextmanager
 def ending_with_others() -> Iterator[None]:
     """Ends this process with `EXIT_INTERRUPTED` and a message where JAX says that another one is gone.

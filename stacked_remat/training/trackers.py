@@ -2,11 +2,10 @@
 
 import abc
 import importlib
-import itertools
 import json
 import math
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -15,10 +14,7 @@ import numpy as np
 from .._files import replaced_whole
 from .errors import ConfigError
 from .run_folder import named_in_errors
-from .trainer_config import TrackersConfig
-
-_LOCAL = {"wandb": "mode: offline", "trackio": "space_id: null"}
-_SETTINGS = {"tensorboardX": "TensorBoard", "wandb": "Weights & Biases", "trackio": "Trackio"}
+from .trainer_config import TrackersConfig, WandbConfig
 
 
 class Tracker(abc.ABC):
@@ -94,18 +90,33 @@ class TensorBoardTracker(Tracker):
 
 
 @final
-class HostedTracker(Tracker):
-    """A run of Weights & Biases or of Trackio."""
+class WandbTracker(Tracker):
+    """A run of Weights & Biases, the same one when the run resumes."""
 
-    def __init__(self, run: Any, finish: Callable[[], None]):
-        """Wraps a run that was started.
+    def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]):
+        """Starts the run, or goes on with the one of this run folder.
 
-        Args:
-            run: what the package's `init` returned.
-            finish: ends the run after everything has been written or sent.
+        Raises:
+            ConfigError: the package is not installed, or can't start the run.
         """
-        self._run = run
-        self._finish = finish
+        try:
+            self._run = _package("wandb").init(
+                project=config.project,
+                entity=config.entity,
+                name=config.name or folder.name,
+                mode=config.mode,
+                dir=str(folder),
+                config=dict(run_config),
+                id=_run_id(folder / "wandb_run_id.txt"),
+                resume="allow",
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # the package raises anything
+            raise ConfigError(
+                f"trainer.trackers.wandb: Weights & Biases could not start the run: {error} Log in there, "
+                f"keep the run on this machine (mode: offline), or remove the section."
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs each number; numbers of an array are named by their index."""
@@ -113,7 +124,7 @@ class HostedTracker(Tracker):
 
     def close(self) -> None:
         """Waits until everything has been written or sent."""
-        self._finish()
+        self._run.finish()
 
 
 def build_trackers(
@@ -135,40 +146,8 @@ def build_trackers(
     if config.tensorboard:
         built.append(TensorBoardTracker(folder / "tensorboard", resumed_after=resumed_after))
     if config.wandb.project is not None:
-        options = {
-            "project": config.wandb.project,
-            "entity": config.wandb.entity,
-            "name": config.wandb.name or folder.name,
-            "mode": config.wandb.mode,
-            "dir": str(folder),
-            "config": dict(run_config),
-            "id": _run_id(folder / "wandb_run_id.txt"),
-            "resume": "allow",
-        }
-        built.append(_hosted("wandb", options))
-    if config.trackio.project is not None:
-        options = {
-            "project": config.trackio.project,
-            "name": config.trackio.name or folder.name,
-            "space_id": config.trackio.space_id,
-            "config": dict(run_config),
-            # Trackio finds runs by name, so that a new run must not resume another one of its name.
-            "resume": "never" if resumed_after is None else "allow",
-        }
-        built.append(_hosted("trackio", options))
+        built.append(WandbTracker(config.wandb, folder, run_config))
     return built
-
-
-def _hosted(name: str, options: Mapping[str, Any]) -> HostedTracker:
-    package = _package(name)
-    try:
-        run = package.init(**options)
-    except Exception as error:  # packages raise anything
-        raise ConfigError(
-            f"trainer.trackers.{name}: {_SETTINGS[name]} could not start the run: {error} Log in there, keep "
-            f"the run on this machine ({_LOCAL[name]}), or remove the section."
-        ) from error
-    return HostedTracker(run, package.finish)  # Trackio would finish a run again after `Run.finish`
 
 
 def check_trackers(config: TrackersConfig) -> None:
@@ -177,9 +156,10 @@ def check_trackers(config: TrackersConfig) -> None:
     Raises:
         ConfigError: one is not installed; the message names it.
     """
-    enabled = (config.tensorboard, config.wandb.project is not None, config.trackio.project is not None)
-    for name in itertools.compress(_SETTINGS, enabled):
-        _package(name)
+    if config.tensorboard:
+        _package("tensorboardX")
+    if config.wandb.project is not None:
+        _package("wandb")
 
 
 def _package(name: str) -> Any:
@@ -187,9 +167,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         install = "'stacked_remat[tensorboard]'" if name == "tensorboardX" else name
-        raise ConfigError(
-            f"trainer.trackers: {_SETTINGS[name]} needs the package {name}: pip install {install}"
-        ) from error
+        raise ConfigError(f"trainer.trackers needs the package {name}: pip install {install}") from error
 
 
 def _run_id(path: Path) -> str:

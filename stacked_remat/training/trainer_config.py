@@ -18,8 +18,8 @@ class UpdateConfig:
     Attributes:
         microbatches: equal parts of a batch whose gradients are computed one after the other and added up.
             The update is that of the whole batch; activations take the memory of one part.
-        on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite: `stop` ends the run
-            and writes the step's data to the run folder, `skip` leaves weights and optimizer unchanged.
+        on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite: `stop` ends the run,
+            `skip` leaves weights and optimizer unchanged.
         max_consecutive_skips: skipped steps in a row after which `skip` stops too.
         fused: whether each layer is updated within the backward pass, as soon as its gradient exists, so that
             no gradient of the whole model takes memory.
@@ -197,33 +197,16 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
-class TrackioConfig:
-    """Trackio; off without a project.
-
-    Attributes:
-        project: project to log to.
-        name: name of the run; the run folder's name if null.
-        space_id: Hugging Face Space to log to; this machine if null.
-    """
-
-    project: str | None = None
-    name: str | None = None
-    space_id: str | None = None
-
-
-@dataclass(frozen=True)
 class TrackersConfig:
     """Where metrics are logged besides `metrics.jsonl` in the run folder.
 
     Attributes:
         tensorboard: whether to write event files to the run folder; needs the package tensorboardX.
         wandb: Weights & Biases; needs the package wandb.
-        trackio: Trackio; needs the package trackio.
     """
 
     tensorboard: bool = False
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    trackio: TrackioConfig = field(default_factory=TrackioConfig)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,6 @@ def test_processes_can_write_the_same_file(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "one")]
 
 
-def test_a_folder_without_results_is_used(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert RunFolder.open(tmp_path, {}).config.exists()
-
-
 def test_an_unfinished_run_of_the_same_config_is_opened_again(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
     folder.metrics.write_text("old")
@@ -96,7 +91,6 @@ def test_overwriting_deletes_results_and_nothing_else(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
     folder.metrics.write_text("old")
     folder.finish({})
-    folder.nonfinite_step(3).write_text("old")
     for results in (folder.checkpoints, folder.profile, tmp_path / "tensorboard"):
         (results / "1").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
@@ -145,21 +139,13 @@ def test_changes_name_only_what_changes_results():
     assert config_changes(earlier, now) == ["trainer.num_steps was 1 and is 2"]
 
 
-def test_one_process_at_a_time_locks_a_folder(tmp_path):
-    with (
-        lock_run_folder(tmp_path / "run"),
-        pytest.raises(FileExistsError, match=r"Another process trains in .*run. .*--trainer.run_dir"),
-        lock_run_folder(tmp_path / "run"),
-    ):
-        pass
-    with lock_run_folder(tmp_path / "run"):
-        RunFolder.open(tmp_path / "run", CONFIG)
-
-
-def test_the_mark_of_a_lock_is_that_of_the_process_that_has_it(tmp_path):
+def test_one_process_locks_a_folder_and_the_mark_is_that_of_the_process_that_has_it(tmp_path):
     assert not has_mark(tmp_path / "run", "1")
     with lock_run_folder(tmp_path / "run", "1"):
-        with pytest.raises(FileExistsError), lock_run_folder(tmp_path / "run", "2"):
+        with (
+            pytest.raises(FileExistsError, match=r"Another process trains in .*run. .*--trainer.run_dir"),
+            lock_run_folder(tmp_path / "run", "2"),
+        ):
             pass
         assert has_mark(tmp_path / "run", "1")
     with lock_run_folder(tmp_path / "run", "3"):

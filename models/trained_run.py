@@ -16,7 +16,7 @@ from stacked_remat.training import (
     CheckpointDamagedError,
     ConfigError,
     check_unsaved,
-    checkpoint_config,
+    checkpoint_run,
     load_checkpoint,
     parse_config,
 )
@@ -42,7 +42,7 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
             f"wrote to (trainer.run_dir).{hint}"
         )
     try:
-        saved = checkpoint_config(folder, step=step)
+        saved = checkpoint_run(folder, step=step)["config"]
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
             raise ConfigError("it has no vocab_size")
         for section, key in (("checkpoint", "on_damaged"), ("trackers", "trackio")):  # of earlier versions

@@ -13,8 +13,7 @@ from .checkpoint import (
     CheckpointMismatchError as CheckpointMismatchError,
     Checkpoints as Checkpoints,
     check_unsaved as check_unsaved,
-    checkpoint_config as checkpoint_config,
-    checkpoint_position as checkpoint_position,
+    checkpoint_run as checkpoint_run,
     checkpoint_steps as checkpoint_steps,
     load_checkpoint as load_checkpoint,
 )

@@ -182,11 +182,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends the background threads.
-
-        Raises:
-            OSError: a checkpoint can't be written.
-        """
+        """Waits as `wait`, and ends the background threads."""
         with self._writing():
             self._manager.close()
 
@@ -263,24 +259,12 @@ def check_unsaved(
         )
 
 
-def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any]:
-    """The resolved config of the run that wrote a checkpoint; the latest if no step is given.
+def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
+    """What a checkpoint says of its run, as JSON: `config`, resolved, and `position`, to resume from.
 
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: the checkpoint is damaged.
+    The latest checkpoint if no step is given; raises what `check_unsaved` raises.
     """
-    return _read_run(_existing(folder, step))["config"]
-
-
-def checkpoint_position(folder: Path, *, step: int | None = None) -> dict[str, Any]:
-    """What a checkpoint was saved with to resume from, as JSON; the latest if no step is given.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: the checkpoint is damaged.
-    """
-    return _read_run(_existing(folder, step))["position"]
+    return _read_run(_existing(folder, step))
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

@@ -198,30 +198,22 @@ def _scored_step(
     model = eqx.combine(shard(state.trained), state.frozen)
     options = {"direction": direction, "reduction": "sum", "trainable": _marks(state.trained)}
 
-    def compute(part: TokenBatch, share: Any, index: Any = 0) -> tuple[Any, tuple[Metrics, _BatchScores]]:
+    def compute(part: TokenBatch, share: Any, _: Any) -> tuple[Any, Metrics, _BatchScores]:
         gradients, metrics, scores = _scored_part(part, share, model, scoring, microbatches, options)
-        if (
-            scoring.auxiliary == "left_out"
-        ):  # the compiler then leaves out what gives only the gradients above
+        if scoring.auxiliary == "left_out":  # the compiler leaves out what gives only the gradients above
 
             def whole(trained: Any) -> tuple[Array, Metrics]:
                 objective, metrics = loss_function(eqx.combine(shard(trained), state.frozen), part)
                 return share_of_objective(objective, metrics, share, microbatches), metrics
 
             gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
-        return gradients, (metrics, scores)
+        return gradients, metrics, scores
 
-    if microbatches == 1:
-        gradients, (metrics, scores) = compute(batch, 1.0)
-    else:
-        gradients, shares, (metrics, scores) = of_microbatches(
-            compute, state.trained, batch, dtype, microbatches
-        )
-        metrics = of_whole_batch(metrics, shares)
+    gradients, metrics, scores = of_microbatches(compute, state.trained, batch, dtype, microbatches)
+    if microbatches > 1:
         scores = jax.tree.map(_put_together, scores)
-    gradients = shard(optax.tree.cast(gradients, dtype))
     skip = config.update.on_nonfinite == "skip"
-    after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip)
+    after, metrics = apply_gradients(state, shard(gradients), metrics, optimizer, skip_nonfinite=skip)
     of_example = scoring.config.token_mean == "example"
     factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
     return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)

@@ -237,7 +237,9 @@ def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content)
 def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
-        monkeypatch.setattr("models.trained_run.checkpoint_config", lambda *_, saved=saved, **__: saved)
+        monkeypatch.setattr(
+            "models.trained_run.checkpoint_run", lambda *_, saved=saved, **__: {"config": saved}
+        )
         status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
         assert status == 1 and ".. It is damaged" not in shown
         assert f"The config in the checkpoint {tmp_path / 'checkpoints'} can't be used" in shown

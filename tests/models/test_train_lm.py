@@ -25,7 +25,7 @@ from stacked_remat.training import (
     SgdConfig,
     TrainState,
     build_optimizer,
-    checkpoint_config,
+    checkpoint_run,
     load_checkpoint,
     lock_run_folder,
     parse_config,
@@ -79,7 +79,7 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
     # the resolved config, from which the run's model can be rebuilt and its checkpoint read
     config = parse_config(LmRunConfig, ["--config_path", str(folder / "config.yaml")])
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["type"] == "qwen3_moe"
-    assert checkpoint_config(folder / "checkpoints")["remat"] == "nested"
+    assert checkpoint_run(folder / "checkpoints")["config"]["remat"] == "nested"
     assert json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"] == held_out[1]
 
     def initial():

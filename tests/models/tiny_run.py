@@ -23,7 +23,7 @@ trainer: {{num_steps: {STEPS}, log_every: 1, eval_batches: 2, mesh: {{axes: {{da
 
 
 def make_workplace(folder):
-    """A config file and forty files of a letter of their own and a text, the same three times, and the end."""
+    """A config file and forty files: a letter of its own, the same text three times, and the end."""
     (folder / "text").mkdir()
     for number in range(40):
         (folder / "text" / f"{number}.txt").write_text(chr(ord("!") + number) + "abcd" * 3)

@@ -20,7 +20,7 @@ from stacked_remat.training import (
     Checkpoints,
     TrainState,
     checkpoint as checkpoint_module,
-    checkpoint_config,
+    checkpoint_run,
     load_checkpoint,
 )
 from stacked_remat.training.array_layout import digests
@@ -172,7 +172,7 @@ def test_any_damage_to_a_checkpoint_is_found_or_harmless(tmp_path):
         run = folder / "1" / "run" / "metadata"
         run.unlink() if damaged is None else run.write_text(damaged)
         with pytest.raises(CheckpointDamagedError, match=r"run/metadata"):
-            checkpoint_config(folder)
+            checkpoint_run(folder)
 
 
 def test_a_damaged_checkpoint_names_those_to_resume_from(tmp_path):
@@ -259,7 +259,7 @@ def test_a_part_of_a_checkpoint_and_its_config_can_be_read(tmp_path):
     assert eqx.tree_equal(load_checkpoint(folder, shapes()), state(seed=2))
     model = load_checkpoint(folder, shapes().trained, step=1, part="trained")
     assert eqx.tree_equal(model, state(seed=1).trained)
-    assert checkpoint_config(folder) == {"n": 1}
+    assert checkpoint_run(folder)["config"] == {"n": 1}
     with pytest.raises(FileNotFoundError, match=r"of step 7 in .* It has steps 1, 2"):
         load_checkpoint(folder, shapes(), step=7)
 

@@ -95,7 +95,6 @@ def format_of(file: SourceFile, how: RecordFormat) -> str:
 
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _ROWS = 64  # of Parquet that are in memory at once
-_UNREAD = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".snappy", ".lzma", ".z")
 
 
 def _stored(file: SourceFile) -> contextlib.AbstractContextManager[Any]:
@@ -108,11 +107,6 @@ def _stored(file: SourceFile) -> contextlib.AbstractContextManager[Any]:
 def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, io.BufferedReader]]:
     """The file as it is stored, and a buffered stream of its decompressed bytes."""
     name = file.name.lower()
-    if name.endswith(_UNREAD):
-        raise DataError(
-            f"{file.place} is an archive or has an unsupported compression. Unpack it, or leave it out of "
-            f"the paths; compressed files end in {', '.join(_COMPRESSED)}."
-        )
     codec = next((codec for ending, codec in _COMPRESSED.items() if name.endswith(ending)), None)
     known: Any = fsspec.compression.compr
     if codec is not None and codec not in known:

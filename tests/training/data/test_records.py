@@ -6,7 +6,6 @@ import json
 import lzma
 import re
 import tracemalloc
-import zipfile
 
 import fsspec
 import pyarrow
@@ -211,12 +210,3 @@ def test_damaged_parquet_is_named(tmp_path):
     path.write_bytes(written[: len(written) // 2])
     with pytest.raises(DataError, match=r"a.parquet is not a Parquet file"):
         read(path)
-
-
-@pytest.mark.parametrize("name", ["a.zip", "a.jsonl.zip", "a.tgz", "a.7z"])
-def test_archives_are_refused(tmp_path, name):
-    with zipfile.ZipFile(tmp_path / name, "w") as archive:
-        archive.writestr("one.txt", "one")
-        archive.writestr("two.txt", "two")
-    with pytest.raises(DataError, match=rf"{name} is an archive.* Unpack it, or leave it out"):
-        read(tmp_path / name)

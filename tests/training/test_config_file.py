@@ -55,19 +55,14 @@ def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
     assert parse(tmp_path, text) == Drawing(Circle(2.0, Paint(layers=3)), "a")
     changed = parse(tmp_path, text, "--shape.paint.colour", "blue", "--title=b=c", "--remat", "{nested: 2}")
     assert changed == Drawing(Circle(2.0, Paint("blue", 3)), "b=c", {"nested": 2})
+    for text, value in (("nested", "nested"), ("true", True), ("{nested: 2}", {"nested": 2})):
+        assert parse(tmp_path, f"remat: {text}").remat == value
 
 
 def test_a_tilde_in_the_path_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "drawing.yaml").write_text("title: home")
     assert parse_config(Drawing, ["--config_path", "~/drawing.yaml"]).title == "home"
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("nested", "nested"), ("true", True), ("{nested: 2}", {"nested": 2})]
-)
-def test_a_union_keeps_the_type_that_was_written(tmp_path, text, value):
-    assert parse(tmp_path, f"remat: {text}").remat == value
 
 
 def test_text_is_what_was_written_and_numbers_are_decimal(tmp_path):
@@ -131,7 +126,6 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         ("shape: {radius: 2}", r"`shape` in .* lacks the key `type`. Known types: circle, square"),
         ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
         ("shape: 3", r"`shape` in .* is a section of keys, got 3"),
-        ("shape: {type: circle, paint: }", r"`shape.paint` in .* is a section of keys, got nothing .null."),
         ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
         (
             "shape: {type: circle, radius: wide}",
@@ -141,10 +135,8 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
             "shape: {type: circle, paint: {colour: green}}",
             r"`shape.paint.colour` in .* must be red.blue",
         ),
-        ("shape: {type: circle, paint: {colour: bleu}}", r"got 'bleu'. Did you mean `blue`"),
         ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
         ("shape: {type: circle, paint: {layers: true}}", r"`shape.paint.layers` in .* must be int, got True"),
-        ("shape: {type: circle, radius: .nan}", r"`shape.radius` in .* must be float, got nan"),
         ("shape: {type: circle, radius: -inf}", r"`shape.radius` in .* must be float, got '-inf'"),
         ("shape: {type: square, side: wide}", r"`shape.side` in .* must be int.null, got 'wide'"),
         ("shape: {type: [circle]}", r"`shape.type` in .* is \['circle'\]. .*Valid: circle, square"),
@@ -154,7 +146,6 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
             "title: yes",
             r"`title` in .* must be str.null, got True. Put it in quotes; on .* kinds: \"'True'\"",
         ),
-        ("title: {a: 1}", r"`title` in .* must be str.null, got {'a': 1}"),
         ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
         ("? [title]\n: b", r"(?s)drawing.yaml: a key must be text.*line 1, column 3"),
         ("shape: {type: circle, paint: {layers: 0}}", r"Bad config .*paint.layers must be at least 1, got 0"),
@@ -164,7 +155,6 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         (b"title: \xff", r"drawing.yaml: 'utf-8' codec can't decode byte 0xff in position 7"),
         ("title: " + "[" * 600, r"drawing.yaml: maximum recursion depth exceeded"),
         ("title: &a [*a]", r"(?s)drawing.yaml: found unconstructable recursive node.*line 1, column 8"),
-        ("a: [", r"Can't read the config file .*drawing.yaml"),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path, text, message):
@@ -181,7 +171,6 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
         (["--title"], r"`--title` on the command line has no value"),
         (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
         (["--title", "!!bool abc"], r"`--title` on the command line is not YAML: 'abc'"),
-        (["--title", "[a"], r"The value of `--title` on the command line is not YAML"),
         (["--config_path", "missing.yaml"], r"Can't read the config file missing.yaml"),
     ],
 )
@@ -195,8 +184,6 @@ def test_mistakes_on_the_command_line_are_named(arguments, message):
     [
         ("shape: 5", ["--shape.radius", "2"], r"`shape` in .*drawing.yaml is 5, which has no keys"),
         ("shape: !include note.txt", ["--shape.type", "circle"], r"`shape` in .*drawing.yaml is 'some text'"),
-        ("shape: [1]", ["--shape.type", "circle"], r"`shape` in .* is \[1\], which has no keys"),
-        ("shape: {type: circle, paint: red}", ["--shape.paint.layers", "2"], r"`shape.paint` in .* is 'red'"),
         ("remat: nested", ["--remat.nested", "2"], r"`remat` in .* is 'nested', which has no keys"),
         ("title: x", ["--shape", "5", "--shape.type", "circle"], r"`shape` on the command line is 5"),
         ("<<: !include five.yaml", ["--shape.type", "circle"], r"`shape` in .*five.yaml.* is 5, which has"),

@@ -47,6 +47,7 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
             raise ConfigError("it has no vocab_size")
         for section, key in (("checkpoint", "on_damaged"), ("trackers", "trackio")):  # of earlier versions
             saved.get("trainer", {}).get(section, {}).pop(key, None)
+        saved.get("data", {}).pop("max_record_bytes", None)
         if saved.get("lora"):
             saved["lora"]["targets"] = [present_target(target) for target in saved["lora"]["targets"]]
         entries = [f"--{key}={yaml.safe_dump(value)}" for key, value in saved.items()]

@@ -117,7 +117,13 @@ def train(
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
-    step, scorer = _steps(config, loss_function, optimizer, partitioning, scoring)
+    step = eqx.filter_jit(
+        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
+        donate="all-except-first",
+    )
+    scorer = None
+    if scoring is not None:
+        scorer = StepScorer(scoring, config, loss_function, optimizer, partitioning)
 
     def next_batch() -> TokenBatch:
         batch = training.next()
@@ -155,53 +161,28 @@ def train(
                 evaluation.run(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = asked if done < config.num_steps else None
-            _save(done, state, data, config, reporter, evaluation, scorer, stopped_by is not None)
+            last = stopped_by is not None or done == config.num_steps
+            now = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
+            _save(state, now, reporter, scorer, last)
     finally:
         outputs.progress.stop()
         profiler.stop()
     return TrainingResult(state, evaluation.before, evaluation.after, stopped_by)
 
 
-def _steps(
-    config: TrainerConfig,
-    loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation | FusedOptimizer,
-    partitioning: Partitioning | None,
-    scoring: Scoring | None,
-) -> tuple[Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]], StepScorer | None]:
-    """The compiled step, and what does those with scores."""
-    step = eqx.filter_jit(
-        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
-        donate="all-except-first",
-    )
-    if scoring is None:
-        return step, None
-    return step, StepScorer(scoring, config, loss_function, optimizer, partitioning)
-
-
 def _save(
-    done: int,
-    state: TrainState,
-    data: dict[str, Any],
-    config: TrainerConfig,
-    reporter: "_Reporter",
-    evaluation: "_Evaluation",
-    scorer: StepScorer | None,
-    stopping: bool,
+    state: TrainState, position: Position, reporter: "_Reporter", scorer: StepScorer | None, last: bool
 ) -> None:
     """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
     checkpoints = reporter.outputs.checkpoints
-    last = stopping or done == config.num_steps
-    is_due = last or (checkpoints is not None and checkpoints.is_due(done))  # asked once: time passes
+    is_due = last or (checkpoints is not None and checkpoints.is_due(position.step))  # once: time passes
     if scorer is not None and is_due:
         scorer.flush()
-    if checkpoints is None or not is_due:
-        return
-    position = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
-    with reporter.clock.paused():
-        checkpoints.save(done, state, asdict(position))
-        if last:
-            checkpoints.wait()
+    if checkpoints is not None and is_due:
+        with reporter.clock.paused():
+            checkpoints.save(position.step, state, asdict(position))
+            if last:
+                checkpoints.wait()
 
 
 @final
@@ -237,16 +218,15 @@ class _Reporter:
         self.skipped = 0
         self._config = config
         self._schedule = jax.jit(schedule)
-        self._flops: float | None = None
-        self._peak: float | None = None
+        self._seconds_at_peak: float | None = None
 
     def prepare(self, loss_function: LossFunction | RandomLoss, state: TrainState, batch: TokenBatch) -> None:
-        """Finds the peak and the FLOPs of a step, for the utilisation."""
+        """Finds the time of a step at the devices' peak, for the utilisation."""
         devices = list(state.step.devices())
         peak = self._config.profiler.peak_flops or peak_flops(devices[0])
-        if peak is not None:
-            self._peak = peak * len(devices)
-            self._flops = training_flops(loss_function, state.model, batch, state.trained)
+        flops = peak and training_flops(loss_function, state.model, batch, state.trained)
+        if peak and flops:
+            self._seconds_at_peak = flops / (peak * len(devices))
 
     def stepped(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
         """Waits for step `done` and reports it."""
@@ -259,9 +239,10 @@ class _Reporter:
             speed = {
                 "tokens_per_second": self.clock.tokens_per_second,
                 "step_seconds": self.clock.step_seconds,
-                **self._utilisation(),
                 **({} if memory is None else {"peak_memory_bytes": memory}),
             }
+            if self._seconds_at_peak is not None:  # model FLOPs utilisation (Chowdhery et al. 2022)
+                speed["mfu"] = self._seconds_at_peak / self.clock.step_seconds
             self._log(done, {**metrics, "learning_rate": learning_rate, **speed})
             self.clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
@@ -278,15 +259,10 @@ class _Reporter:
         for tracker in self.outputs.trackers:
             tracker.log(done, metrics)
 
-    def _utilisation(self) -> dict[str, float]:
-        """The model FLOPs utilisation (Chowdhery et al. 2022), if the peak and the FLOPs are known."""
-        if self._peak is None or self._flops is None:
-            return {}
-        return {"mfu": self._flops / (self._peak * self.clock.step_seconds)}
-
     def _not_finite(self, done: int, metrics: Metrics, learning_rate: float) -> None:
         """Reports a skipped step, or raises."""
         found = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm']):.3g}"
+        more = "; or trainer.update.on_nonfinite: skip, with which the same command resumes"
         if "skips" in metrics:
             self.skipped += 1
             in_a_row = int(metrics["skips"])
@@ -294,10 +270,9 @@ class _Reporter:
             if in_a_row < self._config.update.max_consecutive_skips:
                 return
             found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
-        skip = "or trainer.update.on_nonfinite: skip, with which the same command resumes from the last save"
+            more = ""
         raise NonFiniteLossError(
             f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped. "
             f"Usual fixes: a lower optimizer.learning_rate, more optimizer.warmup or a smaller "
-            f"optimizer.max_grad_norm"
-            f"{'' if 'skips' in metrics else f'; {skip}'}."
+            f"optimizer.max_grad_norm{more}."
         )

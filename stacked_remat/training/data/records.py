@@ -19,12 +19,11 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How the files of a source are read; the fields are those of `SourceConfig` and `DataConfig`."""
+    """How the files of a source are read; the fields are those of `SourceConfig`."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_key: str = "text"
     messages_key: str = "messages"
-    max_bytes: int = 2**28
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,10 @@ _Numbered: TypeAlias = tuple[int, int, _Content]  # a record's number, offset an
 def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterator[Record]:
     """The records of a file from number `start` on.
 
-    Blank lines are not records. Anything longer than `how.max_bytes` is a record with a problem. Memory: one
-    line or text file, of which `how.max_bytes` at most, or 64 rows of Parquet.
+    Blank lines are not records. Memory: one line or text file, or 64 rows of Parquet.
 
     Raises:
-        DataError: the file can't be opened or decompressed, is an archive, is not Parquet, or lacks both
-            columns.
+        DataError: the file can't be opened or decompressed, is not Parquet, or lacks both columns.
     """
     reader = _READERS[format_of(file, how)]
     try:
@@ -119,10 +116,7 @@ def _read_text(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Num
     if start > 0:
         return
     with _opened(file) as (_, plain):
-        raw = plain.read(how.max_bytes + 1)
-    if len(raw) > how.max_bytes:
-        yield 0, file.size, _too_long(how)
-        return
+        raw = plain.read()
     try:
         yield 0, file.size, raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -131,14 +125,9 @@ def _read_text(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Num
 
 def _read_jsonl(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
     with _opened(file) as (stored, plain):
-        number = -1
-        while line := plain.readline(how.max_bytes + 1):
-            number += 1
-            too_long = len(line) > how.max_bytes
-            if number >= start and (too_long or line.strip()):
-                yield number, stored.tell(), _too_long(how) if too_long else _content_of_line(line, how)
-            while too_long and line and not line.endswith(b"\n"):
-                line = plain.readline(2**20)
+        for number, line in enumerate(plain):
+            if number >= start and line.strip():
+                yield number, stored.tell(), _content_of_line(line, how)
 
 
 def _content_of_line(line: bytes, how: RecordFormat) -> _Content:
@@ -150,10 +139,6 @@ def _content_of_line(line: bytes, how: RecordFormat) -> _Content:
         return _Problem(f"is not JSON ({error})")
     except RecursionError:
         return _Problem("is JSON that is nested too deeply")
-
-
-def _too_long(how: RecordFormat) -> _Problem:
-    return _Problem(f"is longer than the {how.max_bytes:,} bytes that data.max_record_bytes allows")
 
 
 def _not_utf8(error: UnicodeDecodeError) -> _Problem:
@@ -193,8 +178,6 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_
 
 
 def _content_of_row(row: Any, how: RecordFormat) -> _Content:
-    if row.nbytes > how.max_bytes:
-        return _too_long(how)
     try:
         return _content(row.to_pylist()[0], how)
     except UnicodeDecodeError as error:

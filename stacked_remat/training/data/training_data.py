@@ -120,7 +120,7 @@ def _cached(
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> CachedTokens:
-    how = RecordFormat(source.format, source.text_key, source.messages_key, config.max_record_bytes)
+    how = RecordFormat(source.format, source.text_key, source.messages_key)
     request = CacheRequest(name, files, how, tokenizer, source.train_on == "answers", config.on_malformed)
     cached = open_token_cache(request, Path(config.cache_dir), progress)
     if cached.counts.num_malformed:

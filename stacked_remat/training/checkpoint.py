@@ -159,11 +159,7 @@ class Checkpoints:
                 restored with its sharding here, or on the default device; the number of devices may differ
                 from that of the run that saved.
 
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            CheckpointDamagedError: the latest checkpoint is damaged.
-            CheckpointMismatchError: arrays differ in name, shape or dtype, or arrays that are not saved in
-                their values.
+        Raises what `load_checkpoint` and `check_unsaved` raise.
         """
         self.wait()
         path = _existing(self.folder, None)
@@ -173,11 +169,7 @@ class Checkpoints:
         return with_arrays(like, restored), run["position"]
 
     def wait(self) -> None:
-        """Waits until all checkpoints are on disk.
-
-        Raises:
-            OSError: a checkpoint can't be written.
-        """
+        """Waits until all checkpoints are on disk; raises an OSError if one can't be written."""
         with self._writing():
             self._manager.wait_until_finished()
 
@@ -223,9 +215,7 @@ def load_checkpoint(
         present_name: as of `Checkpoints`.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: the checkpoint is damaged.
-        CheckpointMismatchError: arrays differ in name, shape or dtype.
+        CheckpointMismatchError: arrays differ in name, shape or dtype. Or what `checkpoint_run` raises.
     """
     arrays, _ = _read(_existing(folder, step), like, f"{part}." if part else "", present_name)
     return with_arrays(like, arrays)
@@ -243,9 +233,7 @@ def check_unsaved(
         present_name: as of `Checkpoints`.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: the checkpoint is damaged.
-        CheckpointMismatchError: arrays differ; the message names them.
+        CheckpointMismatchError: arrays differ; the message names them. Or what `checkpoint_run` raises.
     """
     path = _existing(folder, step)
     saved = {present_name(name): digest for name, digest in _read_run(path)["unsaved"].items()}
@@ -262,7 +250,13 @@ def check_unsaved(
 def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
     """What a checkpoint says of its run, as JSON: `config`, resolved, and `position`, to resume from.
 
-    The latest checkpoint if no step is given; raises what `check_unsaved` raises.
+    Args:
+        folder: of the checkpoints.
+        step: of the checkpoint; the latest if not given.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: the checkpoint is damaged.
     """
     return _read_run(_existing(folder, step))
 

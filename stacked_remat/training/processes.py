@@ -114,12 +114,7 @@ def agreed(work: Callable[[], T]) -> T:
 
 
 def in_turn(work: Callable[[], T]) -> T:
-    """`work()` in the first process, then in all others: for files that the first one makes.
-
-    Raises:
-        ConfigError: it failed in another process. In those where it failed, their own error.
-        TimeoutError: a process takes a day longer than another one.
-    """
+    """`agreed`, in the first process and then in all others: for files that the first one makes."""
     is_first = jax.process_index() == 0
     first, other = (_agreed(work, is_turn) for is_turn in (is_first, not is_first))
     return first if is_first else other

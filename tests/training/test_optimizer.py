@@ -110,14 +110,19 @@ def test_each_type_is_chosen_by_name_and_written_back(make):
     assert parse_config(Config, ["--optimizer", str(encoded).replace("None", "null")]) == config
 
 
-FALLING = [CosineSchedule, LinearSchedule, functools.partial(WarmupStableDecaySchedule, decay_fraction=0.3)]
+FALLING: list[Any] = [
+    CosineSchedule,
+    LinearSchedule,
+    functools.partial(WarmupStableDecaySchedule, decay_fraction=0.3),
+]
 
 
 @pytest.mark.parametrize("make", [*FALLING, ConstantSchedule])
 def test_the_rate_grows_evenly_to_the_highest_and_falls_to_the_lowest_in_the_last_step(make):
     low = 1.0 if make is ConstantSchedule else 0.2
     for num_steps, warmup in ((2, 0), (3, 1), (20, 4), (20, 0.2), (37, 20)):
-        found = rates(make() if make is ConstantSchedule else make(min_lr_ratio=low), warmup, num_steps)
+        ratio: Any = {} if make is ConstantSchedule else {"min_lr_ratio": low}
+        found = rates(make(**ratio), warmup, num_steps)
         steps = int(warmup * num_steps) if warmup < 1 else warmup
         expected = 0.5 * np.arange(1, steps + 2) / (steps + 1)
         np.testing.assert_allclose(found[: steps + 1], expected, rtol=1e-4)
@@ -157,20 +162,20 @@ def test_adamw_equals_optax():
         np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
 
 
-def test_first_steps_of_each_method():
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LionConfig(**PLAIN, learning_rate=0.1), [-0.1, 0.1]),
+        (SgdConfig(**PLAIN, learning_rate=0.1), [-0.03, 0.01]),
+        (SgdConfig(**PLAIN, learning_rate=0.1, nesterov=True), [-0.057, 0.019]),
+        (SgdConfig(**{**PLAIN, "max_grad_norm": 0.1}, learning_rate=1.0, momentum=0.0), [-0.09487, 0.03162]),
+        (AdafactorConfig(**PLAIN, learning_rate=0.1, scale_by_parameter=False), [-0.1, 0.1]),
+        (AdafactorConfig(**PLAIN, learning_rate=0.1), [-0.1 * 2.5**0.5, 0.1 * 2.5**0.5]),
+    ],
+)
+def test_first_steps_of_each_method(config, expected):
     parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, -0.1])}
-    lion = first_update(LionConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
-    np.testing.assert_allclose(lion, [-0.1, 0.1], rtol=1e-6)
-    sgd = first_update(SgdConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
-    np.testing.assert_allclose(sgd, [-0.03, 0.01], rtol=1e-6)
-    nesterov = first_update(SgdConfig(**PLAIN, learning_rate=0.1, nesterov=True), parameters, gradients)["w"]
-    np.testing.assert_allclose(nesterov, [-0.057, 0.019], rtol=1e-5)
-    adafactor = first_update(
-        AdafactorConfig(**PLAIN, learning_rate=0.1, scale_by_parameter=False), parameters, gradients
-    )["w"]
-    np.testing.assert_allclose(adafactor, [-0.1, 0.1], rtol=1e-5)
-    scaled = first_update(AdafactorConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
-    np.testing.assert_allclose(scaled, np.sqrt(2.5) * adafactor, rtol=1e-5)
+    np.testing.assert_allclose(first_update(config, parameters, gradients)["w"], expected, rtol=1e-4)
 
 
 def test_adafactor_keeps_rows_and_columns_of_every_layer():
@@ -231,16 +236,6 @@ def test_every_optimizer_follows_its_schedule_and_decays_weights_alone(make):
         for warmup in (2, 0)
     )
     np.testing.assert_allclose(3 * warm, whole, rtol=1e-5)
-
-
-def test_clipping_limits_the_gradient():
-    parameters = {"w": jnp.ones(2)}
-    gradients = {"w": jnp.array([30.0, 40.0])}
-    plain = {**PLAIN, "learning_rate": 1.0, "momentum": 0.0}
-    loose = first_update(SgdConfig(**plain), parameters, gradients)["w"]
-    tight = first_update(SgdConfig(**{**plain, "max_grad_norm": 1.0}), parameters, gradients)["w"]
-    np.testing.assert_allclose(loose, [-30, -40], rtol=1e-6)
-    np.testing.assert_allclose(tight, [-0.6, -0.8], rtol=1e-6)
 
 
 class Block(eqx.Module):

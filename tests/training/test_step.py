@@ -119,18 +119,14 @@ def test_weights_in_bfloat16_are_moved_by_updates_in_float32():
     def loss(model, batch):
         return next_byte_loss(NextByte(model.table.astype(jnp.float32)), batch)
 
-    after, _ = compiled_step(
-        BATCHES.batch(0),
-        TrainState.init(model, optimizer),
-        loss_function=loss,
-        optimizer=optimizer,
-        microbatches=2,
-    )
-    gradient = jax.jit(jax.grad(lambda m: loss(m, BATCHES.batch(0))[0]))(model).table
-    before, gradient = np.asarray(model.table, np.float32), np.asarray(gradient, np.float32)
-    expected = (before - 0.5 * gradient).astype(jnp.bfloat16).astype(np.float32)
+    batch, state = BATCHES.batch(0), TrainState.init(model, optimizer)
+    after, _ = compiled_step(batch, state, loss_function=loss, optimizer=optimizer, microbatches=2)
+    gradient = jax.jit(jax.grad(lambda m: loss(m, batch)[0]))(model).table.astype(jnp.float32)
+    expected = (model.table.astype(jnp.float32) - 0.5 * gradient).astype(jnp.bfloat16)
     assert after.model.table.dtype == jnp.bfloat16
-    np.testing.assert_allclose(after.model.table.astype(jnp.float32), expected, rtol=2**-7)
+    np.testing.assert_allclose(
+        *(np.asarray(x, np.float32) for x in (after.model.table, expected)), rtol=2**-7
+    )
 
 
 def diverging(model, batch):

@@ -136,15 +136,6 @@ def test_trackers_are_started_as_configured_and_get_a_scalar_for_each_number(tmp
     assert packages["tensorboardX"].options == [(board, {"purge_step": after}) for after in (None, 13)]
 
 
-def test_tensorboard_event_files_are_written(tmp_path):
-    pytest.importorskip("tensorboardX")
-    (tracker,) = build_trackers(TrackersConfig(tensorboard=True), tmp_path, {}, resumed_after=4)
-    tracker.log(5, METRICS)
-    tracker.close()
-    events = [path.read_bytes() for path in (tmp_path / "tensorboard").iterdir()]
-    assert any(b"per_layer/1" in event and b"loss" in event for event in events)
-
-
 def test_an_error_of_the_package_names_the_setting_and_the_fix(tmp_path, packages):
     def refuse(**_):
         raise RuntimeError("No API key configured.")

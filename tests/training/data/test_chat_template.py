@@ -122,7 +122,7 @@ def test_answers_are_found_where_templates_write_earlier_ones_otherwise():
         source = source.replace("THINK", think).replace("OPEN", "" if think else "<think>")
         source = source.replace("TRIM", trim)
         without = ChatTemplate(re.sub(r"{% (end)?generation %}", "", source), {})
-        for _ in range(12):
+        for _ in range(8):
             chat = random_chat(random)
             assert without.render_with_answers(chat) == ChatTemplate(source, {}).render_with_answers(chat)
 
@@ -152,13 +152,10 @@ def test_errors_of_templates_and_forbidden_access_are_raised(source, message):
         ChatTemplate(source, {}).render(CHAT)
 
 
-def test_an_invalid_template_is_refused():
-    with pytest.raises(DataError, match=r"chat template is not valid Jinja, line 2"):
-        ChatTemplate("a\n{% for %}", {}).render(CHAT)
-
-
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
     monkeypatch.setattr(chat_template, "_LONGEST", 1000)
     source = "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages }}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match=r"writes more than 1,000 characters for one chat\. Fix"):
         ChatTemplate(source, {}).render(CHAT)
+    with pytest.raises(DataError, match=r"chat template is not valid Jinja, line 2"):
+        ChatTemplate("a\n{% for %}", {}).render(CHAT)

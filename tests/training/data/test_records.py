@@ -169,7 +169,7 @@ def test_invalid_rows_of_parquet_are_problems(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
     found = read(tmp_path / "a.parquet")
     assert [record.content for record in found] == ["good", None, "fine"]
-    assert "a.parquet:2 is not UTF-8" in found[1].problem
+    assert "a.parquet:2 is not UTF-8" in str(found[1].problem)
 
 
 def test_damaged_parquet_is_named(tmp_path):

@@ -102,12 +102,6 @@ def test_its_files_have_the_names_that_other_libraries_look_for(tmp_path, hub):
         read_tokenizer_files(str(folder))
 
 
-def test_a_tilde_is_expanded(tmp_path, monkeypatch):
-    save(tmp_path / "words")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert "tokenizer.json" in read_tokenizer_files("~/words")
-
-
 EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 
@@ -115,12 +109,9 @@ EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
     ("file", "written", "message"),
     [
         ("tokenizer.json", b"", r"tokenizer.json of data.tokenizer = .* can't be read: EOF"),
-        ("tokenizer.json", b'{"version": "1.0", "mod', r"can't be read: EOF"),
         ("tokenizer.json", b"\xff\xfe", r"tokenizer.json of data.tokenizer is not UTF-8 text"),
         ("tokenizer.json", EMPTY.encode(), r"has no token in its vocabulary"),
         ("tokenizer_config.json", b"", r"data.tokenizer = .*/tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", b"\xff", r"tokenizer_config.json is not valid JSON: .utf-8. codec"),
-        ("tokenizer_config.json", b"[" * 10**5, r"is nested too deeply"),
         ("tokenizer_config.json", b"[1]", r"tokenizer_config.json holds a list; a JSON object was expected"),
         ("special_tokens_map.json", b"null", r"special_tokens_map.json holds a NoneType"),
         ("chat_template.jinja", b"\x80", r"chat_template.jinja of data.tokenizer is not UTF-8"),

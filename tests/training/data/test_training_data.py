@@ -83,13 +83,6 @@ def test_the_split_is_by_content_and_survives_other_files(folder, tmp_path):
     assert held_out() == {text for text in before if int(text.split()[1]) < 20}
 
 
-def test_lines_of_one_file_are_split_too(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(100)))
-    source = {"one": SourceConfig((str(tmp_path / "a.jsonl"),))}
-    data = open_data(tmp_path, sources=source, held_out_fraction=0.2, packing="whole")
-    assert 10 <= len(held_out_text(data.held_out)) <= 30
-
-
 def test_named_held_out_files_replace_the_fraction(folder, tmp_path):
     (tmp_path / "exam.jsonl").write_text('{"body": "exam"}')
     (tmp_path / "book.jsonl").write_text('{"body": "one"}\n{"body": "two"}')
@@ -128,14 +121,6 @@ def test_another_tokenizer_and_only_answers(tmp_path):
         targets = np.asarray(batch.targets.array)[np.asarray(batch.weights.array) > 0]
         assert tokenizer.decode(targets).split() == text.split()
         assert targets[-1] == tokenizer.encode("</turn>")[0]
-
-
-def test_the_seed_changes_the_order_of_training_only(folder, tmp_path):
-    source = {"all": SourceConfig((str(folder),))}
-    one, other = (open_data(tmp_path, sources=source, held_out_fraction=0.3, seed=seed) for seed in (0, 1))
-    assert np.any(np.asarray(one.training.next().tokens.array != other.training.next().tokens.array))
-    same = np.asarray(one.held_out.batch(0).tokens.array == other.held_out.batch(0).tokens.array)
-    assert same.all()
 
 
 def test_processes_get_their_rows_and_no_prefetch_is_needed(folder, tmp_path):
@@ -178,15 +163,6 @@ def test_too_few_documents_to_split_are_refused(tmp_path, number):
     message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "have no text"
     with pytest.raises(DataError, match=message):
         open_data(tmp_path, sources=source)
-
-
-def test_a_path_without_files_names_its_key(tmp_path):
-    with pytest.raises(DataError, match=r"missing' in data.sources.x.paths matches no file"):
-        open_data(tmp_path, sources={"x": SourceConfig((str(tmp_path / "missing"),))})
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"in data.sources.x.held_out matches no file"):
-        paths = (str(tmp_path / "a.txt"),), (str(tmp_path / "missing"),)
-        open_data(tmp_path, sources={"x": SourceConfig(*paths)})
 
 
 def chats(path, role):

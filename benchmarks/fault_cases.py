@@ -269,7 +269,7 @@ def _closed_output(place: Workplace) -> Outcome:
 
 
 def _flipped(pattern: str, *overrides: str, name: str = "train_lm") -> Callable[[Workplace], Outcome]:
-    """Flips a bit in the middle of each matching file of the run and the cache.
+    """Flips a bit of every 256th byte of each matching file of the run and the cache.
 
     Args:
         pattern: a glob in the folder of the case.
@@ -282,7 +282,7 @@ def _flipped(pattern: str, *overrides: str, name: str = "train_lm") -> Callable[
         shutil.copytree(place.root / "cache", place.own / "cache")
         for file in place.own.glob(pattern):
             content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
+            content[::256] = bytes(byte ^ 1 for byte in content[::256])
             file.write_bytes(content)
         if name != "train_lm":
             return place.ended(name, *place.named(overrides))

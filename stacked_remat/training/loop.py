@@ -117,13 +117,8 @@ def train(
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
-    step = eqx.filter_jit(
-        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
-        donate="all-except-first",
-    )
-    scorer = None
-    if scoring is not None:
-        scorer = StepScorer(scoring, config, loss_function, optimizer, partitioning)
+    parts = (config, loss_function, optimizer, partitioning)
+    step, scorer = _compiled(*parts), None if scoring is None else StepScorer(scoring, *parts)
 
     def next_batch() -> TokenBatch:
         batch = training.next()
@@ -161,13 +156,22 @@ def train(
                 evaluation.run(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = asked if done < config.num_steps else None
-            last = stopped_by is not None or done == config.num_steps
             now = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
-            _save(state, now, reporter, scorer, last)
+            _save(state, now, reporter, scorer, last=bool(stopped_by) or done == config.num_steps)
     finally:
         outputs.progress.stop()
         profiler.stop()
     return TrainingResult(state, evaluation.before, evaluation.after, stopped_by)
+
+
+def _compiled(
+    config: TrainerConfig,
+    loss_function: LossFunction | RandomLoss,
+    optimizer: optax.GradientTransformation | FusedOptimizer,
+    partitioning: Partitioning | None,
+) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
+    options: Any = {"loss_function": loss_function, "optimizer": optimizer, "partitioning": partitioning}
+    return eqx.filter_jit(build_step(config, **options), donate="all-except-first")
 
 
 def _save(

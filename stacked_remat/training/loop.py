@@ -132,12 +132,11 @@ def train(
     else:
         training.set_state(position.data)
         reporter.skipped = position.skipped
-    done = 0 if position is None else position.step
+    done, stopped_by = 0 if position is None else position.step, None
     if done < config.num_steps:
         batch = next_batch()
         reporter.prepare(loss_function, state, batch)
     outputs.progress.start(config.num_steps, done)
-    stopped_by = None
     try:
         while done < config.num_steps and stopped_by is None:
             done += 1

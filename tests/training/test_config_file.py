@@ -125,19 +125,12 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         ("shape: {type: circle, side: 2}", r"Unknown key `shape.side`.*Valid: radius, paint"),
         ("shape: {radius: 2}", r"`shape` in .* lacks the key `type`. Known types: circle, square"),
         ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
-        ("shape: 3", r"`shape` in .* is a section of keys, got 3"),
         ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
-        (
-            "shape: {type: circle, radius: wide}",
-            r"`shape.radius` in .*drawing.yaml must be float, got 'wide'",
-        ),
         (
             "shape: {type: circle, paint: {colour: green}}",
             r"`shape.paint.colour` in .* must be red.blue",
         ),
         ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
-        ("shape: {type: circle, paint: {layers: true}}", r"`shape.paint.layers` in .* must be int, got True"),
-        ("shape: {type: circle, radius: -inf}", r"`shape.radius` in .* must be float, got '-inf'"),
         ("shape: {type: square, side: wide}", r"`shape.side` in .* must be int.null, got 'wide'"),
         ("shape: {type: [circle]}", r"`shape.type` in .* is \['circle'\]. .*Valid: circle, square"),
         ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),
@@ -148,7 +141,6 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
         ),
         ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
         ("? [title]\n: b", r"(?s)drawing.yaml: a key must be text.*line 1, column 3"),
-        ("shape: {type: circle, paint: {layers: 0}}", r"Bad config .*paint.layers must be at least 1, got 0"),
         ("[1, 2]", r"drawing.yaml holds \[1, 2\]; it must hold a mapping"),
         ("", r"drawing.yaml is empty; it must hold a mapping"),
         ("shape: {type: circle, radius: 0x" + "f" * 9999 + "}", r"must be float, got .0xf+\.\.\.f+"),
@@ -171,7 +163,6 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
         (["--title"], r"`--title` on the command line has no value"),
         (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
         (["--title", "!!bool abc"], r"`--title` on the command line is not YAML: 'abc'"),
-        (["--config_path", "missing.yaml"], r"Can't read the config file missing.yaml"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(arguments, message):
@@ -184,14 +175,11 @@ def test_mistakes_on_the_command_line_are_named(arguments, message):
     [
         ("shape: 5", ["--shape.radius", "2"], r"`shape` in .*drawing.yaml is 5, which has no keys"),
         ("shape: !include note.txt", ["--shape.type", "circle"], r"`shape` in .*drawing.yaml is 'some text'"),
-        ("remat: nested", ["--remat.nested", "2"], r"`remat` in .* is 'nested', which has no keys"),
         ("title: x", ["--shape", "5", "--shape.type", "circle"], r"`shape` on the command line is 5"),
-        ("<<: !include five.yaml", ["--shape.type", "circle"], r"`shape` in .*five.yaml.* is 5, which has"),
     ],
 )
 def test_keys_in_place_of_a_value_that_is_not_a_section_are_refused(tmp_path, text, arguments, message):
     (tmp_path / "note.txt").write_text("some text")
-    (tmp_path / "five.yaml").write_text("shape: 5")
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path, text, *arguments)
 

@@ -57,6 +57,7 @@ def test_processes_share_the_batches_of_one(count):
     alone = numbers(stream(sources, batch_size=6), 4)
     shares = [numbers(stream(sources, 6, process=ProcessShare(index, count)), 4) for index in range(count)]
     np.testing.assert_array_equal(np.concatenate(shares, axis=1), alone)
+    assert stream(sources, 6, process=ProcessShare(0, count)).get_state() == stream(sources, 6).get_state()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -77,17 +78,6 @@ def _at(state, further):
     fresh.set_state(state)
     numbers(fresh, further)
     return fresh
-
-
-def test_a_position_does_not_depend_on_the_number_of_processes():
-    alone = stream(batch_size=4)
-    numbers(alone, 3)
-    shares = [stream(batch_size=4, process=ProcessShare(index, 2)) for index in range(2)]
-    for share in shares:
-        share.set_state(alone.get_state())
-    together = np.concatenate([numbers(share, 4) for share in shares], axis=1)
-    np.testing.assert_array_equal(together, numbers(alone, 4))
-    assert shares[0].get_state() == alone.get_state()
 
 
 def test_a_mixture_follows_its_weights_evenly():

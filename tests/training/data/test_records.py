@@ -130,11 +130,6 @@ def test_invalid_utf8_is_named_with_its_line(tmp_path):
     assert "a.jsonl:2 is not UTF-8" in str(read(tmp_path / "a.jsonl")[1].problem)
 
 
-def test_a_row_without_text_is_malformed(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "a.parquet")
-    assert "a.parquet:2 has neither 'text'" in str(read(tmp_path / "a.parquet")[1].problem)
-
-
 def test_the_format_can_be_given(tmp_path):
     path = lines(tmp_path / "a.log", {"text": "one"})
     assert contents(path, format="jsonl") == ["one"] == contents(path.rename(tmp_path / "a.json"))
@@ -176,12 +171,9 @@ def test_damaged_parquet_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {n}" * 9 for n in range(999)]}), path)
     written = path.read_bytes()
-    for start in range(4, len(written) - 8, len(written) // 12):
-        path.write_bytes(written[:start] + b"\xff" * 16 + written[start + 16 :])
-        try:
-            read(path)
-        except DataError as error:
-            assert str(path) in str(error)
+    path.write_bytes(written[:99] + b"\xff" * 999 + written[1098:])
+    with pytest.raises(DataError, match="a.parquet"):
+        read(path)
     path.write_bytes(written[: len(written) // 2])
     with pytest.raises(DataError, match=r"a.parquet is not a Parquet file"):
         read(path)

@@ -2,7 +2,6 @@
 
 import json
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -10,7 +9,6 @@ from stacked_remat.training import (
     ByteTokenizer,
     DataConfig,
     DataError,
-    ProcessShare,
     SourceConfig,
     load_tokenizer,
     open_training_data,
@@ -96,18 +94,6 @@ def test_named_held_out_files_replace_the_fraction(folder, tmp_path):
     assert training_text(alone, 1) == ["one", "two"]
 
 
-def test_a_mixture_has_its_weights(folder, tmp_path):
-    fsspec.filesystem("memory").pipe("/mix/a.jsonl", b'{"text": "ONE"}\n{"text": "TWO"}\n' * 20)
-    sources = {
-        "near": SourceConfig((str(folder),)),
-        "far": SourceConfig(("memory://mix/a.jsonl",), weight=3.0),
-    }
-    data = open_data(tmp_path, sources=sources, held_out_fraction=0.2)
-    tokens = np.concatenate([np.asarray(data.training.next().tokens.array) for _ in range(20)])
-    upper = (tokens >= ord("A")) & (tokens <= ord("Z"))
-    assert upper.any(axis=1).sum() == 60
-
-
 def test_another_tokenizer_and_only_answers(tmp_path):
     for name, question in (("chats", "never odd"), ("exam", "odd")):
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "or even"}]
@@ -121,17 +107,6 @@ def test_another_tokenizer_and_only_answers(tmp_path):
         targets = np.asarray(batch.targets.array)[np.asarray(batch.weights.array) > 0]
         assert tokenizer.decode(targets).split() == text.split()
         assert targets[-1] == tokenizer.encode("</turn>")[0]
-
-
-def test_processes_get_their_rows_and_no_prefetch_is_needed(folder, tmp_path):
-    source = {"all": SourceConfig((str(folder),))}
-    shares = [
-        open_data(tmp_path, sources=source, process=ProcessShare(index, 2), prefetch=0) for index in range(2)
-    ]
-    alone = open_data(tmp_path, sources=source)
-    together = np.concatenate([np.asarray(share.training.next().tokens.array) for share in shares])
-    np.testing.assert_array_equal(together, np.asarray(alone.training.next().tokens.array))
-    assert shares[0].held_out.batch(0).tokens.array.shape == (2, 32)
 
 
 def test_the_standard_library_is_the_default(tmp_path):

@@ -183,7 +183,7 @@ class AdafactorConfig(OptimizerConfig):
 @OptimizerConfig.register_subclass("muon")
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
-    """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW for everything else.
+    """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW with Nesterov momentum for the rest.
 
     A matrix is the weight of a linear map, `In` by `Out`; each layer and expert has its own. Updates are
     scaled to AdamW's size (Liu et al. 2025), so that AdamW's learning rates apply.

@@ -70,11 +70,7 @@ class TensorBoardTracker(Tracker):
     """Event files for TensorBoard, written by tensorboardX."""
 
     def __init__(self, folder: Path, *, resumed_after: int | None = None):
-        """Opens a new event file in `folder`, which hides earlier events of steps after `resumed_after`.
-
-        Raises:
-            ConfigError: tensorboardX is not installed.
-        """
+        """Opens a new event file in `folder`, which hides earlier events of steps after `resumed_after`."""
         tensorboardX = _package("tensorboardX")
         purge = None if resumed_after is None else resumed_after + 1
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=purge)
@@ -94,11 +90,7 @@ class WandbTracker(Tracker):
     """A run of Weights & Biases, the same one when the run resumes."""
 
     def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]):
-        """Starts the run, or goes on with the one of this run folder.
-
-        Raises:
-            ConfigError: the package is not installed, or can't start the run.
-        """
+        """Starts the run, or goes on with the one of this run folder."""
         try:
             self._run = _package("wandb").init(
                 project=config.project,
@@ -151,11 +143,7 @@ def build_trackers(
 
 
 def check_trackers(config: TrackersConfig) -> None:
-    """Imports the packages of a config's trackers.
-
-    Raises:
-        ConfigError: one is not installed; the message names it.
-    """
+    """Imports the packages of a config's trackers; a ConfigError names one that is not installed."""
     if config.tensorboard:
         _package("tensorboardX")
     if config.wandb.project is not None:

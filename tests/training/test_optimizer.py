@@ -272,7 +272,8 @@ def test_muon_orthogonalises_each_layers_matrix_and_uses_adamw_for_the_rest():
     gradients = random_like(parameters)
     config = MuonConfig(**PLAIN, learning_rate=1.0, newton_schulz_steps=5)
     updates = first_update(config, parameters, gradients)
-    adam = first_update(AdamWConfig(**PLAIN, learning_rate=1.0), parameters, gradients)
+    adamw = optax.adamw(1.0, 0.9, 0.95, weight_decay=0.0, nesterov=True)
+    adam: Any = jax.jit(lambda g, p: adamw.update(g, adamw.init(p), p)[0])(gradients, parameters)
     for weight in (updates["layers"].stacked.project.weight, updates["layers"].stacked.plain.weight):
         raw = weight if isinstance(weight, jax.Array) else weight.array
         singular = np.linalg.svd(np.asarray(raw), compute_uv=False)  # of each layer

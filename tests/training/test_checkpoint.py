@@ -1,6 +1,7 @@
 """Tests of stacked_remat/training/checkpoint.py."""
 
 import errno
+import gc
 import json
 import shutil
 
@@ -156,6 +157,7 @@ def test_any_damage_to_a_checkpoint_is_found_or_harmless(tmp_path):
             else:
                 assert eqx.tree_equal(restored, state(seed=1))
             path.write_bytes(written)
+    gc.collect()  # the coroutines that were not awaited, while their warnings are ignored
     assert found >= 8
     for damaged in ("{}", "{", None):
         run = folder / "1" / "run" / "metadata"
@@ -273,34 +275,3 @@ def test_digests_differ_with_values_and_not_with_sharding(dtype):
     divided = jax.device_put(array, NamedSharding(mesh, PartitionSpec("data")))
     assert digests({"a": divided}) == digests({"a": array}) and list(digests({"a": array})) == ["a"]
     assert digests({"a": array})["a"] not in [digests({"a": other})["a"] for other in others]
-
-
-def placed(tree, devices):
-    """The state split over devices along `embed`, the rest on all of them."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-
-    def put(leaf):
-        named = isinstance(leaf, hax.NamedArray)
-        axes = [("data" if axis == Embed else None) for axis in leaf.axes] if named else []
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
-
-    return jax.tree.map(put, tree, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray))
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_state_is_restored_onto_another_number_of_devices(tmp_path, devices):
-    arrays, rest = eqx.partition(state(seed=1), eqx.is_array)
-    saved_at(tmp_path, 1, one=eqx.combine(placed(arrays, 8), rest))
-    like = eqx.combine(placed(eqx.filter(state(), eqx.is_array), devices), rest)
-    checkpoints = opened(tmp_path)
-    restored, _ = checkpoints.restore(like)
-    checkpoints.close()
-    assert eqx.tree_equal(
-        jax.device_get(eqx.filter(restored.model, eqx.is_array)), jax.device_get(arrays.model)
-    )
-    weight = restored.model.linear.weight.array
-    assert weight.sharding == like.model.linear.weight.array.sharding
-    assert {shard.data.shape for shard in weight.addressable_shards} == {(2, 8 // devices)}
-    assert len(restored.key.devices()) == len(restored.step.devices()) == devices
-    doubled = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 2, tree))
-    assert len(doubled((restored.step, weight))[1].devices()) == devices  # all on the same devices

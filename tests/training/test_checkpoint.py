@@ -1,7 +1,6 @@
 """Tests of stacked_remat/training/checkpoint.py."""
 
 import errno
-import gc
 import json
 import shutil
 
@@ -131,39 +130,26 @@ def test_the_error_of_a_failed_save_names_the_step_and_the_reason(
     checkpoints.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's other coroutines
-def test_any_damage_to_a_checkpoint_is_found_or_harmless(tmp_path):
+def test_arrays_that_are_not_those_that_were_written_are_found(tmp_path):
     saved_at(tmp_path, 1)
-    folder = tmp_path / "checkpoints"
-    rng = np.random.default_rng(0)
-
-    def flipped(written):
-        bad = bytearray(written)
-        bad[rng.integers(len(bad))] ^= int(rng.integers(1, 256))
-        return bytes(bad)
-
-    files = [path for path in sorted((folder / "1").rglob("*")) if path.is_file() and path.name != "metadata"]
-    assert sum("/d/" in str(path) for path in files) >= 2  # arrays are there
-    found = 0
-    for path in files:
-        written = path.read_bytes()
-        for damage in (flipped, flipped, lambda whole: whole[: len(whole) // 2], None):
-            path.unlink() if damage is None else path.write_bytes(damage(written))
-            try:
-                restored = load_checkpoint(folder, shapes())
-            except CheckpointDamagedError as error:
-                found += 1
-                assert str(folder / "1") in str(error) and "Restore it from a copy" in str(error)
-            else:
-                assert eqx.tree_equal(restored, state(seed=1))
-            path.write_bytes(written)
-    gc.collect()  # the coroutines that were not awaited, while their warnings are ignored
-    assert found >= 8
+    folder, run = tmp_path / "checkpoints", tmp_path / "checkpoints" / "1" / "run" / "metadata"
+    written = json.loads(run.read_text())
+    for name in ("trained.linear.weight", "optimizer_state.0.mu.half", "key"):
+        first, second = written["saved"][name]
+        changed = {**written["saved"], name: [first, second ^ 1]}
+        run.write_text(json.dumps({**written, "saved": changed}))
+        with pytest.raises(
+            CheckpointDamagedError, match=rf"1 is damaged .* not those .*: {name}\. Restore it"
+        ):
+            load_checkpoint(folder, shapes())
     for damaged in ("{}", "{", None):
-        run = folder / "1" / "run" / "metadata"
         run.unlink() if damaged is None else run.write_text(damaged)
         with pytest.raises(CheckpointDamagedError, match=r"run/metadata"):
             checkpoint_run(folder)
+    run.write_text(json.dumps(written))
+    shutil.rmtree(folder / "1" / "state")
+    with pytest.raises(CheckpointDamagedError, match="1 is damaged or incomplete"):
+        load_checkpoint(folder, shapes())
 
 
 def test_a_damaged_checkpoint_names_those_to_resume_from(tmp_path):

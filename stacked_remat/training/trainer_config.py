@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .config_checks import check_at_least, check_choices, check_folder, check_positive
+from .config_checks import check_at_least, check_folder, check_positive
 
 _MOST_STEPS = 2**31 - 1
 
@@ -31,7 +31,6 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, "trainer.update", self, "microbatches", "max_consecutive_skips")
-        check_choices("trainer.update", self)
         if self.fused and self.microbatches > 1:
             raise ValueError(
                 "trainer.update.fused updates a layer as soon as its gradient exists, and "
@@ -60,9 +59,6 @@ class PrecisionConfig:
     parameters: FloatName = "float32"
     gradients: FloatName = "float32"
     optimizer_state: FloatName = "float32"
-
-    def __post_init__(self) -> None:
-        check_choices("trainer.precision", self)
 
 
 @dataclass(frozen=True)
@@ -170,9 +166,6 @@ class WandbConfig:
     entity: str | None = None
     name: str | None = None
     mode: Literal["online", "offline"] = "online"
-
-    def __post_init__(self) -> None:
-        check_choices("trainer.trackers.wandb", self)
 
 
 @dataclass(frozen=True)

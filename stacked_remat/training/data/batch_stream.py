@@ -32,16 +32,8 @@ class ProcessShare:
     count: int = 1
 
     def rows(self, batch_size: int) -> int:
-        """This process's number of rows of a batch.
-
-        Raises:
-            DataError: the processes can't have equal shares.
-        """
-        if batch_size % self.count:
-            raise DataError(
-                f"data.batch_size = {batch_size} can't be shared equally by {self.count} processes: make it "
-                f"a multiple of {self.count}."
-            )
+        """This process's number of rows of a batch, of which `Partitioning.process_share` made equal shares."""
+        assert not batch_size % self.count
         return batch_size // self.count
 
 

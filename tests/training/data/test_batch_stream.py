@@ -115,11 +115,6 @@ def test_the_order_of_sources_is_part_of_the_data():
         stream({"b": b, "a": a}).set_state(state)
 
 
-def test_impossible_shares_are_refused():
-    with pytest.raises(DataError, match=r"data.batch_size = 3 can't be shared equally by 2 processes"):
-        stream(process=ProcessShare(0, 2))
-
-
 def held(num_sequences, first=0):
     return source(num_sequences, first, seq_len=3).sequences
 

@@ -287,7 +287,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--model.hidden_dim", "200000"), "This can't fit: it takes at least"),
         (("--vocab_size", "100000000000"), "vocab_size = 100,000,000,000"),
         (("--data.seq_len", "3000000000"), "data.seq_len must be at most 2,147,483,647"),
-        (("--trainer.run_dir", "~nobody-here/run"), "names no home folder"),
+        (("--trainer.run_dir", "~nobody-here/run"), "a user without a home folder"),
         (("--trainer.trackers.wandb.project", "p"), "needs the package wandb: pip install wandb"),
     ],
 )

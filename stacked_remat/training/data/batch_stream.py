@@ -32,7 +32,7 @@ class ProcessShare:
     count: int = 1
 
     def rows(self, batch_size: int) -> int:
-        """This process's number of rows of a batch, of which `Partitioning.process_share` made equal shares."""
+        """This process's number of rows of a batch, which divides into equal shares."""
         assert not batch_size % self.count
         return batch_size // self.count
 

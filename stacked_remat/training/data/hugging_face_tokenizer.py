@@ -36,10 +36,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self._name = name
         self._tokenizer = _parse(name, definition)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise DataError(
-                f"The tokenizer.json of data.tokenizer = {name!r} has no token in its vocabulary."
-            )
         self.vocab_size = max(vocabulary.values()) + 1
         specials = {}
         for key, token in config.items():

@@ -50,10 +50,7 @@ def read_tokenizer_files(name: str) -> dict[str, str]:
 
 def _files(name: str) -> dict[str, Path]:
     """The files that a tokenizer has, by their usual names."""
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"data.tokenizer = {name!r}: {error} Write the whole path.") from error
+    path = Path(name).expanduser()
     if path.is_file():
         folder, own = path.parent, {_TOKENIZER: path}
     elif path.is_dir():

@@ -132,9 +132,6 @@ def test_answers_that_cannot_be_found_are_refused():
     )
     with pytest.raises(ChatTemplateError, match=r"the answer of message 1 can't be found.*generation"):
         ChatTemplate(forgets, {}).render_with_answers(CHAT)
-    sly = [{"role": "assistant", "content": "\ufdd1x"}]
-    with pytest.raises(ChatTemplateError, match=r"noncharacters"):
-        ChatTemplate(MARKED, {}).render_with_answers(sly)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from .step import (
     RandomLoss,
     TrainState,
     apply_gradients,
+    marks,
     of_microbatches,
     of_whole_batch,
     share_of_objective,
@@ -171,7 +172,7 @@ class StepScorer:
             lambda model, batch: self._scoring.losses(model, batch)[0][0],
             batch,
             reduction="sum",
-            trainable=_marks(trained),
+            trainable=marks(trained),
         )
         return jax.tree.map(lambda sum_, new: sum_ + weight * new.astype(sum_.dtype), direction, gradients)
 
@@ -183,7 +184,7 @@ class StepScorer:
         update, dtype, scoring = self._config.update, self._config.precision.gradients, self._scoring
         shard = self._partitioning.shard_weights if self._partitioning is not None else lambda tree: tree
         model = eqx.combine(shard(state.trained), state.frozen)
-        options = {"direction": direction, "reduction": "sum", "trainable": _marks(state.trained)}
+        options = {"direction": direction, "reduction": "sum", "trainable": marks(state.trained)}
 
         def compute(part: TokenBatch, share: Any, _: Any) -> tuple[Any, Metrics, _BatchScores]:
             gradients, metrics, scores = self._scored_part(part, share, model, options)
@@ -261,11 +262,6 @@ def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:
 def _put_together(parts: Array) -> Array:
     """`[..., batch]` from `[microbatch, ..., row]`, in the order of the batch."""
     return jnp.moveaxis(parts, 0, -1).reshape(*parts.shape[1:-1], -1)
-
-
-def _marks(trained: Any) -> Any:
-    """True where the tree has an array, False where it has None."""
-    return jax.tree.map(lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None)
 
 
 def _batch_over_own_weights(batch: TokenBatch) -> Array:

@@ -65,11 +65,7 @@ class FusedOptimizer:
 
     def init(self, model: Any, trainable: Trainable) -> FusedState:
         """The state for the arrays of a model that are trained."""
-        return fused_update(_no_loss, self.optimizer, trainable=trainable).init(model)
-
-
-def _no_loss(*_: Any) -> Any:
-    raise AssertionError("the optimizer's state needs no loss")
+        return fused_update(lambda *_: None, self.optimizer, trainable=trainable).init(model)
 
 
 class TrainState(eqx.Module):
@@ -238,7 +234,7 @@ def _fused_step(
     dtype: DTypeLike,
     shard: Callable[[Any], Any],
 ) -> tuple[TrainState, Metrics]:
-    is_trained = jax.tree.map(lambda leaf: leaf is not None, state.trained, is_leaf=lambda leaf: leaf is None)
+    is_trained = marks(state.trained)
     step = fused_update(
         _of_model(loss_function),
         optimizer.optimizer,
@@ -251,6 +247,11 @@ def _fused_step(
     result = step(eqx.combine(shard(state.trained), state.frozen), before, batch, key)
     after = _after(state, eqx.filter(result.model, is_trained), result.state)
     return after, {**result.value[1], "grad_norm": result.grad_norm}
+
+
+def marks(trained: Any) -> Any:
+    """True where the tree has an array, False where it has None."""
+    return jax.tree.map(lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None)
 
 
 def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:

@@ -316,7 +316,10 @@ def _read(
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             found = reader.restore(path.absolute() / _STATE, args=arguments)
     except Exception as error:  # Orbax and TensorStore raise anything
-        raise _damaged(path, str(error).partition("\n")[0]) from error
+        cause = error
+        while isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        raise _damaged(path, str(cause).partition("\n")[0]) from error
     empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
     for name, implementation in run["keys"].items():
         if name in found:

@@ -156,12 +156,12 @@ def _quiet_checkpoints() -> None:
     """Hides tracebacks of errors while checkpoints are written that are also raised.
 
     Orbax logs them, and asyncio those of tasks that nobody awaits after the first one; TensorStore's threads
-    report to an event loop that the first error has closed. All of them may fail until the process ends, so
-    nothing is restored.
+    report to an event loop that the first error has closed, and reads of other arrays fail after the first.
+    All of them may fail until the process ends, so nothing is restored.
     """
 
     def is_shown(error: Any) -> bool:
-        return str(error) != "Event loop is closed"
+        return not str(error).startswith(("Event loop is closed", "Encountered error while reading array"))
 
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

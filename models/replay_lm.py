@@ -41,7 +41,7 @@ from stacked_remat.training import (
     TrainState,
     build_optimizer,
     check_unsaved,
-    checkpoint_position,
+    checkpoint_run,
     checkpoint_steps,
     load_checkpoint,
     load_tokenizer,
@@ -163,7 +163,7 @@ def _state(config: LmRunConfig, run_dir: Path, step: int) -> TrainState:
 
 def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[TokenBatch]:
     """Those of the steps after the first up to the last."""
-    data.training.set_state(checkpoint_position(run_dir / "checkpoints", step=first)["data"])
+    data.training.set_state(checkpoint_run(run_dir / "checkpoints", step=first)["position"]["data"])
     return [jax.device_put(data.training.next()) for _ in range(last - first)]
 
 

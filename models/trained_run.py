@@ -16,7 +16,7 @@ from stacked_remat.training import (
     CheckpointDamagedError,
     ConfigError,
     check_unsaved,
-    checkpoint_config,
+    checkpoint_run,
     load_checkpoint,
     parse_config,
 )
@@ -42,10 +42,12 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
             f"wrote to (trainer.run_dir).{hint}"
         )
     try:
-        saved = checkpoint_config(folder, step=step)
+        saved = checkpoint_run(folder, step=step)["config"]
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
             raise ConfigError("it has no vocab_size")
-        saved.get("trainer", {}).get("checkpoint", {}).pop("on_damaged", None)  # of earlier versions
+        for section, key in (("checkpoint", "on_damaged"), ("trackers", "trackio")):  # of earlier versions
+            saved.get("trainer", {}).get(section, {}).pop(key, None)
+        saved.get("data", {}).pop("max_record_bytes", None)
         if saved.get("lora"):
             saved["lora"]["targets"] = [present_target(target) for target in saved["lora"]["targets"]]
         entries = [f"--{key}={yaml.safe_dump(value)}" for key, value in saved.items()]

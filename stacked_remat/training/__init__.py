@@ -13,8 +13,7 @@ from .checkpoint import (
     CheckpointMismatchError as CheckpointMismatchError,
     Checkpoints as Checkpoints,
     check_unsaved as check_unsaved,
-    checkpoint_config as checkpoint_config,
-    checkpoint_position as checkpoint_position,
+    checkpoint_run as checkpoint_run,
     checkpoint_steps as checkpoint_steps,
     load_checkpoint as load_checkpoint,
 )
@@ -113,10 +112,10 @@ from .step import (
 )
 from .throughput import peak_flops as peak_flops, training_flops as training_flops
 from .trackers import (
-    HostedTracker as HostedTracker,
     JsonLinesTracker as JsonLinesTracker,
     TensorBoardTracker as TensorBoardTracker,
     Tracker as Tracker,
+    WandbTracker as WandbTracker,
     build_trackers as build_trackers,
     check_trackers as check_trackers,
 )
@@ -126,7 +125,6 @@ from .trainer_config import (
     PrecisionConfig as PrecisionConfig,
     ProfilerConfig as ProfilerConfig,
     TrackersConfig as TrackersConfig,
-    TrackioConfig as TrackioConfig,
     TrainerConfig as TrainerConfig,
     UpdateConfig as UpdateConfig,
     WandbConfig as WandbConfig,

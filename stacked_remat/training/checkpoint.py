@@ -1,8 +1,8 @@
 """Checkpoints: training states on disk, written in the background, each whole or not at all.
 
 A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and in JSON the
-position of the data and the loop, the config, and the shape and dtype of every array. Orbax's checksums leave
-out the arrays, so `checksums.json` has one for every file, which is compared before the file is read.
+position of the data and the loop, the config, and the shape, the dtype and a digest of every array. Digests
+are compared with those of the arrays that are read: Orbax itself finds only some damage.
 
 Orbax takes a fifth of a second to import, so it is imported where it is used: help and errors in configs do
 not wait for it.
@@ -16,8 +16,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -25,11 +24,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 
 from .._messages import shortened
 from .array_layout import arrays_by_name, differences, digests, is_key, layout, with_arrays
-from .processes import LargestOfAll, agreed, of_all
+from .processes import LargestOfAll
 from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
@@ -37,7 +35,6 @@ State = TypeVar("State")
 _STATE = "state"
 _RUN = "run"
 _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
-_CHECKSUMS = "checksums.json"
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
 
 
@@ -46,7 +43,7 @@ class CheckpointMismatchError(ValueError):
 
 
 class CheckpointDamagedError(ValueError):
-    """Files of a checkpoint are damaged or missing; the message names them."""
+    """A checkpoint is damaged or incomplete; the message names it."""
 
 
 @final
@@ -92,10 +89,7 @@ class Checkpoints:
         self._unsaved: dict[str, list[int]] | None = None
         self._last_save, self._is_late = time.monotonic(), LargestOfAll()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_kept(config),
-            cleanup_tmp_directories=True,
-            # Called when all files are written, before the rename that makes the checkpoint exist.
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+            preservation_policy=_kept(config), cleanup_tmp_directories=True
         )
         logging.getLogger("absl").addFilter(_is_not_raised)
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,6 +135,7 @@ class Checkpoints:
             "config": self._run_config,
             "layout": layout(chosen),
             "keys": keys,
+            "saved": digests(chosen),
             "unsaved": self._unsaved,
         }
         items = {_STATE: ocp.args.PyTreeSave(arrays), _RUN: ocp.args.JsonSave(run)}
@@ -164,37 +159,22 @@ class Checkpoints:
                 restored with its sharding here, or on the default device; the number of devices may differ
                 from that of the run that saved.
 
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            CheckpointDamagedError: the latest checkpoint is damaged, or processes find different ones.
-            ConfigError: another process failed.
-            CheckpointMismatchError: arrays differ in name, shape or dtype, or arrays that are not saved in
-                their values.
+        Raises what `load_checkpoint` and `check_unsaved` raise.
         """
         self.wait()
-        step = self.latest()
-        self._check_same_in_all(step)
-        agreed(lambda: _check_whole(_existing(self.folder, step)))
+        path = _existing(self.folder, None)
         chosen, rest = self._divided(like)
-        check_unsaved(self.folder, rest, step=step, present_name=self._present_name)
-        restored, run = _read(self.folder / str(step), chosen, "", self._present_name)
+        check_unsaved(self.folder, rest, present_name=self._present_name)
+        restored, run = _read(path, chosen, "", self._present_name)
         return with_arrays(like, restored), run["position"]
 
     def wait(self) -> None:
-        """Waits until all checkpoints are on disk.
-
-        Raises:
-            OSError: a checkpoint can't be written.
-        """
+        """Waits until all checkpoints are on disk; raises an OSError if one can't be written."""
         with self._writing():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends the background threads.
-
-        Raises:
-            OSError: a checkpoint can't be written.
-        """
+        """Waits as `wait`, and ends the background threads."""
         with self._writing():
             self._manager.close()
 
@@ -216,26 +196,6 @@ class Checkpoints:
             )
             raise OSError(number or errno.EIO, problem, str(self.folder)) from error
 
-    def _write_checksums(self) -> None:
-        """Writes the checksums of the checkpoint that is being saved."""
-        if jax.process_index() == 0:
-            (unfinished,) = self.folder.glob(f"{self._saving}.*tmp*")
-            paths = [path for item in (_RUN, _STATE) for path in (unfinished / item).rglob("*")]
-            files = sorted(path for path in paths if path.is_file())
-            names = [path.relative_to(unfinished).as_posix() for path in files]
-            found = dict(zip(names, _checksums(files), strict=True))
-            (unfinished / _CHECKSUMS).write_text(json.dumps({"files": found}, indent=2), encoding="utf-8")
-
-    def _check_same_in_all(self, step: int | None) -> None:
-        """Refuses to resume processes from checkpoints of different steps."""
-        steps = of_all(str(step))
-        if len(set(steps)) > 1:
-            found = ", ".join(f"{found} in process {index}" for index, found in enumerate(steps))
-            raise CheckpointDamagedError(
-                f"The latest checkpoint in {self.folder} is of step {found}: the processes do not read "
-                f"the same files. Give all of them a folder on a file system that all hosts share."
-            )
-
 
 def load_checkpoint(
     folder: Path,
@@ -255,13 +215,9 @@ def load_checkpoint(
         present_name: as of `Checkpoints`.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: the checkpoint is damaged.
-        CheckpointMismatchError: arrays differ in name, shape or dtype.
+        CheckpointMismatchError: arrays differ in name, shape or dtype. Or what `checkpoint_run` raises.
     """
-    path = _existing(folder, step)
-    _check_whole(path)
-    arrays, _ = _read(path, like, f"{part}." if part else "", present_name)
+    arrays, _ = _read(_existing(folder, step), like, f"{part}." if part else "", present_name)
     return with_arrays(like, arrays)
 
 
@@ -277,9 +233,7 @@ def check_unsaved(
         present_name: as of `Checkpoints`.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: the checkpoint is damaged.
-        CheckpointMismatchError: arrays differ; the message names them.
+        CheckpointMismatchError: arrays differ; the message names them. Or what `checkpoint_run` raises.
     """
     path = _existing(folder, step)
     saved = {present_name(name): digest for name, digest in _read_run(path)["unsaved"].items()}
@@ -293,24 +247,18 @@ def check_unsaved(
         )
 
 
-def checkpoint_config(folder: Path, *, step: int | None = None) -> dict[str, Any]:
-    """The resolved config of the run that wrote a checkpoint; the latest if no step is given.
+def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
+    """What a checkpoint says of its run, as JSON: `config`, resolved, and `position`, to resume from.
+
+    Args:
+        folder: of the checkpoints.
+        step: of the checkpoint; the latest if not given.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
         CheckpointDamagedError: the checkpoint is damaged.
     """
-    return _read_run(_existing(folder, step))["config"]
-
-
-def checkpoint_position(folder: Path, *, step: int | None = None) -> dict[str, Any]:
-    """What a checkpoint was saved with to resume from, as JSON; the latest if no step is given.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointDamagedError: the checkpoint is damaged.
-    """
-    return _read_run(_existing(folder, step))["position"]
+    return _read_run(_existing(folder, step))
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -330,42 +278,12 @@ def _existing(folder: Path, step: int | None) -> Path:
     return folder / str(steps[-1] if step is None else step)
 
 
-def _check_whole(path: Path, only: Sequence[str] = ()) -> None:
-    """Refuses a checkpoint with damaged files, or with some of these.
-
-    Cost: reads each file once, in each process.
-    """
-    try:
-        recorded = json.loads((path / _CHECKSUMS).read_bytes())["files"]
-        files = {path / name: recorded[name] for name in only or recorded}
-        existing = [file for file in files if file.is_file()]
-        found = dict(zip(existing, _checksums(existing), strict=True))
-        damaged = [str(file) for file in files if found.get(file) != files[file]]
-        problem = f"files that changed or are missing: {shortened(damaged, most=3)}" if damaged else None
-    except FileNotFoundError:
-        problem = f"{path / _CHECKSUMS} is missing: half of it was deleted"
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{path / _CHECKSUMS} can't be read ({error})"
-    if problem is not None:
-        others = [str(other) for other in checkpoint_steps(path.parent) if str(other) != path.name]
-        choice = f", or delete it and take another one (of step {', '.join(others)})" if others else ""
-        raise CheckpointDamagedError(
-            f"The checkpoint {path} is damaged; {problem}. Restore it from a copy{choice}."
-        )
-
-
-def _checksums(files: Iterable[Path]) -> list[str]:
-    """XXH3 checksums, which find accidental damage; 4 MiB of memory for each of 8 threads."""
-
-    def checksum(path: Path) -> str:
-        found, piece = xxhash.xxh3_64(), memoryview(bytearray(2**22))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(piece):
-                found.update(piece[:count])
-        return found.hexdigest()
-
-    with ThreadPoolExecutor(8) as threads:
-        return list(threads.map(checksum, files))
+def _damaged(path: Path, problem: str) -> CheckpointDamagedError:
+    others = [str(other) for other in checkpoint_steps(path.parent) if str(other) != path.name]
+    choice = f", or delete it and take another one (of step {', '.join(others)})" if others else ""
+    return CheckpointDamagedError(
+        f"The checkpoint {path} is damaged or incomplete: {problem}. Restore it from a copy{choice}."
+    )
 
 
 def _read(
@@ -394,18 +312,36 @@ def _read(
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
         partial_restore=bool(prefix),
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        found = reader.restore(path.absolute() / _STATE, args=arguments)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            found = reader.restore(path.absolute() / _STATE, args=arguments)
+    except Exception as error:  # Orbax and TensorStore raise anything
+        cause = error
+        while isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        raise _damaged(path, str(cause).partition("\n")[0]) from error
     empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
     for name, implementation in run["keys"].items():
         if name in found:
             found[name] = jax.random.wrap_key_data(found[name], impl=implementation)
+    written = run.get("saved", {})  # not by earlier versions
+    changed = [name for name, digest in digests(found).items() if digest != written.get(name, digest)]
+    if changed:
+        raise _damaged(path, f"arrays are not those that were written: {shortened(changed, most=3)}")
     return {present_name(name).removeprefix(prefix): array for name, array in found.items()} | empty, run
 
 
 def _read_run(path: Path) -> dict[str, Any]:
-    _check_whole(path, only=(_RUN_FILE,))
-    return json.loads((path / _RUN_FILE).read_text(encoding="utf-8"))
+    file = path / _RUN_FILE
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        if missing := {"position", "config", "layout", "keys", "unsaved"} - run.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    except FileNotFoundError:
+        raise _damaged(path, f"{file} is missing") from None
+    except (ValueError, AttributeError) as error:
+        raise _damaged(path, f"{file} can't be read ({error})") from error
+    return run
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:

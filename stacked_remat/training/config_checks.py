@@ -2,7 +2,6 @@
 
 import datetime
 import typing
-from pathlib import Path
 from typing import Any
 
 from .errors import without_credentials
@@ -49,7 +48,3 @@ def check_folder(key: str, folder: str) -> None:
             f"{key} = {without_credentials(folder)!r} is a URL; it must be a folder of this machine, or one "
             f"that is mounted there. Write its path."
         )
-    try:
-        Path(folder).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{key} = {folder!r} names no home folder: {error}") from error

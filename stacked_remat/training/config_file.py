@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import draccus
 
 from .config_decode import decode_config
-from .config_reference import config_help
-from .config_tree import ON_THE_COMMAND_LINE, Entry, read_config_file, read_config_value
+from .config_reference import config_reference
+from .config_tree import Key, read_config_file, set_key
 from .errors import ConfigError, all_without_credentials
 
 Config = TypeVar("Config")
@@ -28,12 +28,12 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
         ConfigError: an unknown key, a value of the wrong type or out of range, or a file that can't be read.
     """
     if "--help" in arguments or "-h" in arguments:
-        print(config_help(config_class))
+        print(config_reference(config_class), end="")
         raise SystemExit(0)
     path, overrides = _read_arguments(arguments)
-    tree = Entry({}, ON_THE_COMMAND_LINE) if path is None else read_config_file(path)
-    for key, entry in overrides.items():
-        tree = tree.with_key(key, entry)
+    tree: dict[Key, Any] = {} if path is None else read_config_file(path)
+    for key, text in overrides.items():
+        set_key(tree, key, text)
     return decode_config(config_class, tree)
 
 
@@ -46,10 +46,9 @@ def config_as_dict(config: Any) -> dict[str, Any]:
     return all_without_credentials(draccus.encode(config))
 
 
-def _read_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Entry]]:
+def _read_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """The config file, if one is named, and the overrides."""
-    path: str | None = None
-    overrides: dict[str, Entry] = {}
+    given: dict[str, str] = {}
     remaining = list(arguments)
     while remaining:
         flag = remaining.pop(0)
@@ -60,10 +59,8 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Ent
             if not remaining:
                 raise ConfigError(f"`--{key}` on the command line has no value: write `--{key} VALUE`.")
             value = remaining.pop(0)
-        if key == _CONFIG_PATH:
-            path = value
-        elif key == "config" or difflib.get_close_matches(key, [_CONFIG_PATH], cutoff=0.8):
+        close = difflib.get_close_matches(key, [_CONFIG_PATH], cutoff=0.8)
+        if key != _CONFIG_PATH and (key == "config" or close):
             raise ConfigError(f"Unknown key `{key}` on the command line. Did you mean `--{_CONFIG_PATH}`?")
-        else:
-            overrides[key] = read_config_value(key, value)
-    return path, overrides
+        given[key] = value
+    return given.pop(_CONFIG_PATH, None), given

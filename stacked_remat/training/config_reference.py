@@ -5,50 +5,40 @@ The meanings come from the `Attributes:` of the dataclasses' docstrings.
 
 import dataclasses
 import inspect
-import itertools
 import json
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import draccus
 
-_HEADER = "| key | type | default | |\n|---|---|---|---|"
 _WIDTH = 79
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfigRow:
-    """A key of a config (of a value, a section, or sections under free names), or a type of a section.
-
-    Attributes:
-        names: the names of a value's type; the types that a section chooses among; the name of a type, or
-            those of types with the same sections.
-        default: as one would write it, None if it is required; for a section, its type, or `null` if it is
-            left out.
-        type_required: whether a section that is written has to name its `type`.
-        meaning: what the docstring of the class says about the field.
-        description: what the docstring of a section's class says before its fields.
-    """
-
-    kind: Literal["value", "section", "named", "type"]
-    dotted: str
-    names: tuple[str, ...] = ()
-    default: str | None = None
-    type_required: bool = False
-    meaning: str = ""
-    description: str = ""
-
-
-def config_rows(config_class: Any, prefix: str = "", instance: Any = None) -> Iterator[ConfigRow]:
-    """The rows of a dataclass: its values first, then each section with its own rows.
+def config_reference(config_class: Any) -> str:
+    """The reference of a config's keys as Markdown in lines of 79 characters, a heading for each section.
 
     Args:
         config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`), of which
             every known type is described.
+    """
+    usage = "`--config_path FILE`: a YAML file of the keys below, which are given as `--key VALUE` too."
+    return "\n\n".join([*_description(config_class), _wrapped(usage), *_rows(config_class, "")]) + "\n"
+
+
+def config_keys(config_class: Any) -> list[str]:
+    """The dotted keys of a config's values, without those below names of its user's own."""
+    return re.findall(r"^- `([\w.]+)`", config_reference(config_class), re.MULTILINE)
+
+
+def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]:
+    """A list item for each value of a dataclass, then each section with its own rows.
+
+    Args:
+        config_class: the dataclass.
         prefix: put before the dotted keys.
         instance: has the default values in place of the class.
     """
@@ -58,133 +48,51 @@ def config_rows(config_class: Any, prefix: str = "", instance: Any = None) -> It
         hint, dotted, meaning = hints[field.name], f"{prefix}{field.name}", meanings.get(field.name, "")
         value = _default(field) if instance is None else getattr(instance, field.name)
         if (named := named_section_class(hint)) is not None:
-            row = ConfigRow("named", f"{dotted}.NAME", meaning=meaning, description=_description(named))
-            sections.append((row, named, None))
+            sections.append(_section(named, f"{dotted}.NAME", meaning, {}))
         elif (section := section_class(hint)) is not None:
-            default = "null" if value is None else None
-            row = ConfigRow("section", dotted, (), default, False, meaning, _description(section))
-            sections.append((row, section, value if dataclasses.is_dataclass(value) else None))
+            sections.append(_section(section, dotted, meaning, value))
         else:
-            default = None if value is dataclasses.MISSING else _written(value)
-            yield ConfigRow("value", dotted, tuple(type_names(hint)), default, meaning=meaning)
-    for row, section, value in sections:
-        yield from _section(row, section, value)
+            default = "required" if value is dataclasses.MISSING else f"default `{_written(value)}`"
+            yield _wrapped(f"- `{dotted}` {type_name(hint)}, {default}: {meaning}".rstrip(": "))
+    yield from sections
 
 
-def _section(row: ConfigRow, section: Any, instance: Any) -> Iterator[ConfigRow]:
-    prefix = f"{row.dotted}."
-    if not is_registry(section):
-        yield row
-        yield from config_rows(section, prefix, instance)
-        return
-    choices = section.get_known_choices()
-    chosen = next((name for name, choice in choices.items() if type(instance) is choice), row.default)
-    required = section.default_choice_name() is None
-    yield dataclasses.replace(
-        row, names=tuple(choices), default=chosen, type_required=required, description=""
-    )
-    rows = {
-        name: list(config_rows(choice, prefix, instance if name == chosen else None))
-        for name, choice in choices.items()
-    }
-    first, *others = rows.values()
-    shared = [row for row in first if others and all(row in other for other in others)]
-    yield from shared
-    several = _of_several(rows, prefix)
+def _section(section: Any, dotted: str, meaning: str, default: Any) -> str:
+    """The heading, the meaning and the rows of a section."""
+    heading, meaning = f"{'#' * min(2 + dotted.count('.'), 4)} `{dotted}`", meaning[:1].upper() + meaning[1:]
+    unset = ["Left out by default."] if default is None else []
+    instance = default if dataclasses.is_dataclass(default) else None
+    if is_registry(section):
+        body = [_wrapped(meaning), *unset, *_types(section, dotted, instance)]
+    else:
+        text = _description(section) or [_wrapped(meaning)]
+        body = [*text, *unset, *_rows(section, f"{dotted}.", instance)]
+    return "\n\n".join([heading, *filter(None, body)])
+
+
+def _types(registry: Any, dotted: str, instance: Any) -> Iterator[str]:
+    """The rows of the types of a section: those of all types first, each row once."""
+    choices = registry.get_known_choices()
+    default = [name for name, choice in choices.items() if type(instance) is choice]
+    chosen = f"; `{default[0]}` if the section is left out" if default else ""
+    yield _wrapped(f"`{dotted}.type` is one of {', '.join(f'`{name}`' for name in choices)}{chosen}.")
+    owners: dict[str, list[str]] = {}
     for name, choice in choices.items():
-        yield ConfigRow("type", row.dotted, (name,), description=_description(choice))
-        yield from (own for own in rows[name] if own not in shared and own not in several)
-    for names in dict.fromkeys(several.values()):
-        yield ConfigRow("type", row.dotted, names)
-        yield from (own for own, owners in several.items() if owners == names)
+        own = instance if type(instance) is choice else None
+        for row in [*_description(choice), *_rows(choice, f"{dotted}.", own)]:
+            owners.setdefault(row, []).append(name)
+    groups = dict.fromkeys(map(tuple, owners.values()))
+    for names in sorted(groups, key=lambda names: -len(names)):
+        if len(names) < len(choices):
+            yield f"#### `{dotted}`, `type: {' or '.join(names)}`"
+        yield from (row for row, own in owners.items() if tuple(own) == names)
 
 
-def _of_several(rows: Mapping[str, list[ConfigRow]], prefix: str) -> dict[ConfigRow, tuple[str, ...]]:
-    """The rows of sections below `prefix` that some types have and not all, with the names of these."""
-    found = {}
-    for row in dict.fromkeys(itertools.chain(*rows.values())):
-        names = tuple(name for name, own in rows.items() if row in own)
-        is_in_section = row.kind != "value" or "." in row.dotted.removeprefix(prefix)
-        if is_in_section and 1 < len(names) < len(rows):
-            found[row] = names
-    return found
-
-
-def config_help(config_class: Any) -> str:
-    """What `--help` prints: the keys as they are written on the command line, a paragraph each."""
-    path = "a YAML file of the keys below, which override it on the command line."
-    lines = [*_paragraphs(_description(config_class)), "--config_path FILE", *_wrapped(path, "    ", "    ")]
-    for row, following in _with_next(config_class):
-        default = "required" if row.default is None else f"default {row.default}"
-        heading = ""
-        if row.kind == "value":
-            heading = f"--{row.dotted} {'|'.join(row.names)} ({default})"
-        elif row.kind == "named":
-            heading = f"--{row.dotted}.* (any number of sections, each under a name of your own)"
-        elif row.kind == "section":
-            unset = " (default null, which leaves the section out)" if row.default == "null" else ""
-            heading = f"--{row.dotted}.*{unset}"
-        elif following is not None and following.dotted.startswith(f"{row.dotted}."):
-            heading = f"With --{row.dotted}.type {' or '.join(row.names)}:"
-        if row.kind == "named" or (row.kind == "section" and "." not in row.dotted):
-            lines.append("")
-        lines += _wrapped(heading, "", " " * 8) + _wrapped(row.meaning, "    ", "    ")
-        if row.kind == "section" and row.names:
-            required = ", required beside other keys" if row.type_required and row.default else ""
-            lines += _wrapped(
-                f"--{row.dotted}.type {' | '.join(row.names)} ({default}{required})", "", " " * 8
-            )
-    return "\n".join(lines)
-
-
-def _paragraphs(text: str) -> list[str]:
-    """The lines of paragraphs, each followed by an empty one; indented ones are examples, and kept."""
-    lines: list[str] = []
-    for paragraph in text.split("\n\n"):
-        kept = paragraph.startswith(" ")
-        lines += [*(paragraph.splitlines() if kept else _wrapped(" ".join(paragraph.split()))), ""]
-    return lines
-
-
-def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:
-    """The text in lines of at most 79 characters that begin with these, its words whole."""
+def _wrapped(text: str) -> str:
+    """The text in lines of at most 79 characters, its words whole; an item's lines are indented."""
+    indent = "  " if text.startswith("- ") else ""
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, **options)
-
-
-def config_reference(config_class: Any) -> str:
-    """The reference of a config's keys as Markdown, with a heading for each section of the file.
-
-    Args:
-        config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`), of which
-            every known type is described.
-    """
-    paragraphs: list[str] = []
-    before = ""
-    for row, following in _with_next(config_class):
-        if row.kind == "value":
-            default = "required" if row.default is None else f"`{row.default}`"
-            line = f"| `{row.dotted}` | {_listed(row.names, ' or ')} | {default} | {row.meaning} |"
-            paragraphs.append(f"{paragraphs.pop() if before == 'value' else _HEADER}\n{line}")
-        elif row.kind == "type":
-            paragraphs += [f"#### `{row.dotted}`, `type: {' or '.join(row.names)}`", row.description]
-        else:
-            unset = "Left out by default." if row.default == "null" else ""
-            heading = f"{'#' * min(2 + row.dotted.count('.'), 4)} `{row.dotted}`"
-            paragraphs += [heading, row.description or row.meaning[:1].upper() + row.meaning[1:], unset]
-        if row.kind == "section" and row.names:
-            left_out = "the section is left out" if row.type_required else "it is not named"
-            chosen = "" if row.default in (None, "null") else f"; `{row.default}` if {left_out}"
-            paragraphs.append(f"`type` is one of {_listed(row.names)}{chosen}.")
-            if following is not None and following.kind != "type":
-                paragraphs.append("All types have:")
-        before = row.kind
-    return "\n\n".join(filter(None, paragraphs)) + "\n"
-
-
-def _with_next(config_class: Any) -> Iterator[tuple[ConfigRow, ConfigRow | None]]:
-    rows = list(config_rows(config_class))
-    return zip(rows, [*rows[1:], None], strict=True)
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, **options)
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -197,11 +105,12 @@ def _written(value: Any) -> str:
     return encoded if isinstance(encoded, str) else json.dumps(encoded)
 
 
-def _description(config_class: Any) -> str:
-    """What a docstring says before its attributes."""
+def _description(config_class: Any) -> list[str]:
+    """The paragraphs that a docstring has before its attributes; indented ones are examples, and kept."""
     text = inspect.cleandoc(config_class.__doc__ or "").partition("\nAttributes:")[0].strip()
-    made_by_dataclass = text.startswith(f"{config_class.__name__}(")
-    return "" if made_by_dataclass else text
+    if text.startswith(f"{config_class.__name__}("):  # made by `dataclass`
+        return []
+    return [part if part.startswith(" ") else _wrapped(part) for part in text.split("\n\n") if part]
 
 
 def _meanings(config_class: type) -> dict[str, str]:
@@ -215,10 +124,6 @@ def _meanings(config_class: type) -> dict[str, str]:
             if colon:
                 found[name] = " ".join(meaning.split())
     return found
-
-
-def _listed(names: Iterable[str], separator: str = ", ") -> str:
-    return separator.join(f"`{name}`" for name in names)
 
 
 def is_registry(hint: Any) -> bool:
@@ -249,16 +154,17 @@ def named_section_class(hint: Any) -> Any:
     return section_class(arguments[1]) if typing.get_origin(hint) is dict and len(arguments) == 2 else None
 
 
-def type_names(hint: Any) -> list[str]:
+def type_name(hint: Any) -> str:
     """The names of a union's members, or the choices; for anything else its own name."""
     names = []
     for part in union_parts(hint):
-        if typing.get_origin(part) is typing.Literal:
-            names += [str(choice) for choice in typing.get_args(part)]
+        origin, arguments = typing.get_origin(part), typing.get_args(part)
+        if origin is typing.Literal:
+            names += [str(choice) for choice in arguments]
         elif part is type(None):
             names.append("null")
-        elif typing.get_origin(part) is tuple and typing.get_args(part)[1:] == (Ellipsis,):
-            names.append(f"list[{'|'.join(type_names(typing.get_args(part)[0]))}]")
+        elif origin is tuple and arguments[1:] == (Ellipsis,):
+            names.append(f"list[{type_name(arguments[0])}]")
         else:
-            names.append(part.__name__ if isinstance(part, type) and not typing.get_args(part) else str(part))
-    return [name.replace("typing.", "").replace(" ", "") for name in names]
+            names.append(part.__name__ if isinstance(part, type) and not arguments else str(part))
+    return "|".join(names).replace("typing.", "").replace(" ", "")

@@ -1,4 +1,4 @@
-"""Config files as trees of entries that know where each was written, and files that include others.
+"""Config files as plain values, in which every key knows where it was written, and files that include others.
 
 `!include FILE` stands in the place of any value, and at a merge key:
 
@@ -10,11 +10,9 @@ A name is relative to the file that includes it. Keys beside a merge override si
 at any depth; a section that names another `type`, or `{}`, replaces the included one.
 """
 
-import json
 import os
 import posixpath
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,118 +20,109 @@ from typing import Any
 import fsspec
 import yaml
 
-from .._files import unique_keys
 from .._messages import shown
 from .errors import ConfigError
 
 ON_THE_COMMAND_LINE = "on the command line"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A value of a config, or a section of it.
+class Key(str):
+    """A key of a section.
 
     Attributes:
-        value: a scalar, a list, or for a section a dict of entries by key.
         where: where it was written, for errors: `in FILE` or `on the command line`.
     """
 
-    value: Any
     where: str
 
     @staticmethod
-    def of(value: Any, where: str) -> "Entry":
-        """The tree of a plain value, in which parts may be entries already."""
-        if isinstance(value, Entry):
-            return value
-        if isinstance(value, Mapping):
-            return Entry({key: Entry.of(own, where) for key, own in value.items()}, where)
-        if isinstance(value, list):
-            return Entry([Entry.of(item, where).plain for item in value], where)
-        return Entry(value, where)
-
-    @property
-    def is_section(self) -> bool:
-        """Whether this is a mapping of keys."""
-        return isinstance(self.value, dict)
-
-    @property
-    def plain(self) -> Any:
-        """The value without the places."""
-        return {key: entry.plain for key, entry in self.value.items()} if self.is_section else self.value
-
-    def leaves(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], "Entry"]]:
-        """Every value that is not a section, with its path."""
-        if self.is_section:
-            for key, entry in self.value.items():
-                yield from entry.leaves((*path, key))
-        else:
-            yield path, self
-
-    def overlaid(self, above: "Entry") -> "Entry":
-        """This tree and another merged key by key; where both have a value, that of `above` holds.
-
-        A section that is empty, or names another `type` than the one below, replaces all of it.
-        """
-        if not (self.is_section and above.is_section and above.value):
-            return above
-        if "type" in above.value and above.plain["type"] != self.plain.get("type"):
-            return above
-        merged = dict(self.value)
-        for key, entry in above.value.items():
-            merged[key] = merged[key].overlaid(entry) if key in merged else entry
-        return Entry(merged, above.where)
-
-    def with_key(self, dotted: str, entry: "Entry", above: tuple[str, ...] = ()) -> "Entry":
-        """The tree with the entry at `dotted`, below the keys `above`, replaced; adds missing sections.
-
-        Raises:
-            ConfigError: a key that leads to it has a value, and is not a section.
-        """
-        if not self.is_section and self.value is not None:
-            name = ".".join(above)
-            raise ConfigError(
-                f"`{name}.{dotted}` {entry.where} is a key of the section `{name}`, but `{name}` "
-                f"{self.where} is {shown(self.plain)}, which has no keys. Write a section there, or leave "
-                f"`{name}` out."
-            )
-        key, dot, rest = dotted.partition(".")
-        keys: dict[str, Entry] = dict(self.value or {})
-        below = keys.get(key, Entry({}, entry.where))
-        keys[key] = below.with_key(rest, entry, (*above, key)) if dot else entry
-        return Entry(keys, self.where if self.is_section else entry.where)
+    def of(name: str, where: str) -> "Key":
+        """A key that was written there."""
+        key = Key(name)
+        key.where = where
+        return key
 
 
-def read_config_file(location: str) -> Entry:
-    """The entries of a config file and of the files that it includes.
+def plain(value: Any) -> Any:
+    """The value with plain text for the keys."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return {str(key): plain(own) for key, own in value.items()} if isinstance(value, dict) else value
+
+
+def leaves(value: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[Key, ...]]:
+    """The path of every value that is not a section."""
+    if isinstance(value, Mapping):
+        for key, own in value.items():
+            yield from leaves(own, (*path, key))
+    elif path:
+        yield path
+
+
+def read_config_file(location: str) -> dict[Key, Any]:
+    """The keys of a config file and of the files that it includes.
 
     Args:
-        location: a path, or a URL of any file system that fsspec knows. YAML; a `.json` or `.toml` file is
-            read in its own format, and includes nothing.
+        location: a path, or a URL of any file system that fsspec knows, of a YAML file.
 
     Raises:
         ConfigError: a file that can't be read, includes itself, or is not a mapping; names the file and all
             files that lead to it.
     """
     tree = _read(_File(_beside("", location)))
-    if not tree.is_section:
-        got = "is empty" if tree.value is None else f"holds {shown(tree.plain)}"
+    if not isinstance(tree, dict):
+        got = "is empty" if tree is None else f"holds {shown(tree)}"
         raise ConfigError(f"The config file {location} {got}; it must hold a mapping of keys to values.")
     return tree
 
 
-def read_config_value(key: str, text: str) -> Entry:
-    """The entries of YAML from the command line; included files are relative to the working directory.
+def set_key(tree: dict[Key, Any], dotted: str, text: str) -> None:
+    """Sets a key from the command line; adds the sections that it is in.
+
+    Args:
+        tree: to change.
+        dotted: the key, below the sections that lead to it.
+        text: its value, YAML; included files are relative to the working directory.
 
     Raises:
-        ConfigError: the text is not YAML; or as `read_config_file`.
+        ConfigError: the text is not YAML, or a file can't be read; or a key that leads to it has a value, and
+            is not a section.
     """
+    *above, last = (Key.of(name, ON_THE_COMMAND_LINE) for name in dotted.split("."))
+    for at, name in enumerate(above):
+        key = next((own for own in tree if own == name), name)
+        below = tree.pop(key, None)
+        if not isinstance(below, dict | None):
+            section = ".".join(above[: at + 1])
+            raise ConfigError(
+                f"`{dotted}` {ON_THE_COMMAND_LINE} is a key of the section `{section}`, but `{section}` "
+                f"{key.where} is {shown(below)}, which has no keys. Write a section there, or leave "
+                f"`{section}` out."
+            )
+        tree[key] = dict(below or {})  # others may refer to it, by an alias
+        tree = tree[key]
+    tree.pop(last, None)
     try:
-        return _parsed(text, _File(""))
+        tree[last] = _parsed(text, _File(""))
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`
-        raise ConfigError(f"The value of `--{key}` {ON_THE_COMMAND_LINE} is not YAML: {error}") from error
+        raise ConfigError(f"The value of `--{dotted}` {ON_THE_COMMAND_LINE} is not YAML: {error}") from error
+
+
+def _overlaid(below: Any, above: Any) -> Any:
+    """Two values merged key by key; where both have one, that of `above` holds.
+
+    A section that is empty, or names another `type` than the one below, replaces all of it.
+    """
+    if not (isinstance(below, dict) and isinstance(above, dict) and above):
+        return above
+    if "type" in above and above["type"] != below.get("type", above["type"]):
+        return above
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _overlaid(merged.pop(key), value) if key in merged else value
+    return merged
 
 
 @dataclass(frozen=True)
@@ -148,8 +137,8 @@ class _File:
     def where(self) -> str:
         return f"in {self.location}{self.chain}" if self.location else ON_THE_COMMAND_LINE
 
-    def included(self, name: str, line: int) -> Entry:
-        """The entries of a file that this one includes in a line."""
+    def included(self, name: str, line: int) -> Any:
+        """The value of a file that this one includes in a line."""
         by = f"{self.location} line {line}" if self.location else "the command line"
         location, includers = _beside(self.location, name), (*self.includers, self.location)
         found = _File(location, f", included by {by}{self.chain}", includers)
@@ -158,36 +147,27 @@ class _File:
         return _read(found)
 
 
-def _read(file: _File) -> Entry:
+def _read(file: _File) -> Any:
+    location = file.location
     try:
-        return _parsed(_text(file.location), file)
+        with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
+            text = stream.read().decode("utf-8-sig")  # pyright: ignore[reportAttributeAccessIssue]
+        return _parsed(text, file)
     except ConfigError:
         raise
     except Exception as error:  # file systems raise what their clients do
         problem = str(error) or type(error).__name__
         if isinstance(error, OSError):
             problem = f"{error.strerror or problem}. Check the path and its permissions."
-        raise ConfigError(f"Can't read the config file {file.location}{file.chain}: {problem}") from error
+        raise ConfigError(f"Can't read the config file {location}{file.chain}: {problem}") from error
 
 
-def _text(location: str) -> str:
-    with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
-        return stream.read().decode("utf-8-sig")  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _parsed(text: str, file: _File) -> Entry:
-    match posixpath.splitext(file.location)[1]:
-        case ".json":
-            plain = json.loads(text, object_pairs_hook=unique_keys)
-        case ".toml":
-            plain = tomllib.loads(text)
-        case _:
-            plain = _Loader(text, file).get_single_data()
-    return Entry.of(plain, file.where)
+def _parsed(text: str, file: _File) -> Any:
+    return _Loader(text, file).get_single_data()
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives plain values, and entries in place of included files. Refuses a key that is given twice.
+    """Gives plain values. Refuses a key that is given twice.
 
     A number is one in decimal, and anything else is text as it was written: YAML 1.1 reads `0010` as 8,
     `1:30` as 90 and `2024-01-01 10:00` as a date.
@@ -204,10 +184,10 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.name, self._file = file.location or file.where, file
 
-    def construct_map(self, node: yaml.MappingNode) -> Any:
-        """A dict, or an entry where it merges included files."""
+    def construct_map(self, node: yaml.MappingNode) -> dict[Key, Any]:
+        """A section, with what it merges."""
         lines: dict[str, int] = {}
-        tree: Any = {}
+        tree: dict[Key, Any] = {}
         merged: list[Any] = []
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -219,19 +199,15 @@ class _Loader(yaml.SafeLoader):
             if key.tag == "tag:yaml.org,2002:merge":
                 merged = found if isinstance(found, list) else [found]
             else:
-                tree[key.value] = found
+                tree[Key.of(key.value, self._file.where)] = found
         for below in merged:
-            if isinstance(below, dict) and isinstance(tree, dict):
-                tree = {**below, **tree}  # YAML's own merge replaces whole values
-                continue
-            entry = Entry.of(below, self._file.where)
-            if not entry.is_section:
-                raise ConfigError(f"`<<` merges {shown(entry.plain)} {entry.where}; it must be a mapping.")
-            tree = entry.overlaid(Entry.of(tree, self._file.where)) if tree else entry
+            if not isinstance(below, dict):
+                raise ConfigError(f"`<<` merges {shown(below)} {self._file.where}; it must be a mapping.")
+            tree = _overlaid(below, tree) if tree else below
         return tree
 
-    def construct_include(self, node: yaml.ScalarNode) -> Entry:
-        """The entries of another file."""
+    def construct_include(self, node: yaml.ScalarNode) -> Any:
+        """The value of another file."""
         return self._file.included(str(self.construct_scalar(node)), node.start_mark.line + 1)
 
 

@@ -61,8 +61,8 @@ class DataConfig:
         chat_date: the day that the tokenizer's chat template takes for today, such as 2025-06-30, where it
             writes one (`strftime_now`, as gpt-oss' does); so runs repeat. Null for other templates.
         cache_dir: local folder for the tokens, so that text is tokenized once.
-        held_out_fraction: share of the documents, chosen by their names, that is held out from each source
-            without `held_out` files. A document held out by one source is never trained on.
+        held_out_fraction: share of the documents, chosen by a hash of their text, that is held out from each
+            source without `held_out` files. A text held out by one source is never trained on.
         seq_len: tokens in a sequence.
         batch_size: sequences in a step, over all processes.
         packing: `split` joins the documents and cuts them into sequences without padding; `whole` cuts only
@@ -70,8 +70,6 @@ class DataConfig:
         separate_documents: whether tokens attend only within their document. If false, each sequence is
             treated as one document, as kernels without document boundaries need it.
         on_malformed: whether a record that can't be read ends the run (`error`) or is counted (`skip`).
-        max_record_bytes: largest size of a text, a line or a row, decompressed; a larger record counts as
-            one that can't be read, and is never held in memory whole.
         prefetch: batches that are made in advance, in a thread; 0 for none.
     """
 
@@ -85,7 +83,6 @@ class DataConfig:
     packing: Literal["split", "whole"] = "split"
     separate_documents: bool = True
     on_malformed: Literal["error", "skip"] = "error"
-    max_record_bytes: int = 2**28
     prefetch: int = 2
 
     def __post_init__(self) -> None:
@@ -94,7 +91,7 @@ class DataConfig:
                 f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
                 f"out about one document in twenty."
             )
-        check_at_least(1, "data", self, "seq_len", "batch_size", "max_record_bytes")
+        check_at_least(1, "data", self, "seq_len", "batch_size")
         check_at_least(0, "data", self, "prefetch")
         if self.seq_len > _LONGEST:
             raise ValueError(

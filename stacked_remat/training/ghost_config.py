@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .config_checks import check_at_least, check_choices
+from .config_checks import check_at_least
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class GhostConfig:
     validation: GhostValidationConfig = field(default_factory=GhostValidationConfig)
 
     def __post_init__(self) -> None:
-        check_choices("ghost", self)
         check_at_least(1, "ghost", self, "every")
         if self.norms and self.auxiliary_losses == "included":
             raise ValueError("ghost.norms are of the cross entropy: set ghost.auxiliary_losses: left_out.")

@@ -9,13 +9,11 @@ import jax
 import numpy as np
 import optax
 
-from .array_layout import arrays_by_name
 from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
 from .mesh import Partitioning
-from .processes import whole
 from .progress import Progress
-from .run_folder import RunFolder, named_in_errors
+from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
 from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, build_step
 from .throughput import Clock, ProfilerWindow, peak_flops, peak_memory_bytes, training_flops
@@ -69,7 +67,7 @@ class RunOutputs:
     """Where a run writes its results; the caller closes them.
 
     Attributes:
-        folder: for traces, and for the data of a step that is not finite.
+        folder: for traces.
         checkpoints: where the state is saved; None for a run that can't be resumed.
         trackers: all receive the same metrics.
         progress: shows the run to the user.
@@ -119,7 +117,8 @@ def train(
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
-    step, scorer = _steps(config, loss_function, optimizer, partitioning, scoring)
+    parts = (config, loss_function, optimizer, partitioning)
+    step, scorer = _compiled(*parts), None if scoring is None else StepScorer(scoring, *parts)
 
     def next_batch() -> TokenBatch:
         batch = training.next()
@@ -133,12 +132,11 @@ def train(
     else:
         training.set_state(position.data)
         reporter.skipped = position.skipped
-    done = 0 if position is None else position.step
+    done, stopped_by = 0 if position is None else position.step, None
     if done < config.num_steps:
         batch = next_batch()
         reporter.prepare(loss_function, state, batch)
     outputs.progress.start(config.num_steps, done)
-    stopped_by = None
     try:
         while done < config.num_steps and stopped_by is None:
             done += 1
@@ -157,53 +155,37 @@ def train(
                 evaluation.run(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = asked if done < config.num_steps else None
-            _save(done, state, data, config, reporter, evaluation, scorer, stopped_by is not None)
+            now = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
+            _save(state, now, reporter, scorer, last=bool(stopped_by) or done == config.num_steps)
     finally:
         outputs.progress.stop()
         profiler.stop()
     return TrainingResult(state, evaluation.before, evaluation.after, stopped_by)
 
 
-def _steps(
+def _compiled(
     config: TrainerConfig,
     loss_function: LossFunction | RandomLoss,
     optimizer: optax.GradientTransformation | FusedOptimizer,
     partitioning: Partitioning | None,
-    scoring: Scoring | None,
-) -> tuple[Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]], StepScorer | None]:
-    """The compiled step, and what does those with scores."""
-    step = eqx.filter_jit(
-        build_step(config, loss_function=loss_function, optimizer=optimizer, partitioning=partitioning),
-        donate="all-except-first",
-    )
-    if scoring is None:
-        return step, None
-    return step, StepScorer(scoring, config, loss_function, optimizer, partitioning)
+) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
+    options: Any = {"loss_function": loss_function, "optimizer": optimizer, "partitioning": partitioning}
+    return eqx.filter_jit(build_step(config, **options), donate="all-except-first")
 
 
 def _save(
-    done: int,
-    state: TrainState,
-    data: dict[str, Any],
-    config: TrainerConfig,
-    reporter: "_Reporter",
-    evaluation: "_Evaluation",
-    scorer: StepScorer | None,
-    stopping: bool,
+    state: TrainState, position: Position, reporter: "_Reporter", scorer: StepScorer | None, last: bool
 ) -> None:
     """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
     checkpoints = reporter.outputs.checkpoints
-    last = stopping or done == config.num_steps
-    is_due = last or (checkpoints is not None and checkpoints.is_due(done))  # asked once: time passes
+    is_due = last or (checkpoints is not None and checkpoints.is_due(position.step))  # once: time passes
     if scorer is not None and is_due:
         scorer.flush()
-    if checkpoints is None or not is_due:
-        return
-    position = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
-    with reporter.clock.paused():
-        checkpoints.save(done, state, asdict(position))
-        if last:
-            checkpoints.wait()
+    if checkpoints is not None and is_due:
+        with reporter.clock.paused():
+            checkpoints.save(position.step, state, asdict(position))
+            if last:
+                checkpoints.wait()
 
 
 @final
@@ -239,16 +221,15 @@ class _Reporter:
         self.skipped = 0
         self._config = config
         self._schedule = jax.jit(schedule)
-        self._flops: float | None = None
-        self._peak: float | None = None
+        self._seconds_at_peak: float | None = None
 
     def prepare(self, loss_function: LossFunction | RandomLoss, state: TrainState, batch: TokenBatch) -> None:
-        """Finds the peak and the FLOPs of a step, for the utilisation."""
+        """Finds the time of a step at the devices' peak, for the utilisation."""
         devices = list(state.step.devices())
         peak = self._config.profiler.peak_flops or peak_flops(devices[0])
-        if peak is not None:
-            self._peak = peak * len(devices)
-            self._flops = training_flops(loss_function, state.model, batch, state.trained)
+        flops = peak and training_flops(loss_function, state.model, batch, state.trained)
+        if peak and flops:
+            self._seconds_at_peak = flops / (peak * len(devices))
 
     def stepped(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
         """Waits for step `done` and reports it."""
@@ -261,13 +242,14 @@ class _Reporter:
             speed = {
                 "tokens_per_second": self.clock.tokens_per_second,
                 "step_seconds": self.clock.step_seconds,
-                **self._utilisation(),
                 **({} if memory is None else {"peak_memory_bytes": memory}),
             }
+            if self._seconds_at_peak is not None:  # model FLOPs utilisation (Chowdhery et al. 2022)
+                speed["mfu"] = self._seconds_at_peak / self.clock.step_seconds
             self._log(done, {**metrics, "learning_rate": learning_rate, **speed})
             self.clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
-            self._not_finite(done, metrics, learning_rate, batch)
+            self._not_finite(done, metrics, learning_rate)
 
     def evaluated(self, done: int, losses: Mapping[str, float]) -> None:
         """Reports the losses on held-out text after step `done`."""
@@ -280,15 +262,10 @@ class _Reporter:
         for tracker in self.outputs.trackers:
             tracker.log(done, metrics)
 
-    def _utilisation(self) -> dict[str, float]:
-        """The model FLOPs utilisation (Chowdhery et al. 2022), if the peak and the FLOPs are known."""
-        if self._peak is None or self._flops is None:
-            return {}
-        return {"mfu": self._flops / (self._peak * self.clock.step_seconds)}
-
-    def _not_finite(self, done: int, metrics: Metrics, learning_rate: float, batch: TokenBatch) -> None:
-        """Reports a skipped step, or saves the step's data and raises."""
+    def _not_finite(self, done: int, metrics: Metrics, learning_rate: float) -> None:
+        """Reports a skipped step, or raises."""
         found = f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm']):.3g}"
+        more = "; or trainer.update.on_nonfinite: skip, with which the same command resumes"
         if "skips" in metrics:
             self.skipped += 1
             in_a_row = int(metrics["skips"])
@@ -296,21 +273,9 @@ class _Reporter:
             if in_a_row < self._config.update.max_consecutive_skips:
                 return
             found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"
-        path = self.outputs.folder.nonfinite_step(done)
-        data = _step_data(done, metrics, batch)
-        if jax.process_index() == 0:
-            with named_in_errors(path):
-                np.savez(path, **data)
-        skip = "or trainer.update.on_nonfinite: skip, with which the same command resumes from the last save"
+            more = ""
         raise NonFiniteLossError(
-            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped; "
-            f"the step's batch and metrics are in {path}. Usual fixes: a lower optimizer.learning_rate, more "
-            f"optimizer.warmup or a smaller optimizer.max_grad_norm"
-            f"{'' if 'skips' in metrics else f'; {skip}'}."
+            f"Step {done} is not finite: {found}, with learning rate {learning_rate:.3g}. Training stopped. "
+            f"Usual fixes: a lower optimizer.learning_rate, more optimizer.warmup or a smaller "
+            f"optimizer.max_grad_norm{more}."
         )
-
-
-def _step_data(done: int, metrics: Metrics, batch: TokenBatch) -> dict[str, Any]:
-    arrays = {f"batch.{name}": array for name, array in arrays_by_name(batch).items()}
-    arrays |= {f"metrics.{name}": value for name, value in metrics.items()}
-    return {"step": np.asarray(done), **whole(arrays)}

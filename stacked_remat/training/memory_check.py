@@ -31,43 +31,31 @@ def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) 
     device = jax.local_devices()[0]
     shared = limit is None and device.platform == "cpu"
     limit = memory_bytes(device) if limit is None else limit
-    found = _sizes(parts, lambda array: _bytes(array, shared) if shared or not is_on_host(array) else 0)
-    _check(found, "memory", "this machine has" if shared else "a device has", limit, fix)
+    kind, has = "memory", "this machine has" if shared else "a device has"
+    counted = lambda array: 0 if is_on_host(array) and not shared else _bytes(array, shared)  # noqa: E731
+    _check(parts, counted, limit, kind, has, fix)
 
 
 def check_host_fits(parts: Mapping[str, Any], fix: str, *, available: int | None = None) -> None:
-    """Refuses arrays in host memory that need more of it than is available; allocates nothing.
-
-    Args:
-        parts: as in `check_fits`; those in device memory do not count.
-        fix: the last sentence of the error: what to do.
-        available: bytes for this process; by default what the machine and its container have left.
-
-    Raises:
-        ConfigError: says what each part takes, and how much memory is available.
-    """
-    found = _sizes(parts, lambda array: _bytes(array, True) if is_on_host(array) else 0)
+    """`check_fits` for the arrays in host memory; `available` is by default what the machine has left."""
     available = available_host_bytes() if available is None else available
-    _check(found, "host memory", "this process can take", available, fix)
+    counted = lambda array: _bytes(array, True) if is_on_host(array) else 0  # noqa: E731
+    _check(parts, counted, available, "host memory", "this process can take", fix)
 
 
-def _sizes(parts: Mapping[str, Any], count: Callable[[Any], int]) -> list[tuple[str, str, Any, int]]:
-    """The part, name, array and bytes of each array."""
-    named = ((part, *item) for part, tree in parts.items() for item in arrays_by_name(tree).items())
-    return [(part, name, array, count(array)) for part, name, array in named]
-
-
-def _check(found: list[tuple[str, str, Any, int]], kind: str, has: str, limit: int | None, fix: str) -> None:
-    total = sum(size for *_, size in found)
+def _check(
+    parts: Mapping[str, Any], count: Callable[[Any], int], limit: int | None, kind: str, has: str, fix: str
+) -> None:
+    arrays = {name: arrays_by_name(tree) for name, tree in parts.items()}
+    sizes = {part: sum(map(count, own.values())) for part, own in arrays.items()}
+    total = sum(sizes.values())
     if limit is None or total <= limit:
         return
-    sizes: dict[str, int] = {}
-    for part, _, _, size in found:
-        sizes[part] = sizes.get(part, 0) + size
-    shown = ", ".join(f"{name} {readable_bytes(size)}" for name, size in sizes.items() if size)
-    _, name, largest, _ = max(found, key=lambda entry: entry[-1])
+    listed = ", ".join(f"{name} {readable_bytes(size)}" for name, size in sizes.items() if size)
+    named = [entry for own in arrays.values() for entry in own.items()]
+    name, largest = max(named, key=lambda entry: count(entry[1]))
     raise ConfigError(
-        f"This can't fit: it takes at least {readable_bytes(total)} of {kind} ({shown}), and {has} "
+        f"This can't fit: it takes at least {readable_bytes(total)} of {kind} ({listed}), and {has} "
         f"{readable_bytes(limit)}. The largest array is {name}, {largest.dtype} of "
         f"{' x '.join(f'{size:,}' for size in largest.shape)}. {fix}"
     )

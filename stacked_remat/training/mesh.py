@@ -39,6 +39,8 @@ _HOST = "pinned_host"
 class Partitioning:
     """A mesh of devices and the named axes that are sharded over it. Does nothing on a single device.
 
+    Its methods raise a `ConfigError` where an axis does not divide evenly.
+
     Attributes:
         mesh: the devices.
         compute_mapping: from axes of activations to axes of the mesh.
@@ -70,11 +72,7 @@ class Partitioning:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """A context in which programs are traced for this mesh. Not to be entered inside `jax.jit`.
-
-        Raises:
-            ConfigError: as in `activations`.
-        """
+        """A context in which programs are traced for this mesh. Not to be entered inside `jax.jit`."""
         with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext(), self.activations():
             yield
 
@@ -99,9 +97,6 @@ class Partitioning:
     def init_sharded(self, make: Callable[..., T], *args: Any) -> T:
         """The state `make(*args)`, with every array created sharded, never whole. Donates `args`.
 
-        Raises:
-            ConfigError: as in `weight_sharding`.
-
         Cost: on several devices, a compilation.
         """
         if self.mesh.size == 1:
@@ -121,9 +116,6 @@ class Partitioning:
         Args:
             weight: the array or its shape.
             on_host: whether it is in host memory.
-
-        Raises:
-            ConfigError: an axis of the array does not divide evenly.
         """
         if self.mesh.size == 1:
             return (
@@ -136,11 +128,7 @@ class Partitioning:
         return self._on_host(spec) if on_host else NamedSharding(self.mesh, spec)
 
     def shapes_of(self, make: Callable[[], T]) -> T:
-        """The shapes of the state `make()`, with the shardings that `init_sharded` gives it; makes nothing.
-
-        Raises:
-            ConfigError: as in `weight_sharding` and `check_names`.
-        """
+        """The shapes of the state `make()`, with the shardings of `init_sharded`; makes nothing."""
 
         def with_memory() -> tuple[T, Any]:
             tree = make()
@@ -157,20 +145,13 @@ class Partitioning:
         return self.weight_shapes(jax.tree.map(marked, shapes, on_host))
 
     def weight_shapes(self, tree: T) -> T:
-        """The shapes of a state's arrays, with their shardings, in the memory that they are in.
-
-        Raises:
-            ConfigError: as in `weight_sharding`.
-        """
+        """The shapes of a state's arrays, with their shardings, in the memory that they are in."""
         return self._map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree)
 
     def shard_weights(self, tree: T) -> T:
         """A state with every array moved to its sharding, in the memory that it is in.
 
         Inside `jax.jit` it is a sharding constraint.
-
-        Raises:
-            ConfigError: as in `weight_sharding`.
         """
         if self.mesh.size == 1:
             return tree
@@ -216,7 +197,7 @@ class Partitioning:
             raise ConfigError(
                 f"data.batch_size = {rows}{of} can't be divided evenly over the {parts} devices that "
                 f"trainer.mesh.compute_mapping.{BATCH_AXIS} gives it: make it a multiple of "
-                f"{parts * microbatches}{self._fewer_parts(rows, microbatches)}."
+                f"{parts * microbatches}, or divide it over fewer devices (trainer.mesh.axes)."
             )
         parts = self._parts(self.compute_mapping.get(POSITION_AXIS, ()))
         if positions % parts:
@@ -224,16 +205,6 @@ class Partitioning:
                 f"data.seq_len = {positions} can't be divided evenly over the {parts} devices that "
                 f"trainer.mesh.compute_mapping.{POSITION_AXIS} gives it: make it a multiple of {parts}."
             )
-
-    def _fewer_parts(self, rows: int, microbatches: int) -> str:
-        """What else to do about rows that can't be divided; nothing where no mesh could divide them."""
-        if rows % microbatches:
-            return ""
-        over, rows = self.compute_mapping[BATCH_AXIS], rows // microbatches
-        if len(over) == 1:
-            size = math.gcd(rows, self._parts(over))
-            return f", or divide it over fewer devices, with --trainer.mesh.axes.{over[0]} {size}"
-        return f", or change trainer.mesh.axes, where {' times '.join(over)} must divide {rows}"
 
     def parts_of(self, axis: str) -> int:
         """Over how many parts of the mesh a named axis of activations is divided."""

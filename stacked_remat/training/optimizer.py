@@ -1,7 +1,6 @@
 """Optax optimizers and learning-rate schedules from their configs."""
 
 import functools
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
@@ -135,23 +134,17 @@ def _adafactor(config: AdafactorConfig) -> optax.GradientTransformation:
 
 
 def _muon(config: MuonConfig) -> optax.GradientTransformation:
-    matrices = functools.partial(_matrices, left_out=config.adamw_axes)
     muon = optax.contrib.muon(
         1.0,
         ns_steps=config.newton_schulz_steps,
         beta=config.momentum,
         eps=config.epsilon,
-        muon_weight_dimension_numbers=matrices,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        muon_weight_dimension_numbers=functools.partial(_matrices, left_out=config.adamw_axes),
         consistent_rms=config.update_rms,
     )
-    # optax's Muon has an AdamW for other arrays, but with Nesterov's momentum. Like every optax alias, it
-    # negates updates by its learning rate of 1; the scale negates them again.
-    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-    parts: dict[Hashable, optax.GradientTransformation] = {
-        "muon": optax.chain(muon, optax.scale(-1.0)),
-        "adam": adam,
-    }
-    return optax.partition(parts, functools.partial(_labels, matrices))
+    return optax.chain(muon, optax.scale(-1.0))  # like every optax alias, it negates by its learning rate
 
 
 def _is_decayed(parameters: Any) -> Any:
@@ -190,15 +183,6 @@ def _matrices(parameters: Any, left_out: _AxisNames) -> Any:
         )
 
     return jax.tree.map(dimensions, parameters, is_leaf=is_linear)
-
-
-def _labels(matrices: Callable[[Any], Any], parameters: Any) -> Any:
-    return jax.tree.map(
-        lambda found, part: jax.tree.map(lambda _: "adam" if found is None else "muon", part),
-        matrices(parameters),
-        parameters,
-        is_leaf=lambda node: node is None or isinstance(node, optax.contrib.MuonDimensionNumbers),
-    )
 
 
 def _matrix_of(linear: Any, left_out: _AxisNames) -> optax.contrib.MuonDimensionNumbers | None:

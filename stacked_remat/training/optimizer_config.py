@@ -1,11 +1,18 @@
 """Configs of optimizers and learning-rate schedules, chosen by `type:`."""
 
 import abc
+import dataclasses
 from dataclasses import dataclass, field
 
 import draccus
 
 from .config_checks import check_at_least, check_positive
+
+_DECAYS = ("momentum", "beta1", "beta2")
+_POSITIVE = (
+    *("learning_rate", "max_grad_norm", "epsilon"),
+    *("decay_rate", "clipping_threshold", "min_factored_dim", "newton_schulz_steps", "update_rms"),
+)
 
 
 class ScheduleConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -98,11 +105,14 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
         """The optimizer of a section without `type`."""
         return "adamw"
 
-    @abc.abstractmethod
     def __post_init__(self) -> None:
-        """Refuses values out of range; a subclass's calls this one."""
+        """Refuses values out of range, of subclasses too."""
+        own = [field.name for field in dataclasses.fields(self)]
         check_at_least(0, "optimizer", self, "warmup", "weight_decay")
-        check_positive("optimizer", self, "learning_rate", "max_grad_norm")
+        check_positive("optimizer", self, *(name for name in own if name in _POSITIVE))
+        for name in (name for name in own if name in _DECAYS):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"optimizer.{name} must lie in [0, 1), got {value}.")
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ValueError(
                 f"optimizer.warmup must be a share of all steps, below 1, or a whole number of steps, got "
@@ -129,11 +139,6 @@ class AdamWConfig(OptimizerConfig):
     beta2: float = 0.95
     epsilon: float = 1e-8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_decays(self, "beta1", "beta2")
-        check_positive("optimizer", self, "epsilon")
-
 
 @OptimizerConfig.register_subclass("lion")
 @dataclass(frozen=True)
@@ -149,10 +154,6 @@ class LionConfig(OptimizerConfig):
 
     beta1: float = 0.9
     beta2: float = 0.99
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_decays(self, "beta1", "beta2")
 
 
 @OptimizerConfig.register_subclass("adafactor")
@@ -175,15 +176,11 @@ class AdafactorConfig(OptimizerConfig):
     scale_by_parameter: bool = True
     min_factored_dim: int = 128
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("optimizer", self, "decay_rate", "clipping_threshold", "min_factored_dim")
-
 
 @OptimizerConfig.register_subclass("muon")
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
-    """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW for everything else.
+    """Muon (Jordan 2024) for the matrix of each layer and expert, AdamW with Nesterov momentum for the rest.
 
     A matrix is the weight of a linear map, `In` by `Out`; each layer and expert has its own. Updates are
     scaled to AdamW's size (Liu et al. 2025), so that AdamW's learning rates apply.
@@ -207,11 +204,6 @@ class MuonConfig(OptimizerConfig):
     beta2: float = 0.95
     epsilon: float = 1e-8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_decays(self, "momentum", "beta1", "beta2")
-        check_positive("optimizer", self, "newton_schulz_steps", "update_rms", "epsilon")
-
 
 @OptimizerConfig.register_subclass("sgd")
 @dataclass(frozen=True)
@@ -228,12 +220,5 @@ class SgdConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_decays(self, "momentum")
         if self.nesterov and not self.momentum:
             raise ValueError("optimizer.nesterov has no effect without optimizer.momentum: set one of them.")
-
-
-def _check_decays(config: OptimizerConfig, *names: str) -> None:
-    for name in names:
-        if not 0 <= (value := getattr(config, name)) < 1:
-            raise ValueError(f"optimizer.{name} must lie in [0, 1), got {value}.")

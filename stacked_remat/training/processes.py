@@ -1,12 +1,8 @@
 """Several processes of one run: how they start, what they agree on, and how the loss of one is noticed."""
 
 import contextlib
-import ctypes
-import inspect
 import itertools
 import os
-import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,16 +16,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._compat import cluster_size, wait_for_processes
-from .._messages import did_you_mean
 from .errors import ConfigError
 from .signals import EXIT_INTERRUPTED
 
 T = TypeVar("T")
-_OFF = "Or set distributed: off to train in this process alone."
 # What the collectives of CPUs (Gloo) and JAX's coordination service say when a process is gone.
 _LOST = ("gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
-_SEE_ABOVE = "The lines above say why."
-_RESUMES = "The same command in all of them resumes the run from its last checkpoint."
 _SECONDS_TO_END = 10
 _HOURS_TO_WAIT = 24  # the first process may have to tokenize the text
 _waits = itertools.count()
@@ -39,22 +31,13 @@ def check_distributed(distributed: bool | str | Mapping[str, Any]) -> None:
     """Checks `distributed`.
 
     Raises:
-        ValueError: it is neither `auto`, `off` nor arguments of `jax.distributed.initialize`.
+        ValueError: it is neither `auto`, `off` nor a section.
     """
-    valid = inspect.signature(jax.distributed.initialize).parameters
-    if not isinstance(distributed, Mapping):
-        if distributed not in (False, "off", "auto"):
-            raise ValueError(
-                f"distributed is auto, off, or a section with the arguments of "
-                f"jax.distributed.initialize ({', '.join(valid)}); got {distributed!r}."
-            )
-        return
-    for key in distributed:
-        if key not in valid:
-            raise ValueError(
-                f"distributed.{key}: jax.distributed.initialize has no such argument."
-                f"{did_you_mean(key, valid)} Valid: {', '.join(valid)}."
-            )
+    if not isinstance(distributed, Mapping) and distributed not in (False, "off", "auto"):
+        raise ValueError(
+            f"distributed is auto, off, or a section with the arguments of jax.distributed.initialize; got "
+            f"{distributed!r}."
+        )
 
 
 def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
@@ -65,9 +48,7 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
             `jax.distributed.initialize()` where JAX finds a cluster of several processes (Slurm, Open MPI,
             Kubernetes, Cloud TPU); or the arguments of `jax.distributed.initialize`.
 
-    JAX aborts a process that can't connect in time, which then ends with status 1 and a message. From then
-    on, where JAX aborts this process because another one is gone, it ends with `EXIT_INTERRUPTED` and a
-    message.
+    JAX itself ends a process that can't connect in time, or later finds that another one is gone.
 
     Raises:
         ConfigError: JAX can't connect, with its reason.
@@ -79,43 +60,17 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
             if (cluster_size() or 1) < 2:
                 return
             distributed = {}
-        assert isinstance(distributed, Mapping)
-        _check_port(distributed)
-        _connect(distributed)
-    except ConfigError:
-        raise
+        # JAX's own handler of SIGTERM would take the place of the run's.
+        jax.config.update("jax_enable_preemption_service", False)
+        arguments: Any = distributed
+        _in_thread(lambda: jax.distributed.initialize(**arguments))
     except Exception as error:  # JAX and its detection of clusters raise anything
         raise ConfigError(
             f"distributed: JAX can't connect the processes: {type(error).__name__}: {error}. Give "
             f"coordinator_address (a host and a port, such as 10.0.0.1:1234), num_processes and process_id, "
-            f"or start this process with the cluster's launcher. {_OFF}"
+            f"or start this process with the cluster's launcher. Or set distributed: off to train in this "
+            f"process alone."
         ) from error
-    _when_aborted(EXIT_INTERRUPTED, f"error: JAX lost another process of this run. {_SEE_ABOVE} {_RESUMES}")
-
-
-def _check_port(arguments: Mapping[str, Any]) -> None:
-    """Whether the first process can wait for the others at its address: JAX crashes where it can't."""
-    address = arguments.get("coordinator_address")
-    if arguments.get("process_id") != 0 or address is None or arguments.get("coordinator_bind_address"):
-        return
-    try:
-        socket.create_server(("", int(address.rpartition(":")[2]))).close()
-    except (OSError, OverflowError, ValueError) as error:
-        raise ConfigError(
-            f"distributed.coordinator_address: process 0 can't wait for the others at {address} ({error}). "
-            f"End the process that has the port, or name another one in all processes."
-        ) from error
-
-
-def _connect(arguments: Mapping[str, Any]) -> None:
-    # JAX's own handler of SIGTERM would take the place of the run's.
-    jax.config.update("jax_enable_preemption_service", False)
-    _when_aborted(
-        1,
-        f"error: distributed: JAX can't connect the processes. {_SEE_ABOVE} Start all of them, with one "
-        f"coordinator_address and num_processes, and each with its own process_id. {_OFF}",
-    )
-    _in_thread(lambda: jax.distributed.initialize(**arguments))
 
 
 def _in_thread(work: Callable[[], T]) -> T:
@@ -159,12 +114,7 @@ def agreed(work: Callable[[], T]) -> T:
 
 
 def in_turn(work: Callable[[], T]) -> T:
-    """`work()` in the first process, then in all others: for files that the first one makes.
-
-    Raises:
-        ConfigError: it failed in another process. In those where it failed, their own error.
-        TimeoutError: a process takes a day longer than another one.
-    """
+    """`agreed`, in the first process and then in all others: for files that the first one makes."""
     is_first = jax.process_index() == 0
     first, other = (_agreed(work, is_turn) for is_turn in (is_first, not is_first))
     return first if is_first else other
@@ -223,21 +173,13 @@ def _largest(numbers: jax.Array) -> jax.Array:
     return jnp.max(numbers)
 
 
-def whole(arrays: Any) -> Any:
-    """A tree of arrays with those of all processes' devices on the host of each; all processes call it."""
-    if jax.process_count() == 1:
-        return jax.tree.map(np.asarray, arrays)
-    return multihost_utils.process_allgather(arrays, tiled=True)
-
-
 @contextlib.contextmanager
 def ending_with_others() -> Iterator[None]:
     """Ends this process with `EXIT_INTERRUPTED` and a message where JAX says that another one is gone.
 
     At once: whatever waits for the other, such as a checkpoint that is being written or JAX's own end, would
     wait for minutes. Checkpoints that are written are whole. Where collectives do not fail but wait (TPUs,
-    NCCL), JAX aborts the process after `heartbeat_timeout_seconds`; `start_processes` gives that end the same
-    status.
+    NCCL), JAX aborts the process after `heartbeat_timeout_seconds`.
     """
     try:
         yield
@@ -245,7 +187,10 @@ def ending_with_others() -> Iterator[None]:
         text = str(error)
         if jax.process_count() > 1 and any(sign in text.lower() for sign in _LOST):
             reason = text.partition("\n")[0]
-            print(f"error: another process of this run has ended; its output says why. {_RESUMES} ({reason})")
+            print(
+                f"error: another process of this run has ended; its output says why. The same command in all "
+                f"of them resumes the run from its last checkpoint. ({reason})"
+            )
             end_process(EXIT_INTERRUPTED)
         raise
 
@@ -255,7 +200,6 @@ def end_after_error(status: int) -> NoReturn:
 
     If the process of the coordination service ended before the others, JAX would abort these.
     """
-    _when_aborted(status)
 
     def leave() -> None:
         with contextlib.suppress(Exception):  # the others are gone
@@ -273,35 +217,6 @@ def end_process(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-_AbortHandler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_LIBC = ctypes.CDLL(None)
-_LIBC.signal.argtypes = [ctypes.c_int, _AbortHandler]
-_LIBC.signal.restype = ctypes.c_void_p
-
-
-_handlers: list[Any] = []  # which C calls, so they must live as long as the process
-
-
-def _when_aborted(status: int, message: str | None = None) -> None:
-    """From now on, ends this process with a status and a message where JAX aborts it.
-
-    JAX's coordination service aborts from a thread when it can't connect in time, and when it finds that the
-    coordinator or another process is gone, which may be before a collective fails. JAX takes no Python
-    function for that (jaxlib 0.10 to 0.12 can't convert its argument), and a handler made with Python's
-    `signal` would run after the abort.
-    """
-
-    @_AbortHandler
-    def end(_: int) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            if message is not None:
-                print(message)
-            end_process(status)
-
-    _handlers.append(end)
-    _LIBC.signal(signal.SIGABRT, end)
 
 
 def _gathered(value: Any) -> np.ndarray:

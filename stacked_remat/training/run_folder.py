@@ -14,7 +14,7 @@ import yaml
 from .._files import replaced_whole
 from .._messages import shortened
 from ..ghost import LOG_FOLDER
-from .config_tree import read_config_file
+from .config_tree import plain, read_config_file
 from .errors import ConfigError
 from .processes import of_all
 
@@ -59,10 +59,6 @@ class RunFolder:
         self.config, self.metrics = root / "config.yaml", root / "metrics.jsonl"
         self.checkpoints, self.scores = root / "checkpoints", root / LOG_FOLDER
         self.result, self.profile = root / "result.json", root / "profile"
-
-    def nonfinite_step(self, step: int) -> Path:
-        """The data of a step whose loss or gradient was not finite."""
-        return self.root / f"nonfinite_step_{step}.npz"
 
     @staticmethod
     def open(
@@ -113,7 +109,7 @@ class RunFolder:
                 )
             return
         try:
-            earlier = read_config_file(str(self.config)).plain
+            earlier = plain(read_config_file(str(self.config)))
         except ConfigError as error:
             raise ConfigError(
                 f"The config of the run in {self.root} can't be read, so the run can't be resumed: {error} "
@@ -133,26 +129,20 @@ class RunFolder:
     def _results(self) -> list[Path]:
         names = (self.config, self.metrics, self.checkpoints, self.scores, self.result, self.profile)
         more = (self.root / "tensorboard", self.root / "wandb", self.root / "wandb_run_id.txt")
-        found = [path for path in (*names, *more) if path.exists() or path.is_symlink()]
-        return found + sorted(self.root.glob("nonfinite_step_*.npz"))
+        return [path for path in (*names, *more) if path.exists() or path.is_symlink()]
 
     def _delete_results(self) -> None:
         """Deletes all results, or none if one is a symbolic link."""
-        results, deleted = self._results(), self.root / ".deleted"
-        for path in (*results, deleted):  # an earlier deletion may have been interrupted
+        results = self._results()
+        for path in results:
             if path.is_symlink():
                 raise ConfigError(
                     f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
                     f"deletes nothing outside the run folder. Remove the link, or give this run a folder of "
                     f"its own with --trainer.run_dir. Nothing was deleted."
                 )
-        if deleted.exists():
-            shutil.rmtree(deleted)
-        if results:
-            deleted.mkdir()
-            for path in results:  # moved first: half of the checkpoints must not be taken for all of them
-                os.replace(path, deleted / path.name)
-            shutil.rmtree(deleted)
+        for path in results:  # the config first: without it, the rest is refused and not resumed
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 _WAYS_OUT = (

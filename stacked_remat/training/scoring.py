@@ -1,6 +1,5 @@
 """Training steps that also score their examples: by how much each lowers the loss of held-out text."""
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from .step import (
     RandomLoss,
     TrainState,
     apply_gradients,
+    marks,
     of_microbatches,
     of_whole_batch,
     share_of_objective,
@@ -115,21 +115,13 @@ class StepScorer:
     ):
         if isinstance(loss_function, RandomLoss) or isinstance(optimizer, FusedOptimizer):
             raise ValueError("Scored steps take neither a RandomLoss nor a FusedOptimizer: leave them out.")
-        self._scoring = scoring
-        self._partitioning = partitioning
+        self._scoring, self._config, self._partitioning = scoring, config, partitioning
+        self._loss_function, self._optimizer = loss_function, optimizer
         self._add = eqx.filter_jit(
-            functools.partial(_add_direction, losses=scoring.losses), donate="all-except-first"
+            lambda data, so_far: self._add_direction(data, so_far), donate="all-except-first"
         )
         self._step = eqx.filter_jit(
-            functools.partial(
-                _scored_step,
-                scoring=scoring,
-                config=config,
-                loss_function=loss_function,
-                optimizer=optimizer,
-                partitioning=partitioning,
-            ),
-            donate="all-except-first",
+            lambda data, state: self._scored_step(data, state), donate="all-except-first"
         )
         self._found: _BatchScores | None = None
         self._is_checked = False
@@ -172,6 +164,80 @@ class StepScorer:
         """Writes what was logged to files."""
         self._scoring.log.flush()
 
+    def _add_direction(self, data: tuple[Any, Any, TokenBatch, Array], direction: Any) -> Any:
+        """The direction plus the gradient of the loss of a batch, times a weight."""
+        trained, frozen, batch, weight = data
+        gradients = val_direction(
+            eqx.combine(trained, frozen),
+            lambda model, batch: self._scoring.losses(model, batch)[0][0],
+            batch,
+            reduction="sum",
+            trainable=marks(trained),
+        )
+        return jax.tree.map(lambda sum_, new: sum_ + weight * new.astype(sum_.dtype), direction, gradients)
+
+    def _scored_step(
+        self, data: tuple[TokenBatch, Any], state: TrainState
+    ) -> tuple[TrainState, Metrics, "_BatchScores"]:
+        """`train_step` for a batch and a direction, a tree like the trained arrays, with scores."""
+        batch, direction = data
+        update, dtype, scoring = self._config.update, self._config.precision.gradients, self._scoring
+        shard = self._partitioning.shard_weights if self._partitioning is not None else lambda tree: tree
+        model = eqx.combine(shard(state.trained), state.frozen)
+        options = {"direction": direction, "reduction": "sum", "trainable": marks(state.trained)}
+
+        def compute(part: TokenBatch, share: Any, _: Any) -> tuple[Any, Metrics, _BatchScores]:
+            gradients, metrics, scores = self._scored_part(part, share, model, options)
+            if scoring.auxiliary == "left_out":  # the compiler leaves out what gives only the gradients above
+
+                def whole(trained: Any) -> tuple[Array, Metrics]:
+                    objective, metrics = self._loss_function(eqx.combine(shard(trained), state.frozen), part)
+                    return share_of_objective(objective, metrics, share, update.microbatches), metrics
+
+                gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
+            return gradients, metrics, scores
+
+        gradients, metrics, scores = of_microbatches(
+            compute, state.trained, batch, dtype, update.microbatches
+        )
+        if update.microbatches > 1:
+            scores = jax.tree.map(_put_together, scores)
+        skip = update.on_nonfinite == "skip"
+        after, metrics = apply_gradients(
+            state, shard(gradients), metrics, self._optimizer, skip_nonfinite=skip
+        )
+        of_example = scoring.config.token_mean == "example"
+        factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
+        return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)
+
+    def _scored_part(
+        self, part: TokenBatch, share: Any, model: Any, options: dict[str, Any]
+    ) -> tuple[Any, Metrics, "_BatchScores"]:
+        """The gradients, metrics and scores of a microbatch that has a share of the batch's weights."""
+        scoring, total = self._scoring, _weight(part)
+        auxiliary_of = scoring.auxiliary_of if scoring.auxiliary == "included" else None
+        coupled = None
+        if auxiliary_of is not None:
+            coupled = lambda sums: auxiliary_of(model, sums)[0] / self._config.update.microbatches  # noqa: E731
+
+        def of_examples(model: Any, one: TokenBatch) -> Any:
+            (each, sums), metrics = scoring.losses(model, one)
+            each = each * (_weight(one) / total * share)
+            return (each if coupled is None else (each, sums)), (each, sums, metrics)
+
+        gradients, found = grad_dot(model, of_examples, part, coupled=coupled, has_aux=True, **options)
+        each, sums, metrics = found.aux
+        metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
+        if auxiliary_of is not None:
+            sums = jax.tree.map(_over_batch, sums, is_leaf=is_named_array)
+            metrics |= auxiliary_of(model, sums)[1]
+        norms = None
+        if scoring.config.norms:
+            alone = lambda model, one: of_examples(model, one)[1][0]  # noqa: E731
+            norms = grad_dot(model, alone, part, norms=True, **options)[1].norms
+            norms = None if norms is None else _arrays(norms)
+        return gradients, metrics, _BatchScores(_arrays(found.scores), each.array, norms)
+
 
 class _BatchScores(eqx.Module):
     """The scores and norms of a batch, as the log takes them: `[batch]` or `[layers, batch]`, by path."""
@@ -179,80 +245,6 @@ class _BatchScores(eqx.Module):
     scores: dict[str, Array]
     losses: Array
     norms: dict[str, Array] | None = None
-
-
-def _scored_step(
-    data: tuple[TokenBatch, Any],
-    state: TrainState,
-    *,
-    scoring: Scoring,
-    config: TrainerConfig,
-    loss_function: LossFunction,
-    optimizer: optax.GradientTransformation,
-    partitioning: Partitioning | None,
-) -> tuple[TrainState, Metrics, _BatchScores]:
-    """`train_step` for a batch and a direction, a tree like the trained arrays, that also returns scores."""
-    batch, direction = data
-    microbatches, dtype = config.update.microbatches, config.precision.gradients
-    shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
-    model = eqx.combine(shard(state.trained), state.frozen)
-    options = {"direction": direction, "reduction": "sum", "trainable": _marks(state.trained)}
-
-    def compute(part: TokenBatch, share: Any, index: Any = 0) -> tuple[Any, tuple[Metrics, _BatchScores]]:
-        gradients, metrics, scores = _scored_part(part, share, model, scoring, microbatches, options)
-        if (
-            scoring.auxiliary == "left_out"
-        ):  # the compiler then leaves out what gives only the gradients above
-
-            def whole(trained: Any) -> tuple[Array, Metrics]:
-                objective, metrics = loss_function(eqx.combine(shard(trained), state.frozen), part)
-                return share_of_objective(objective, metrics, share, microbatches), metrics
-
-            gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
-        return gradients, (metrics, scores)
-
-    if microbatches == 1:
-        gradients, (metrics, scores) = compute(batch, 1.0)
-    else:
-        gradients, shares, (metrics, scores) = of_microbatches(
-            compute, state.trained, batch, dtype, microbatches
-        )
-        metrics = of_whole_batch(metrics, shares)
-        scores = jax.tree.map(_put_together, scores)
-    gradients = shard(optax.tree.cast(gradients, dtype))
-    skip = config.update.on_nonfinite == "skip"
-    after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip)
-    of_example = scoring.config.token_mean == "example"
-    factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
-    return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)
-
-
-def _scored_part(
-    part: TokenBatch, share: Any, model: Any, scoring: Scoring, microbatches: int, options: dict[str, Any]
-) -> tuple[Any, Metrics, _BatchScores]:
-    """The gradients, metrics and scores of a microbatch that has a share of the batch's weights."""
-    total, auxiliary_of = _weight(part), scoring.auxiliary_of if scoring.auxiliary == "included" else None
-    coupled = None
-    if auxiliary_of is not None:
-        coupled = lambda sums: auxiliary_of(model, sums)[0] / microbatches  # noqa: E731
-
-    def of_examples(model: Any, one: TokenBatch) -> Any:
-        (each, sums), metrics = scoring.losses(model, one)
-        each = each * (_weight(one) / total * share)
-        return (each if coupled is None else (each, sums)), (each, sums, metrics)
-
-    gradients, found = grad_dot(model, of_examples, part, coupled=coupled, has_aux=True, **options)
-    each, sums, metrics = found.aux
-    metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
-    if auxiliary_of is not None:
-        sums = jax.tree.map(_over_batch, sums, is_leaf=is_named_array)
-        metrics |= auxiliary_of(model, sums)[1]
-    norms = None
-    if scoring.config.norms:
-        alone = lambda model, one: of_examples(model, one)[1][0]  # noqa: E731
-        norms = grad_dot(model, alone, part, norms=True, **options)[1].norms
-        norms = None if norms is None else _arrays(norms)
-    return gradients, metrics, _BatchScores(_arrays(found.scores), each.array, norms)
 
 
 def _over_batch(leaf: Any) -> Any:
@@ -270,24 +262,6 @@ def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:
 def _put_together(parts: Array) -> Array:
     """`[..., batch]` from `[microbatch, ..., row]`, in the order of the batch."""
     return jnp.moveaxis(parts, 0, -1).reshape(*parts.shape[1:-1], -1)
-
-
-def _add_direction(data: tuple[Any, Any, TokenBatch, Array], direction: Any, *, losses: ExampleLosses) -> Any:
-    """The direction plus the gradient of the loss of a batch, times a weight."""
-    trained, frozen, batch, weight = data
-    gradients = val_direction(
-        eqx.combine(trained, frozen),
-        lambda model, batch: losses(model, batch)[0][0],
-        batch,
-        reduction="sum",
-        trainable=_marks(trained),
-    )
-    return jax.tree.map(lambda summed, new: summed + weight * new.astype(summed.dtype), direction, gradients)
-
-
-def _marks(trained: Any) -> Any:
-    """True where the tree has an array, False where it has None."""
-    return jax.tree.map(lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None)
 
 
 def _batch_over_own_weights(batch: TokenBatch) -> Array:

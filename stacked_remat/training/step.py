@@ -65,11 +65,7 @@ class FusedOptimizer:
 
     def init(self, model: Any, trainable: Trainable) -> FusedState:
         """The state for the arrays of a model that are trained."""
-        return fused_update(_no_loss, self.optimizer, trainable=trainable).init(model)
-
-
-def _no_loss(*_: Any) -> Any:
-    raise AssertionError("the optimizer's state needs no loss")
+        return fused_update(lambda *_: None, self.optimizer, trainable=trainable).init(model)
 
 
 class TrainState(eqx.Module):
@@ -195,11 +191,18 @@ def train_step(
             )
         after, metrics = _fused_step(loss_function, optimizer, batch, state, key, gradient_dtype, shard)
         return shard(after), metrics
-    loss = _of_trained(loss_function, state.frozen, shard)
-    if microbatches == 1:
-        gradients, metrics = _gradients(loss, state.trained, batch, key, gradient_dtype)
-    else:
-        gradients, metrics = _accumulated(loss, state.trained, batch, key, gradient_dtype, microbatches)
+
+    def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, None]:
+        own = key if microbatches == 1 else jax.random.fold_in(key, index)
+
+        def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
+            model = eqx.combine(shard(trained), state.frozen)  # which shards the gradients too
+            objective, metrics = _of_model(loss_function)(model, part, own)
+            return share_of_objective(objective, metrics, share, microbatches), metrics
+
+        return *eqx.filter_grad(share_of_loss, has_aux=True)(state.trained), None
+
+    gradients, metrics, _ = of_microbatches(compute, state.trained, batch, gradient_dtype, microbatches)
     after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip_nonfinite)
     return shard(after), metrics
 
@@ -231,7 +234,7 @@ def _fused_step(
     dtype: DTypeLike,
     shard: Callable[[Any], Any],
 ) -> tuple[TrainState, Metrics]:
-    is_trained = jax.tree.map(lambda leaf: leaf is not None, state.trained, is_leaf=lambda leaf: leaf is None)
+    is_trained = marks(state.trained)
     step = fused_update(
         _of_model(loss_function),
         optimizer.optimizer,
@@ -244,6 +247,11 @@ def _fused_step(
     result = step(eqx.combine(shard(state.trained), state.frozen), before, batch, key)
     after = _after(state, eqx.filter(result.model, is_trained), result.state)
     return after, {**result.value[1], "grad_norm": result.grad_norm}
+
+
+def marks(trained: Any) -> Any:
+    """True where the tree has an array, False where it has None."""
+    return jax.tree.map(lambda leaf: leaf is not None, trained, is_leaf=lambda leaf: leaf is None)
 
 
 def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:
@@ -260,16 +268,6 @@ def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:
 _Loss: TypeAlias = Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
-def _of_trained(loss_function: LossFunction | RandomLoss, frozen: Any, shard: Callable[[Any], Any]) -> _Loss:
-    """The loss as a function of the trained arrays, the batch and a key."""
-
-    def loss(trained: Any, batch: TokenBatch, key: PRNGKeyArray) -> tuple[Float[Array, ""], Metrics]:
-        model = eqx.combine(shard(trained), frozen)  # which shards the gradients too
-        return _of_model(loss_function)(model, batch, key)
-
-    return loss
-
-
 def _of_model(loss_function: LossFunction | RandomLoss) -> _Loss:
     """The loss as a function of a model, a batch and a key."""
     if isinstance(loss_function, RandomLoss):
@@ -277,57 +275,39 @@ def _of_model(loss_function: LossFunction | RandomLoss) -> _Loss:
     return lambda model, batch, key: loss_function(model, batch)
 
 
-def _gradients(
-    loss: _Loss, trained: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike
-) -> tuple[Any, Metrics]:
-    (_, metrics), gradients = eqx.filter_value_and_grad(loss, has_aux=True)(trained, batch, key)
-    return optax.tree.cast(gradients, dtype), metrics
-
-
-def _accumulated(
-    loss: _Loss, trained: Any, batch: TokenBatch, key: PRNGKeyArray, dtype: DTypeLike, count: int
-) -> tuple[Any, Metrics]:
-    """The gradient and metrics of the whole batch, one microbatch at a time."""
-
-    def compute(part: TokenBatch, share: Array, index: Array) -> tuple[Any, Metrics]:
-        def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
-            objective, metrics = loss(trained, part, jax.random.fold_in(key, index))
-            return share_of_objective(objective, metrics, share, count), metrics
-
-        return eqx.filter_grad(share_of_loss, has_aux=True)(trained)
-
-    gradients, shares, metrics = of_microbatches(compute, trained, batch, dtype, count)
-    return gradients, of_whole_batch(metrics, shares)
-
-
 def of_microbatches(
-    compute: Callable[[TokenBatch, Array, Array], tuple[Any, Any]],
+    compute: Callable[[TokenBatch, Any, Any], tuple[Any, Metrics, Any]],
     trained: Any,
     batch: TokenBatch,
     dtype: DTypeLike,
     count: int,
-) -> tuple[Any, Array, Any]:
-    """The sum of the microbatches' gradients, their shares of the weights, and what else is found for each.
+) -> tuple[Any, Metrics, Any]:
+    """The gradients and the metrics of a batch, and what else is found for each of its microbatches.
 
     Args:
-        compute: from a microbatch, its share of the batch's weights and its number to gradients and anything.
+        compute: from a microbatch, its share of the batch's weights and its number to its part of the
+            gradients, its metrics and anything.
         trained: the trained arrays.
         batch: row `i * count + n` is row `i` of microbatch `n`.
         dtype: in which gradients are added up.
         count: of microbatches.
     """
+    if count == 1:
+        gradients, metrics, found = compute(batch, 1.0, 0)
+        return optax.tree.cast(gradients, dtype), metrics, found
     parts = _split(batch, count)
     total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
 
-    def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Any]]:
+    def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics, Any]]:
         part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)
         share = hax.sum(part.weights).scalar() / total
-        gradients, found = compute(part, share, index)
-        return jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients), (share, found)
+        gradients, metrics, found = compute(part, share, index)
+        summed = jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients)
+        return summed, (share, metrics, found)
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained)
-    gradients, (shares, found) = jax.lax.scan(add, zeros, jnp.arange(count))
-    return gradients, shares, found
+    gradients, (shares, metrics, found) = jax.lax.scan(add, zeros, jnp.arange(count))
+    return gradients, of_whole_batch(metrics, shares), found
 
 
 def share_of_objective(objective: Array, metrics: Metrics, share: Array, count: int) -> Array:

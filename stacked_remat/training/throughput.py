@@ -52,16 +52,12 @@ class Clock:
     @property
     def step_seconds(self) -> float:
         """Mean time of a step; nan before the first one is counted."""
-        return self._elapsed / self._steps if self._steps else float("nan")
+        return (self._now - (self._began or 0.0)) / self._steps if self._steps else float("nan")
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second; nan before the first step is counted."""
-        return self._tokens / self._elapsed if self._steps and self._elapsed > 0 else float("nan")
-
-    @property
-    def _elapsed(self) -> float:
-        return 0.0 if self._began is None else self._now - self._began
+        return self._tokens / (self._steps * self.step_seconds) if self._steps else float("nan")
 
 
 def peak_flops(device: Any) -> float | None:

@@ -2,11 +2,10 @@
 
 import abc
 import importlib
-import itertools
 import json
 import math
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -15,10 +14,7 @@ import numpy as np
 from .._files import replaced_whole
 from .errors import ConfigError
 from .run_folder import named_in_errors
-from .trainer_config import TrackersConfig
-
-_LOCAL = {"wandb": "mode: offline", "trackio": "space_id: null"}
-_SETTINGS = {"tensorboardX": "TensorBoard", "wandb": "Weights & Biases", "trackio": "Trackio"}
+from .trainer_config import TrackersConfig, WandbConfig
 
 
 class Tracker(abc.ABC):
@@ -74,11 +70,7 @@ class TensorBoardTracker(Tracker):
     """Event files for TensorBoard, written by tensorboardX."""
 
     def __init__(self, folder: Path, *, resumed_after: int | None = None):
-        """Opens a new event file in `folder`, which hides earlier events of steps after `resumed_after`.
-
-        Raises:
-            ConfigError: tensorboardX is not installed.
-        """
+        """Opens a new event file in `folder`, which hides earlier events of steps after `resumed_after`."""
         tensorboardX = _package("tensorboardX")
         purge = None if resumed_after is None else resumed_after + 1
         self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=purge)
@@ -94,18 +86,29 @@ class TensorBoardTracker(Tracker):
 
 
 @final
-class HostedTracker(Tracker):
-    """A run of Weights & Biases or of Trackio."""
+class WandbTracker(Tracker):
+    """A run of Weights & Biases, the same one when the run resumes."""
 
-    def __init__(self, run: Any, finish: Callable[[], None]):
-        """Wraps a run that was started.
-
-        Args:
-            run: what the package's `init` returned.
-            finish: ends the run after everything has been written or sent.
-        """
-        self._run = run
-        self._finish = finish
+    def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]):
+        """Starts the run, or goes on with the one of this run folder."""
+        try:
+            self._run = _package("wandb").init(
+                project=config.project,
+                entity=config.entity,
+                name=config.name or folder.name,
+                mode=config.mode,
+                dir=str(folder),
+                config=dict(run_config),
+                id=_run_id(folder / "wandb_run_id.txt"),
+                resume="allow",
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # the package raises anything
+            raise ConfigError(
+                f"trainer.trackers.wandb: Weights & Biases could not start the run: {error} Log in there, "
+                f"keep the run on this machine (mode: offline), or remove the section."
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs each number; numbers of an array are named by their index."""
@@ -113,7 +116,7 @@ class HostedTracker(Tracker):
 
     def close(self) -> None:
         """Waits until everything has been written or sent."""
-        self._finish()
+        self._run.finish()
 
 
 def build_trackers(
@@ -135,51 +138,16 @@ def build_trackers(
     if config.tensorboard:
         built.append(TensorBoardTracker(folder / "tensorboard", resumed_after=resumed_after))
     if config.wandb.project is not None:
-        options = {
-            "project": config.wandb.project,
-            "entity": config.wandb.entity,
-            "name": config.wandb.name or folder.name,
-            "mode": config.wandb.mode,
-            "dir": str(folder),
-            "config": dict(run_config),
-            "id": _run_id(folder / "wandb_run_id.txt"),
-            "resume": "allow",
-        }
-        built.append(_hosted("wandb", options))
-    if config.trackio.project is not None:
-        options = {
-            "project": config.trackio.project,
-            "name": config.trackio.name or folder.name,
-            "space_id": config.trackio.space_id,
-            "config": dict(run_config),
-            # Trackio finds runs by name, so that a new run must not resume another one of its name.
-            "resume": "never" if resumed_after is None else "allow",
-        }
-        built.append(_hosted("trackio", options))
+        built.append(WandbTracker(config.wandb, folder, run_config))
     return built
 
 
-def _hosted(name: str, options: Mapping[str, Any]) -> HostedTracker:
-    package = _package(name)
-    try:
-        run = package.init(**options)
-    except Exception as error:  # packages raise anything
-        raise ConfigError(
-            f"trainer.trackers.{name}: {_SETTINGS[name]} could not start the run: {error} Log in there, keep "
-            f"the run on this machine ({_LOCAL[name]}), or remove the section."
-        ) from error
-    return HostedTracker(run, package.finish)  # Trackio would finish a run again after `Run.finish`
-
-
 def check_trackers(config: TrackersConfig) -> None:
-    """Imports the packages of a config's trackers.
-
-    Raises:
-        ConfigError: one is not installed; the message names it.
-    """
-    enabled = (config.tensorboard, config.wandb.project is not None, config.trackio.project is not None)
-    for name in itertools.compress(_SETTINGS, enabled):
-        _package(name)
+    """Imports the packages of a config's trackers; a ConfigError names one that is not installed."""
+    if config.tensorboard:
+        _package("tensorboardX")
+    if config.wandb.project is not None:
+        _package("wandb")
 
 
 def _package(name: str) -> Any:
@@ -187,9 +155,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         install = "'stacked_remat[tensorboard]'" if name == "tensorboardX" else name
-        raise ConfigError(
-            f"trainer.trackers: {_SETTINGS[name]} needs the package {name}: pip install {install}"
-        ) from error
+        raise ConfigError(f"trainer.trackers needs the package {name}: pip install {install}") from error
 
 
 def _run_id(path: Path) -> str:

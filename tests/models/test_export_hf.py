@@ -104,12 +104,12 @@ def test_a_trained_model_is_exported_and_read_again(finished, tmp_path, monkeypa
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
-    arrays = max((run / "checkpoints").rglob("d/*"), key=lambda file: file.stat().st_size)
-    damaged = bytearray(arrays.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    arrays.write_bytes(damaged)
+    for arrays in (run / "checkpoints").rglob("d/*"):
+        damaged = bytearray(arrays.read_bytes())
+        damaged[::256] = bytes(len(damaged[::256]))
+        arrays.write_bytes(damaged)
     status, shown = export("--run_dir", run, "--out", tmp_path / "damaged")
-    assert status == 1 and str(arrays) in shown.replace("\n", "") and not (tmp_path / "damaged").exists()
+    assert status == 1 and "is damaged or incomplete" in shown and not (tmp_path / "damaged").exists()
 
 
 @pytest.mark.deep
@@ -237,7 +237,9 @@ def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content)
 def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
-        monkeypatch.setattr("models.trained_run.checkpoint_config", lambda *_, saved=saved, **__: saved)
+        monkeypatch.setattr(
+            "models.trained_run.checkpoint_run", lambda *_, saved=saved, **__: {"config": saved}
+        )
         status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
         assert status == 1 and ".. It is damaged" not in shown
         assert f"The config in the checkpoint {tmp_path / 'checkpoints'} can't be used" in shown

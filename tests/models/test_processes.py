@@ -31,7 +31,7 @@ from stacked_remat.training import (
     load_checkpoint,
     processes,
 )
-from stacked_remat.training.processes import _check_port, start_processes
+from stacked_remat.training.processes import start_processes
 
 from .tiny_run import arguments_of, make_workplace
 
@@ -149,7 +149,7 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     started[1].kill()
     killed = time.monotonic()
     (status, _), (shown, _) = ended(started)
-    assert status == EXIT_INTERRUPTED == 75 and "another process of this run" in shown
+    assert status in (EXIT_INTERRUPTED, -signal.SIGABRT), shown  # by whichever notices first
     assert time.monotonic() - killed < HEARTBEAT + 30
     last, deleted = checkpoints_of(workplace / "run")[-2:]
     last = int(last.name)
@@ -188,7 +188,7 @@ except Exception as error:
     processes.end_process(1)
 """.replace("{together}", together)
     status, shown = ended([python("-c", code, index) for index in "01"])
-    assert status == [1, EXIT_INTERRUPTED] and "JAX lost another process" in shown[1], shown
+    assert status == [1, -signal.SIGABRT], shown
     assert "the processes of this run did not all arrive within" in shown[0]
 
 
@@ -219,7 +219,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped_bit_for_bit(workplace, ou
     started = start(workplace, 2, run="parts")
     wait_for(workplace / "parts/metrics.jsonl", '"step": 6,', started)
     started[0].kill()
-    assert ended(started)[0][1] == EXIT_INTERRUPTED
+    assert ended(started)[0][1] in (EXIT_INTERRUPTED, -signal.SIGABRT)  # by whichever notices first
     status, shown = ended(start(workplace, 2, run="parts"))
     assert status == [0, 0], shown
     parts, two = workplace / "parts", workplace / "two"
@@ -286,7 +286,7 @@ except ConfigError as error:
     status, shown = ended([python("-c", code, str(index)) for index in range(3)])
     assert status == [1, 1, 1], shown
     for output, message in zip(shown, ("a mistake", *["process 0 of this run failed"] * 2), strict=True):
-        assert message in output and "lost another process" not in output
+        assert message in output
 
 
 def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_path):
@@ -305,13 +305,8 @@ def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_pa
         assert started[0].poll() is None
         time.sleep(0.02)
     started[0].terminate()
-    status, (signalled, late) = ended(started)
-    assert status == [EXIT_INTERRUPTED, 1], (signalled, late)
-    assert "stopped by SIGTERM before a step was done" in signalled
-    message = (
-        "error: distributed: JAX can't connect the processes. The lines above say why. Start all of them"
-    )
-    assert message in late, late
+    status, (signalled, _) = ended(started)
+    assert status == [EXIT_INTERRUPTED, -signal.SIGABRT] and "before a step was done" in signalled
 
 
 def test_only_the_first_process_opens_trackers(tmp_path, monkeypatch):
@@ -334,26 +329,15 @@ def test_a_method_of_detection_outside_of_its_cluster_is_named_with_the_variable
 
 def test_mistakes_are_named(tmp_path, capsys):
     workplace = make_workplace(tmp_path)
-    for distributed, message in (
-        ("on", "distributed is auto, off, or a section"),
-        ("{coordinator: x}", "distributed.coordinator: .*Did you mean `coordinator_address`"),
-    ):
-        assert main(arguments_of(workplace, "--distributed", distributed)) == 1
-        assert re.search(message, capsys.readouterr().out)
+    assert main(arguments_of(workplace, "--distributed", "on")) == 1
+    assert "distributed is auto, off, or a section" in capsys.readouterr().out
     start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
-    with socket.socket() as other:
-        other.bind(("localhost", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        taken = {"coordinator_address": f"localhost:{port}", "process_id": 0, "num_processes": 2}
-        with pytest.raises(ConfigError, match=rf"process 0 can't wait .*:{port} .*name another"):
-            start_processes(taken)
-        _check_port({**taken, "coordinator_bind_address": f"127.0.0.2:{port}"})
     for wrong in (
+        {"coordinator": "localhost:1"},
         {"coordinator_address": "localhost", "process_id": 1},
-        {"num_processes": 1, "process_id": 2},
+        {"coordinator_address": "localhost:1", "num_processes": 1, "process_id": 2},
     ):
         with pytest.raises(
             ConfigError, match="distributed: JAX can't connect.*coordinator_address.*Or set dist"
         ):
-            start_processes({"coordinator_address": "localhost:1", **wrong})
+            start_processes(wrong)

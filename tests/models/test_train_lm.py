@@ -25,7 +25,7 @@ from stacked_remat.training import (
     SgdConfig,
     TrainState,
     build_optimizer,
-    checkpoint_config,
+    checkpoint_run,
     load_checkpoint,
     lock_run_folder,
     parse_config,
@@ -79,7 +79,7 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
     # the resolved config, from which the run's model can be rebuilt and its checkpoint read
     config = parse_config(LmRunConfig, ["--config_path", str(folder / "config.yaml")])
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["type"] == "qwen3_moe"
-    assert checkpoint_config(folder / "checkpoints")["remat"] == "nested"
+    assert checkpoint_run(folder / "checkpoints")["config"]["remat"] == "nested"
     assert json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"] == held_out[1]
 
     def initial():
@@ -287,7 +287,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         (("--model.hidden_dim", "200000"), "This can't fit: it takes at least"),
         (("--vocab_size", "100000000000"), "vocab_size = 100,000,000,000"),
         (("--data.seq_len", "3000000000"), "data.seq_len must be at most 2,147,483,647"),
-        (("--trainer.run_dir", "~nobody-here/run"), "names no home folder"),
+        (("--trainer.run_dir", "~nobody-here/run"), "a user without a home folder"),
         (("--trainer.trackers.wandb.project", "p"), "needs the package wandb: pip install wandb"),
     ],
 )

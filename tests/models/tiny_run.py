@@ -23,10 +23,10 @@ trainer: {{num_steps: {STEPS}, log_every: 1, eval_batches: 2, mesh: {{axes: {{da
 
 
 def make_workplace(folder):
-    """A config file and a text of forty files, each of which says the same three times and ends."""
+    """A config file and forty files: a letter of its own, the same text three times, and the end."""
     (folder / "text").mkdir()
     for number in range(40):
-        (folder / "text" / f"{number}.txt").write_text("abcd" * 3)
+        (folder / "text" / f"{number}.txt").write_text(chr(ord("!") + number) + "abcd" * 3)
     (folder / "config.yaml").write_text(CONFIG)
     return folder
 

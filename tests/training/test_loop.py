@@ -1,8 +1,5 @@
 """Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
 
-import types
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +13,7 @@ from stacked_remat.training import (
     Position,
     ProfilerConfig,
     Progress,
+    RandomLoss,
     RunFolder,
     RunOutputs,
     Tracker,
@@ -25,10 +23,8 @@ from stacked_remat.training import (
     build_optimizer,
     held_out_evaluators,
     learning_rate_schedule,
-    loop,
     train,
 )
-from stacked_remat.training.throughput import Clock
 
 from .next_byte import next_byte, next_byte_loss
 from .token_batches import held_out_of, stream_of
@@ -79,6 +75,7 @@ def run(
     folder,
     *,
     loss_function=next_byte_loss,
+    noise=False,
     stop_after=None,
     num_sets=1,
     vocab=7,
@@ -100,7 +97,7 @@ def run(
     try:
         return train(
             state,
-            loss_function=loss_function,
+            loss_function=RandomLoss(noisy_loss) if noise else loss_function,
             optimizer=optimizer,
             schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
             training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
@@ -112,6 +109,12 @@ def run(
         )
     finally:
         checkpoints.close()
+
+
+def noisy_loss(model, batch, key):
+    """Drops about every third row, so that the random numbers matter."""
+    kept = jax.random.bernoulli(key, 0.7, (7, 1)).astype(jnp.float32)
+    return next_byte_loss(jax.tree.map(lambda table: table * kept, model), batch)
 
 
 def product_loss(model, batch):
@@ -135,23 +138,6 @@ def finished(tmp_path_factory):
             profiler=ProfilerConfig(start_step=3, num_steps=2, peak_flops=1e9),
         )
     return recorder, result, folder
-
-
-@pytest.mark.parametrize("answers", [[True, False], [False, True]])
-def test_whether_a_checkpoint_is_due_is_asked_once(answers):
-    """Asked by time, the answer changes; scores are on disk before the checkpoint that resumes after them."""
-    done, given = [], iter(answers)
-    checkpoints = types.SimpleNamespace(
-        is_due=lambda step: next(given), save=lambda *_: done.append("saved"), wait=lambda: None
-    )
-    reporter = types.SimpleNamespace(
-        outputs=types.SimpleNamespace(checkpoints=checkpoints), clock=Clock(), skipped=0
-    )
-    evaluation = types.SimpleNamespace(before={}, after={})
-    scorer = types.SimpleNamespace(flush=lambda: done.append("flushed"))
-    arguments: Any = (TrainerConfig(num_steps=9), reporter, evaluation, scorer, False)
-    loop._save(1, None, {}, *arguments)
-    assert done == (["flushed", "saved"] if answers[0] else [])
 
 
 def test_training_lowers_the_held_out_loss_to_its_entropy(finished):
@@ -186,18 +172,14 @@ def test_each_held_out_set_is_evaluated_before_after_and_in_between(finished):
     assert result.held_out_after["code"] != result.held_out_after["held_out"]
 
 
-def test_checkpoints_are_written_when_the_config_says_and_at_the_end(finished):
+def test_checkpoints_are_written_when_the_config_says_and_a_window_of_steps_is_traced(finished):
     _, _, folder = finished
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"20", "30"}
-
-
-def test_a_window_of_steps_is_traced(finished):
-    _, _, folder = finished
     assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
 def test_a_stopped_run_resumes_to_the_same_results(tmp_path):
-    options = {"num_steps": 12, "log_every": 1, "eval_every": 5}
+    options = {"num_steps": 12, "log_every": 1, "eval_every": 5, "noise": True}
     whole, first, second = Recorder(), Recorder(), Recorder()
     expected = run(whole, tmp_path / "whole", **options)
     stopped = run(first, tmp_path / "run", stop_after=7, **options)
@@ -212,8 +194,6 @@ def test_a_stopped_run_resumes_to_the_same_results(tmp_path):
     again = run(Recorder(), tmp_path / "run", **options)  # nothing is left to do
     assert again.held_out_after == expected.held_out_after
     assert not whole.of("mfu") and not (tmp_path / "whole" / "profile").exists()  # neither was asked for
-    other = run(Recorder(), tmp_path / "other", seed=1, **options)
-    assert jnp.any(other.state.model.table != expected.state.model.table)
 
 
 def diverges_below(limit, once=False):
@@ -228,27 +208,11 @@ def diverges_below(limit, once=False):
     return loss
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_steps_data(tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     recorder = Recorder()
     with pytest.raises(NonFiniteLossError, match=r"Step \d+ is not finite: loss nan.*learning_rate"):
         run(recorder, tmp_path, loss_function=diverges_below(1.7))
     assert recorder.calls[-1] == "stop"
-    step = recorder.calls[-2]
-    data = np.load(tmp_path / f"nonfinite_step_{step}.npz")
-    assert int(data["step"]) == step and np.isnan(data["metrics.loss"])
-    batches = stream_of(stream(2000, 0), 8, 4, 0)
-    expected = [batches.next() for _ in range(step)][-1]
-    for name in ("tokens", "targets", "weights"):
-        np.testing.assert_array_equal(data[f"batch.{name}"], getattr(expected, name).array)
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path):
-    def infinite_slope(model, batch):
-        loss, metrics = next_byte_loss(model, batch)
-        return loss + 0 * jnp.sum(jnp.sqrt(model.table)), metrics
-
-    with pytest.raises(NonFiniteLossError, match=r"Step 1 is not finite: loss 1.9.*gradient norm nan"):
-        run(Recorder(), tmp_path, loss_function=infinite_slope)
 
 
 def test_steps_that_are_not_finite_can_be_skipped(tmp_path):
@@ -268,11 +232,7 @@ def test_steps_that_are_not_finite_can_be_skipped(tmp_path):
     # the learning rate is that of the updates that were made
     rates = dict(recorder.of("learning_rate"))
     assert rates[skipped[0] + 1] == rates[skipped[0]]
-
-
-def test_too_many_skips_in_a_row_stop_the_run(tmp_path):
-    recorder, skip = Recorder(), UpdateConfig(on_nonfinite="skip", max_consecutive_skips=3)
+    recorder = Recorder()
     with pytest.raises(NonFiniteLossError):
-        run(recorder, tmp_path, loss_function=diverges_below(1.7), update=skip)
+        run(recorder, tmp_path / "other", loss_function=diverges_below(1.7), update=skip)
     assert sum("skipped" in line for line in recorder.shown) == 3
-    assert list(tmp_path.glob("nonfinite_step_*.npz"))

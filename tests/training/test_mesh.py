@@ -51,7 +51,6 @@ def trimmed(specs):
     [
         ({"data": -1}, 8, {"data": 8}),
         ({"data": -1, "model": 2}, 8, {"data": 4, "model": 2}),
-        ({"replica": 2, "data": 2}, 8, {"replica": 2, "data": 2}),
         ({"data": 1}, 8, {"data": 1}),
     ],
     ids=str,
@@ -83,20 +82,7 @@ def test_meshes_that_do_not_fit_the_devices(axes, message):
         ({"param_mapping": {"embed": "modl"}}, r"param_mapping\.embed names the mesh axis 'modl'.* are data"),
         (
             {"axes": {"context": 8}, "compute_mapping": {}},
-            r"'data'; .* That is the default: write trainer\.mesh\.param_mapping: {embed: context}, or {}\.$",
-        ),
-        (
-            {"axes": {"x": 8}, "compute_mapping": {"embed": "data"}},
-            r"'data'; those in trainer.mesh.axes are x\.$",
-        ),
-        ({"compute_mapping": {"batch": ["data", "x"]}}, r"compute_mapping\.batch names the mesh axis 'x'"),
-        (
-            {"axes": {"e": 4, "data": 2}, "compute_mapping": {"batch": ["data", "e", "data"]}},
-            r"compute_mapping\.batch names the mesh axis 'data' more than once",
-        ),
-        (
-            {"param_mapping": {"embed": ["data", "data"]}},
-            r"param_mapping\.embed names the mesh axis 'data' more than once",
+            r"those .* are context\. .* map embed to one .* or write trainer\.mesh\.param_mapping: {}\.$",
         ),
     ],
     ids=str,
@@ -106,7 +92,7 @@ def test_bad_configs(fields, message):
         MeshConfig(**fields)
 
 
-def test_a_state_is_sharded_by_its_mapping():
+def test_a_state_and_its_gradients_are_sharded_by_its_mapping():
     partitioning = Partitioning.of(MeshConfig())
     placed = partitioning.shard_weights(state())
     assert trimmed(specs(placed)) == trimmed(FSDP)
@@ -115,6 +101,12 @@ def test_a_state_is_sharded_by_its_mapping():
     made = partitioning.init_sharded(lambda: {**state(), "absent": None})
     assert made["weight"].array.sharding.is_equivalent_to(placed["weight"].array.sharding, 2)
     np.testing.assert_array_equal(made["weight"].array, placed["weight"].array)
+
+    def value(weight):
+        return hax.sum(partitioning.shard_weights(weight) ** 2).scalar()
+
+    gradient = jax.jit(jax.grad(value))(hax.ones((Mlp, Embed)))
+    assert gradient.array.addressable_shards[0].data.shape == (6, 1)
 
 
 def test_on_one_device_a_step_compiles_once_with_weights_that_were_read(caplog):
@@ -128,27 +120,14 @@ def test_on_one_device_a_step_compiles_once_with_weights_that_were_read(caplog):
     assert "Compiling" not in caplog.text
 
 
-def test_gradients_are_sharded_like_their_weights():
-    partitioning = Partitioning.of(MeshConfig())
-
-    def value(weight):
-        return hax.sum(partitioning.shard_weights(weight) ** 2).scalar()
-
-    gradient = jax.jit(jax.grad(value))(hax.ones((Mlp, Embed)))
-    assert gradient.array.addressable_shards[0].data.shape == (6, 1)
-
-
 def test_several_mesh_axes_for_one_axis():
     config = MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}, {"embed": "data"})
     partitioning = Partitioning.of(config)
     batch = partitioning.shard_batch(BATCH)
-    assert batch.tokens.array.addressable_shards[0].data.shape == (1, 4)
+    assert batch.tokens.array.addressable_shards[0].data.shape == (1, 4) and batch.documents is None
     np.testing.assert_array_equal(batch.tokens.array, BATCH.tokens.array)
-    assert batch.documents is None
     shapes = partitioning.batch_shapes(BATCH).tokens.array
     assert shapes.sharding.is_equivalent_to(batch.tokens.array.sharding, 2)
-    weight = partitioning.shard_weights(hax.ones((Mlp, Embed)))
-    assert weight.array.addressable_shards[0].data.shape == (6, 2)
 
 
 def test_a_mesh_axis_divides_the_axis_that_is_written_first():
@@ -160,16 +139,9 @@ def test_a_mesh_axis_divides_the_axis_that_is_written_first():
         assert partitioning.shard_weights(hax.ones(Embed)).array.addressable_shards[0].data.shape == (1,)
 
 
-@pytest.mark.parametrize(
-    ("devices", "mapping", "message"),
-    [
-        (8, {"mlp": "data"}, "divides `mlp` over 8 devices, but an array .mlp=6, embed=8. has 6 of it"),
-    ],
-    ids=str,
-)
-def test_mappings_that_do_not_fit_the_weights(devices, mapping, message):
-    partitioning = Partitioning.of(MeshConfig({"data": devices}, {}, mapping))
-    with pytest.raises(ConfigError, match=message):
+def test_a_mapping_that_does_not_fit_the_weights():
+    partitioning = Partitioning.of(MeshConfig({"data": 8}, {}, {"mlp": "data"}))
+    with pytest.raises(ConfigError, match=r"`mlp` over 8 devices, but an array .mlp=6, embed=8. has 6 of it"):
         partitioning.weight_shapes({"weight": hax.ones((Mlp, Embed))})
 
 
@@ -186,33 +158,12 @@ def test_weights_are_not_divided_by_layers():
             Partitioning.of(of(**{table: {"dpth": "data"}})).check_names({"layers": stack})
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", ["data", "b"])
-def test_batches_that_do_not_divide(name, microbatches):
-    def partitioning(size):
-        return Partitioning.of(MeshConfig({name: size}, {"batch": name}, {}))
-
-    partitioning(8).check_batch(16, 7, microbatches)
-    size = 4 // microbatches
-    with pytest.raises(
-        ConfigError,
-        match=f"batch_size = 12.*multiple of {8 * microbatches}, .*with --trainer.mesh.axes.{name} {size}.$",
-    ):
-        partitioning(8).check_batch(12, 7, microbatches)
-    partitioning(size).check_batch(12, 7, microbatches)
-
-
-def test_batches_that_several_mesh_axes_do_not_divide():
+def test_batches_that_do_not_divide():
     partitioning = Partitioning.of(MeshConfig({"data": 2, "e": 4}, {"batch": ["data", "e"]}, {}))
-    with pytest.raises(
-        ConfigError, match=r"over the 8 devices .* trainer.mesh.axes, where data times e must divide 4.$"
-    ):
-        partitioning.check_batch(8, 7, microbatches=2)
-    with pytest.raises(ConfigError, match="make it a multiple of 16.$"):
-        partitioning.check_batch(9, 7, microbatches=2)
-
-
-def test_sequences_that_do_not_divide():
+    partitioning.check_batch(16, 7, 2)
+    for rows, microbatches, multiple in ((12, 1, 8), (8, 2, 16)):
+        with pytest.raises(ConfigError, match=f"batch_size = {rows}.*8 devices.*multiple of {multiple}, or"):
+            partitioning.check_batch(rows, 7, microbatches)
     partitioning = Partitioning.of(MeshConfig({"context": 8}, {"position": "context"}, {}))
     partitioning.check_batch(1, 16)
     with pytest.raises(ConfigError, match="seq_len = 12.*over the 8 devices.*multiple of 8"):

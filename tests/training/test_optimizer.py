@@ -17,7 +17,6 @@ from stacked_remat import Stacked
 from stacked_remat.training import (
     AdafactorConfig,
     AdamWConfig,
-    ConfigError,
     ConstantSchedule,
     CosineSchedule,
     LinearSchedule,
@@ -93,11 +92,6 @@ def test_values_out_of_range_are_refused(make, changes, message):
         make(**changes)
 
 
-def test_the_base_of_all_optimizers_is_abstract():
-    with pytest.raises(TypeError, match="abstract"):
-        OptimizerConfig()  # pyright: ignore[reportAbstractUsage]
-
-
 def test_a_section_without_a_type_is_adamw_with_a_cosine():
     config = parse_config(Config, ["--optimizer.learning_rate", "0.3", "--optimizer.beta1", "0.5"])
     assert config.optimizer == AdamWConfig(learning_rate=0.3, beta1=0.5)
@@ -116,52 +110,34 @@ def test_each_type_is_chosen_by_name_and_written_back(make):
     assert parse_config(Config, ["--optimizer", str(encoded).replace("None", "null")]) == config
 
 
-def test_an_unknown_key_names_those_of_the_chosen_optimizer():
-    with pytest.raises(ConfigError, match=r"Unknown key `optimizer.beta2`.*momentum"):
-        parse_config(Config, ["--optimizer.type", "sgd", "--optimizer.beta2", "0.9"])
-    with pytest.raises(ConfigError, match=r"'addam'. Did you mean `adamw`"):
-        parse_config(Config, ["--optimizer.type", "addam"])
+FALLING: list[Any] = [
+    CosineSchedule,
+    LinearSchedule,
+    functools.partial(WarmupStableDecaySchedule, decay_fraction=0.3),
+]
 
 
-def test_every_schedule_warms_up_to_the_learning_rate():
-    for schedule in (CosineSchedule(), LinearSchedule(), ConstantSchedule(), WarmupStableDecaySchedule()):
-        np.testing.assert_allclose(rates(schedule, 4)[:5], [0.1, 0.2, 0.3, 0.4, 0.5], rtol=1e-6)
-        np.testing.assert_allclose(rates(schedule, 0)[0], 0.5)
-        np.testing.assert_array_equal(rates(schedule, 0.2), rates(schedule, 4))
-        assert rates(schedule, 0.9, 1)[0] == 0.5
+@pytest.mark.parametrize("make", [*FALLING, ConstantSchedule])
+def test_the_rate_grows_evenly_to_the_highest_and_falls_to_the_lowest_in_the_last_step(make):
+    low = 1.0 if make is ConstantSchedule else 0.2
+    for num_steps, warmup in ((2, 0), (3, 1), (20, 4), (20, 0.2), (37, 20)):
+        ratio: Any = {} if make is ConstantSchedule else {"min_lr_ratio": low}
+        found = rates(make(**ratio), warmup, num_steps)
+        steps = int(warmup * num_steps) if warmup < 1 else warmup
+        expected = 0.5 * np.arange(1, steps + 2) / (steps + 1)
+        np.testing.assert_allclose(found[: steps + 1], expected, rtol=1e-4)
+        np.testing.assert_allclose(found[-1], 0.5 * low, rtol=1e-4)
+        assert (np.diff(found[steps:]) <= 1e-7).all()
 
 
-def test_schedules_fall_to_their_ends():
+def test_the_shapes_of_schedules():
     cosine = rates(CosineSchedule(min_lr_ratio=0.2), 4, 21)
-    assert (np.diff(cosine[4:]) < 0).all()
     np.testing.assert_allclose(cosine[[12, 20]], [0.3, 0.1], rtol=1e-5)
     linear = rates(LinearSchedule(min_lr_ratio=0.2), 4, 21)
     np.testing.assert_allclose(linear[4:], np.linspace(0.5, 0.1, 17), rtol=1e-5)
-    np.testing.assert_allclose(rates(ConstantSchedule(), 4)[4:], 0.5)
     wsd = rates(WarmupStableDecaySchedule(decay_fraction=0.25, min_lr_ratio=0.2), 4)
     np.testing.assert_allclose(wsd[4:15], 0.5)
     np.testing.assert_allclose(wsd[14:], np.linspace(0.5, 0.1, 6), rtol=1e-5)
-
-
-def test_every_schedule_has_the_highest_rate_the_lowest_in_its_last_step_and_never_zero():
-    random = np.random.default_rng(0)
-    for num_steps in (2, 3, 20, *random.integers(4, 200, 3)):
-        low = random.uniform(0.05, 1)
-        falling = [
-            CosineSchedule(low),
-            LinearSchedule(low),
-            *map(functools.partial(WarmupStableDecaySchedule, low), (0.01, 0.2, 1.0)),
-        ]
-        for schedule in falling:
-            decay = round(getattr(schedule, "decay_fraction", 0) * num_steps)
-            warmup = int(random.integers(0, max(1, num_steps - max(decay, 1))))
-            found = rates(schedule, warmup, num_steps)
-            np.testing.assert_allclose(found[-1], 0.5 * low, rtol=1e-4)
-            np.testing.assert_allclose([found[warmup], found.max()], 0.5, rtol=1e-6)
-            assert (np.diff(found[: warmup + 1]) > 0).all() and (np.diff(found[warmup:]) <= 1e-7).all()
-            np.testing.assert_allclose(
-                found[:warmup], 0.5 * np.arange(1, warmup + 1) / (warmup + 1), rtol=1e-4
-            )
 
 
 def test_schedules_with_too_few_steps_are_refused():
@@ -186,20 +162,20 @@ def test_adamw_equals_optax():
         np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
 
 
-def test_first_steps_of_each_method():
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LionConfig(**PLAIN, learning_rate=0.1), [-0.1, 0.1]),
+        (SgdConfig(**PLAIN, learning_rate=0.1), [-0.03, 0.01]),
+        (SgdConfig(**PLAIN, learning_rate=0.1, nesterov=True), [-0.057, 0.019]),
+        (SgdConfig(**{**PLAIN, "max_grad_norm": 0.1}, learning_rate=1.0, momentum=0.0), [-0.09487, 0.03162]),
+        (AdafactorConfig(**PLAIN, learning_rate=0.1, scale_by_parameter=False), [-0.1, 0.1]),
+        (AdafactorConfig(**PLAIN, learning_rate=0.1), [-0.1 * 2.5**0.5, 0.1 * 2.5**0.5]),
+    ],
+)
+def test_first_steps_of_each_method(config, expected):
     parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, -0.1])}
-    lion = first_update(LionConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
-    np.testing.assert_allclose(lion, [-0.1, 0.1], rtol=1e-6)
-    sgd = first_update(SgdConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
-    np.testing.assert_allclose(sgd, [-0.03, 0.01], rtol=1e-6)
-    nesterov = first_update(SgdConfig(**PLAIN, learning_rate=0.1, nesterov=True), parameters, gradients)["w"]
-    np.testing.assert_allclose(nesterov, [-0.057, 0.019], rtol=1e-5)
-    adafactor = first_update(
-        AdafactorConfig(**PLAIN, learning_rate=0.1, scale_by_parameter=False), parameters, gradients
-    )["w"]
-    np.testing.assert_allclose(adafactor, [-0.1, 0.1], rtol=1e-5)
-    scaled = first_update(AdafactorConfig(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
-    np.testing.assert_allclose(scaled, np.sqrt(2.5) * adafactor, rtol=1e-5)
+    np.testing.assert_allclose(first_update(config, parameters, gradients)["w"], expected, rtol=1e-4)
 
 
 def test_adafactor_keeps_rows_and_columns_of_every_layer():
@@ -241,36 +217,25 @@ def test_every_norms_weights_do_not_decay():
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_norms_and_biases_do_not_decay(make):
+def test_every_optimizer_follows_its_schedule_and_decays_weights_alone(make):
     parameters = {
         "norm": hnn.RmsNorm.init(Embed, use_bias=False),
         "linear": hnn.Linear.init(Embed, Out, key=jax.random.key(0)),
     }
     parameters = jax.tree.map(jnp.ones_like, parameters)
     still = jax.tree.map(jnp.zeros_like, parameters)
-    config = make(**{**PLAIN, "weight_decay": 0.5}, learning_rate=0.1)
+    config = make(**{**PLAIN, "weight_decay": 0.5, "warmup": 1}, learning_rate=0.1)
     updates = first_update(config, parameters, still)
-    np.testing.assert_allclose(updates["linear"].weight.array, -0.05, rtol=1e-6)
+    np.testing.assert_allclose(updates["linear"].weight.array, -0.025, rtol=1e-6)
     assert not updates["linear"].bias.array.any() and not updates["norm"].weight.array.any()
-
-
-@pytest.mark.parametrize("make", ALL)
-def test_every_optimizer_follows_its_schedule(make):
-    parameters, gradients = {"w": jnp.ones(3)}, {"w": jnp.array([0.1, 0.2, -0.3])}
-    config = make(**{**PLAIN, "schedule": LinearSchedule(), "warmup": 2}, learning_rate=0.1)
-    warm = first_update(config, parameters, gradients)["w"]
-    whole = first_update(make(**PLAIN, learning_rate=0.1), parameters, gradients)["w"]
+    gradients = {"w": jnp.array([0.1, 0.2, -0.3])}
+    warm, whole = (
+        first_update(make(**{**PLAIN, "warmup": warmup}, learning_rate=0.1), {"w": jnp.ones(3)}, gradients)[
+            "w"
+        ]
+        for warmup in (2, 0)
+    )
     np.testing.assert_allclose(3 * warm, whole, rtol=1e-5)
-
-
-def test_clipping_limits_the_gradient():
-    parameters = {"w": jnp.ones(2)}
-    gradients = {"w": jnp.array([30.0, 40.0])}
-    plain = {**PLAIN, "learning_rate": 1.0, "momentum": 0.0}
-    loose = first_update(SgdConfig(**plain), parameters, gradients)["w"]
-    tight = first_update(SgdConfig(**{**plain, "max_grad_norm": 1.0}), parameters, gradients)["w"]
-    np.testing.assert_allclose(loose, [-30, -40], rtol=1e-6)
-    np.testing.assert_allclose(tight, [-0.6, -0.8], rtol=1e-6)
 
 
 class Block(eqx.Module):
@@ -307,7 +272,8 @@ def test_muon_orthogonalises_each_layers_matrix_and_uses_adamw_for_the_rest():
     gradients = random_like(parameters)
     config = MuonConfig(**PLAIN, learning_rate=1.0, newton_schulz_steps=5)
     updates = first_update(config, parameters, gradients)
-    adam = first_update(AdamWConfig(**PLAIN, learning_rate=1.0), parameters, gradients)
+    adamw = optax.adamw(1.0, 0.9, 0.95, weight_decay=0.0, nesterov=True)
+    adam: Any = jax.jit(lambda g, p: adamw.update(g, adamw.init(p), p)[0])(gradients, parameters)
     for weight in (updates["layers"].stacked.project.weight, updates["layers"].stacked.plain.weight):
         raw = weight if isinstance(weight, jax.Array) else weight.array
         singular = np.linalg.svd(np.asarray(raw), compute_uv=False)  # of each layer

@@ -34,6 +34,8 @@ def test_other_entries_are_refused():
             remat_policy(strange)
     with pytest.raises(ValueError, match=r"Unknown remat policy 'nesed'.*Did you mean `nested`"):
         remat_policy("nesed")
+    with pytest.raises(ValueError, match=r"^remat.first_policy.foo is not a field"):
+        remat_policy({"first_layers": 1, "first_policy": {"foo": 1}})
 
 
 @pytest.mark.parametrize(
@@ -56,12 +58,8 @@ def test_the_entry_of_a_policy_is_read_back(policy):
     ("remat", "budget", "host_budget", "message"),
     [
         ("auto", None, None, "budget: 72GiB"),
-        ("auto", None, "1TiB", "budget: 72GiB"),
         ("auto", "lots", None, "^budget: cannot read 'lots' as a number of bytes"),
         ("auto", "72GiB", "some", "^host_budget: cannot read 'some'"),
-        ("auto", "9" * 5000 + "GiB", None, r"^budget: cannot read '9{59} as a number of bytes"),
-        ("auto", "72", None, "cannot read '72' as a number of bytes"),
-        ("auto", "72GiB", "much", "cannot read 'much'"),
         ("nested", "72GiB", None, "budget = 72GiB has no effect beside remat: nested"),
         (True, None, "1TiB", "host_budget = 1TiB has no effect"),
     ],
@@ -69,16 +67,7 @@ def test_the_entry_of_a_policy_is_read_back(policy):
 def test_a_budget_goes_with_auto_and_nothing_else(remat, budget, host_budget, message):
     with pytest.raises(ValueError, match=message):
         check_remat(remat, budget, host_budget)
-
-
-def test_entries_resolve_to_policies_and_auto_to_none():
-    assert check_remat({"nested": 3}, None, None) == ScanCheckpointPolicy(nested=3)
     assert check_remat("auto", "72GiB", "1.5TiB") is None
-
-
-def test_a_wrong_field_is_named_with_its_whole_key():
-    with pytest.raises(ValueError, match=r"^remat.first_policy.foo is not a field"):
-        remat_policy({"first_layers": 1, "first_policy": {"foo": 1}})
 
 
 def test_a_preset_is_named_like_an_alias():

@@ -1,20 +1,12 @@
 """Values of the `trainer` section, and the errors for bad ones."""
 
-import dataclasses
-
 import pytest
 
 from stacked_remat.training import (
     CheckpointConfig,
-    ConfigError,
-    PrecisionConfig,
     ProfilerConfig,
-    TrackersConfig,
     TrainerConfig,
     UpdateConfig,
-    WandbConfig,
-    config_as_dict,
-    parse_config,
 )
 
 
@@ -22,67 +14,22 @@ from stacked_remat.training import (
     ("make", "changes", "message"),
     [
         (TrainerConfig, {"num_steps": 0}, r"trainer.num_steps must be at least 1"),
-        (TrainerConfig, {"eval_every": 0}, r"trainer.eval_every must be at least 1"),
         (TrainerConfig, {"num_steps": 2**31}, r"trainer.num_steps must be at most 2,147,483,647, because"),
         (
             TrainerConfig,
             {"run_dir": "https://u:SECRET@h/x"},
             r"^trainer.run_dir = 'https://\*\*\*@h/x' is a URL",
         ),
-        (TrainerConfig, {"run_dir": "~nosuchuser/x"}, r"trainer.run_dir = '~nosuchuser/x' names no home"),
         (TrainerConfig, {"run_dir": "a\0b"}, r"trainer.run_dir must be the path of a folder"),
-        (
-            CheckpointConfig,
-            {"keep_every_hours": 1e300},
-            r"keep_every_hours must be at most 1,000,000, got 1e",
-        ),
-        (TrainerConfig, {"seed": -1}, r"trainer.seed must be at least 0"),
         (TrainerConfig, {"seed": 2**63}, r"trainer.seed must be at least 0 and below 2..63, got 9223"),
         (TrainerConfig, {"profiler": ProfilerConfig(start_step=101)}, r"start_step = 101 is never reached"),
         (UpdateConfig, {"microbatches": 0}, r"trainer.update.microbatches must be at least 1, got 0"),
-        (UpdateConfig, {"max_consecutive_skips": 0}, r"max_consecutive_skips must be at least 1"),
-        (UpdateConfig, {"on_nonfinite": "ignore"}, r"on_nonfinite must be one of stop, skip, got 'ignore'"),
-        (PrecisionConfig, {"gradients": "float16"}, r"precision.gradients must be one of float32, bfloat16"),
         (CheckpointConfig, {"keep_last": 0}, r"checkpoint.keep_last must be at least 1"),
         (CheckpointConfig, {"every_minutes": 0}, r"every_minutes must be positive, got 0; null for none"),
         (ProfilerConfig, {"num_steps": 0}, r"profiler.num_steps must be at least 1"),
-        (ProfilerConfig, {"start_step": 0}, r"profiler.start_step must be at least 1"),
         (ProfilerConfig, {"peak_flops": 0.0}, r"profiler.peak_flops must be positive"),
-        (WandbConfig, {"mode": "off"}, r"wandb.mode must be one of online, offline"),
     ],
 )
 def test_values_out_of_range_are_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
-
-
-@pytest.mark.parametrize(
-    "section",
-    [
-        TrainerConfig,
-        UpdateConfig,
-        PrecisionConfig,
-        CheckpointConfig,
-        ProfilerConfig,
-        TrackersConfig,
-    ],
-)
-def test_no_level_has_more_than_thirteen_fields_and_each_is_explained(section):
-    names = [field.name for field in dataclasses.fields(section)]
-    assert len(names) <= 13
-    assert all(
-        f"\n        {name}: " in section.__doc__ or f"\n    {name}: " in section.__doc__ for name in names
-    )
-
-
-def test_sections_are_read_from_dotted_keys_and_written_back():
-    arguments = [
-        "--update.microbatches", "4", "--precision.parameters", "bfloat16",
-        "--checkpoint.every_minutes", "null", "--trackers.wandb.project", "words",
-    ]  # fmt: skip
-    config = parse_config(TrainerConfig, arguments)
-    assert config.update.microbatches == 4 and config.precision.parameters == "bfloat16"
-    assert config.checkpoint.every_minutes is None and config.trackers.wandb.project == "words"
-    assert config_as_dict(config)["trackers"]["wandb"]["mode"] == "online"
-    with pytest.raises(ConfigError, match=r"Unknown key `checkpoint.keep_lst`.*Did you mean `keep_last`"):
-        parse_config(TrainerConfig, ["--checkpoint.keep_lst", "3"])

@@ -31,21 +31,9 @@ class ProcessShare:
     index: int = 0
     count: int = 1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
-            raise ValueError(f"process {self.index} of {self.count}: indices are 0 to {self.count - 1}.")
-
     def rows(self, batch_size: int) -> int:
-        """This process's number of rows of a batch.
-
-        Raises:
-            DataError: the processes can't have equal shares.
-        """
-        if batch_size % self.count:
-            raise DataError(
-                f"data.batch_size = {batch_size} can't be shared equally by {self.count} processes: make it "
-                f"a multiple of {self.count}."
-            )
+        """This process's number of rows of a batch, which divides into equal shares."""
+        assert not batch_size % self.count
         return batch_size // self.count
 
 
@@ -91,8 +79,6 @@ class BatchStream:
         import grain
 
         process = ProcessShare() if process is None else process
-        if not sources:
-            raise ValueError("A stream of batches needs at least one source; got none.")
         rows = process.rows(batch_size)
         orders = np.random.SeedSequence(seed).generate_state(len(sources))
         endless = [
@@ -182,13 +168,7 @@ class HeldOutBatches:
         return -(-self.num_sequences // self.batch_size)
 
     def batch(self, index: int) -> TokenBatch:
-        """The batch of this index, or this process's rows of it.
-
-        Raises:
-            IndexError: there are fewer batches.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"There are {len(self)} held-out batches; got index {index}.")
+        """The batch of this index, or this process's rows of it."""
         places = self._places[index * self.batch_size :][: self.batch_size]
         rows = [packed[at] for packed, at in places]
         empty = {name: np.zeros_like(array) for name, array in rows[0].items()}

@@ -131,10 +131,6 @@ class ChatTemplate:
 
 
 def _without_marks(marked: str) -> RenderedChat:
-    if any(mark != (_BEGIN, _END)[number % 2] for number, mark in enumerate(_MARKS.findall(marked))):
-        raise ChatTemplateError(
-            "the messages contain the Unicode noncharacters U+FDD0 or U+FDD1, which mark answers here"
-        )
     text, answers = "", []
     for number, piece in enumerate(_MARKS.split(marked)):
         if number % 2:

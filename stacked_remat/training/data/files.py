@@ -1,20 +1,16 @@
-"""Finds the files of paths, globs, folders and URLs, each with an identity and a version."""
+"""Finds the files of paths, globs, folders and URLs, each with a version."""
 
-import errno
+import glob
 import hashlib
 import os
-import re
-import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 import fsspec.core
-from fsspec.implementations.local import LocalFileSystem
 
-from ..._messages import shortened
 from ..errors import DataError, without_credentials
 
 # Installed packages differ between machines, tests contain tables of data, pydoc_data is generated.
@@ -22,8 +18,6 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 _WEB = ("http://", "https://")
 _FILE = "file://"
-
-_USER = re.compile(r"(?<=://)[^/@]*@")
 
 
 @dataclass(frozen=True)
@@ -35,17 +29,12 @@ class SourceFile:
         name: its path below the folder or the fixed part of the glob by which it was found.
         size: stored bytes; 0 if unknown.
         version: changes when the contents do.
-        identity: the same for all paths, links and URLs of the file.
-        split_name: decides which of its documents are held out, and does not change when the folder moves:
-            `name`, or the name by which another source found the same file first; empty if none is.
     """
 
     url: str
     name: str
     size: int
     version: str
-    identity: str
-    split_name: str
 
     @property
     def place(self) -> str:
@@ -60,9 +49,7 @@ class SourceFile:
         return path if path.startswith("/") else None
 
 
-def find_files(
-    paths: Sequence[str], key: str, skipped: Callable[[str], None] = lambda reason: None
-) -> tuple[SourceFile, ...]:
+def find_files(paths: Sequence[str], key: str) -> tuple[SourceFile, ...]:
     """The files that `paths` match, each once, sorted by name.
 
     A path that exists on this machine is that file or folder, even with letters of a glob in it. Hidden files
@@ -71,135 +58,97 @@ def find_files(
     Args:
         paths: files, globs or folders; local or URLs.
         key: the config key of the paths, for errors.
-        skipped: called with what was skipped and why.
 
     Raises:
         DataError: a path matches no file, or its file system can't be opened.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
-        shown, passed = without_credentials(path), list[str]()
+        shown, is_url = without_credentials(path), "://" in path.removeprefix(_FILE)
         try:
-            files = list(_files_of(path, passed.append))
-        except Exception as error:  # file systems raise anything
-            hidden = "://" in path  # the original error may show credentials
+            files = list(_remote_files(path) if is_url else _local_files(path.removeprefix(_FILE)))
+        except Exception as error:  # file systems raise anything, and their errors may show credentials
             raise DataError(f"Can't look for the files of {shown!r} in {key}: {error}") from (
-                None if hidden else error
+                None if is_url else error
             )
         if not files:
-            reason = f" ({passed[0]})" if passed else ""
             raise DataError(
-                f"{shown!r} in {key} matches no file{reason}. Give a file that exists, a folder with files, "
-                f"or a glob such as texts/**/*.txt."
+                f"{shown!r} in {key} matches no file. Give a file that exists, a folder with files, or a "
+                f"glob such as texts/**/*.txt."
             )
-        if passed:
-            reasons = shortened(passed, most=3).encode("utf-8", "replace").decode("utf-8")
-            skipped(f"skipped in {shown!r} of {key}: {reasons}")
         for file in files:
-            found.setdefault(file.identity, file)
+            found.setdefault(os.path.realpath(file.local_path) if file.local_path else file.url, file)
     return tuple(sorted(found.values(), key=lambda file: (file.name, file.url)))
 
 
 def standard_library_files() -> tuple[SourceFile, ...]:
     """The Python sources of the running interpreter's standard library, without its tests."""
-    root = sysconfig.get_path("stdlib")
-    sources = (
-        place
-        for place in _below(root, ())
-        if place.endswith(".py") and not _NOT_LIBRARY.intersection(place.removeprefix(root).split("/"))
-    )
-    return tuple(sorted(_local_files(sources, root, lambda reason: None), key=lambda file: file.name))
+    files = _local_files(sysconfig.get_path("stdlib"))
+    sources = (file for file in files if file.name.endswith(".py"))
+    chosen = (file for file in sources if not _NOT_LIBRARY.intersection(file.name.split("/")))
+    return tuple(sorted(chosen, key=lambda file: file.name))
 
 
-def _files_of(path: str, skip: Callable[[str], None]) -> Iterator[SourceFile]:
-    here = os.path.abspath(os.path.expanduser(path.removeprefix(_FILE)))
-    try:
-        os.lstat(here)
-    except (FileNotFoundError, NotADirectoryError):
-        yield from _listed(path, skip)
-        return
+def _local_files(path: str) -> Iterator[SourceFile]:
+    here = os.path.abspath(os.path.expanduser(path))
     if os.path.isdir(here):
-        yield from _visible(_local_files(_below(here, ()), here, skip))
+        root, places = here, _below(here)
+    elif os.path.lexists(here):
+        root, places = os.path.dirname(here), [here]
     else:
-        yield from _local_files([here], os.path.dirname(here), skip)
+        root, places = _fixed_part(here, "*?["), glob.glob(here, recursive=True)
+    for place in places:
+        if os.path.isfile(place):
+            name, status = place.removeprefix(root).lstrip("/"), os.stat(place)
+            version = f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
+            yield SourceFile(_FILE + place, name, status.st_size, version)
 
 
-def _listed(path: str, skip: Callable[[str], None]) -> Iterator[SourceFile]:
-    """The files of a glob or a URL, from a file system of fsspec."""
+def _below(folder: str) -> Iterator[str]:
+    """All files in a folder that are not hidden; folders that links lead to are visited once."""
+    seen = set()
+    for here, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(filter(_is_visible, folders))
+        if (own := os.path.realpath(here)) in seen:
+            folders.clear()
+            continue
+        seen.add(own)
+        yield from (os.path.join(here, name) for name in names if _is_visible(name))
+
+
+def _remote_files(path: str) -> Iterator[SourceFile]:
+    """The files of a URL, from a file system of fsspec."""
     filesystem, root = fsspec.core.url_to_fs(path)
     magic = "*[" if root.startswith(_WEB) else "*?["
     if any(letter in root for letter in magic):
-        fixed = root[: min(root.find(letter) for letter in magic if letter in root)].rpartition("/")[0]
-        places = filesystem.glob(root)
-        if isinstance(filesystem, LocalFileSystem):
-            yield from _visible(_local_files([p for p in places if not os.path.isdir(p)], fixed, skip))
-        else:
-            files = [place for place in places if filesystem.isfile(place)]
-            yield from _visible(_describe(filesystem, place, fixed) for place in files)
+        places = [place for place in filesystem.glob(root) if filesystem.isfile(place)]
+        root = _fixed_part(root, magic)
     elif filesystem.isdir(root):
-        yield from _visible(_describe(filesystem, place, root) for place in filesystem.find(root))
-    elif filesystem.exists(root):
-        yield _describe(filesystem, root, root.rpartition("/")[0])
+        places = filesystem.find(root)
+    else:
+        places = [root] if filesystem.exists(root) else []
+        root = root.rpartition("/")[0]
+    files = (_describe(filesystem, place, root) for place in places)
+    yield from (file for file in files if all(map(_is_visible, file.name.split("/"))))
 
 
-def _below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """All files in a folder. Links to folders are followed, unless they lead to a folder above."""
-    status = os.stat(folder)
-    own = (status.st_dev, status.st_ino)
-    if own in above:
-        return
-    # Links last: a file that is found twice keeps its name without links.
-    for entry in sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name)):
-        if os.path.isdir(entry.path):  # the entry itself raises for a link to itself
-            yield from _below(entry.path, (*above, own))
-        else:
-            yield entry.path
+def _fixed_part(path: str, magic: str) -> str:
+    """The folder above the first part of a glob that has letters with a meaning."""
+    first = min((at for at, letter in enumerate(path) if letter in magic), default=len(path))
+    return path[:first].rpartition("/")[0]
 
 
-def _local_files(places: Iterable[str], root: str, skip: Callable[[str], None]) -> Iterator[SourceFile]:
-    for place in places:
-        try:
-            status = os.stat(place)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP):
-                raise
-            skip(f"{place} is a broken link")
-            continue
-        if stat.S_ISREG(status.st_mode):
-            url, name = _FILE + place, place.removeprefix(root).lstrip("/")
-            version = f"{status.st_size} bytes, modified {status.st_mtime_ns // 1000} us"
-            yield SourceFile(url, name, status.st_size, version, _local_identity(url, status), name)
-        else:
-            skip(f"{place} is a pipe, a socket or a device")
-
-
-def _local_identity(url: str, status: os.stat_result) -> str:
-    # Some file systems have no inode numbers.
-    return f"{status.st_dev}:{status.st_ino}" if status.st_ino else os.path.realpath(url.removeprefix(_FILE))
-
-
-def _visible(files: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    return (file for file in files if not any(part.startswith(".") for part in file.name.split("/")))
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _describe(filesystem: Any, place: str, root: str) -> SourceFile:
-    """A file that is not on this machine, or is accessed through another protocol."""
     information = filesystem.info(place)
     size = information.get("size") or 0
-    url = filesystem.unstrip_protocol(place)
     name = place.removeprefix(root).lstrip("/") if root else place
     told = filesystem.ukey(without_credentials(place))
     if place.startswith(_WEB):
         # The query is not part of the file's name and may hold a secret.
         name, _, query = name.partition("?")
         told += f" {information.get('ETag', '')} {hashlib.sha256(query.encode()).hexdigest()[:8]}"
-    return SourceFile(url, name, size, f"{size} bytes, {told}", _identity(url), name)
-
-
-def _identity(url: str) -> str:
-    """One text for all addresses of a file."""
-    last = url.rpartition("::")[2]  # the rest says how the file is accessed
-    if last.startswith(_FILE) and os.path.exists(last.removeprefix(_FILE)):
-        return _local_identity(last, os.stat(last.removeprefix(_FILE)))
-    inside = url.removesuffix(last) if url.startswith(("zip:", "tar:", "libarchive:")) else ""
-    return inside + _USER.sub("", last)
+    return SourceFile(filesystem.unstrip_protocol(place), name, size, f"{size} bytes, {told}")

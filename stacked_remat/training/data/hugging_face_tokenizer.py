@@ -1,9 +1,8 @@
 """Tokenizers of pretrained models, run by the `tokenizers` package."""
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -37,16 +36,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._name = name
         self._tokenizer = _parse(name, definition)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise DataError(
-                f"The tokenizer.json of data.tokenizer = {name!r} has no token in its vocabulary."
-            )
         self.vocab_size = max(vocabulary.values()) + 1
-        specials = {
-            key: _content(name, key, config[key])
-            for key in config
-            if key.endswith("_token") and config[key] and not isinstance(config[key], bool)
-        }
+        specials = {}
+        for key, token in config.items():
+            text = token.get("content") if isinstance(token, Mapping) else token
+            if key.endswith("_token") and isinstance(text, str) and text:
+                specials[key] = text
         self.end = _find_end(name, specials.get("eos_token"), vocabulary)
         begin = specials.get("bos_token") if config.get("add_bos_token") else None
         self._begin = None if begin is None else vocabulary.get(begin)
@@ -57,21 +52,16 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, with none added at its ends."""
-        with self._running():
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.asarray(encoding.ids, dtype=self.dtype)
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, special ones left out."""
-        with self._running():
-            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Tokens]:
         """Each text after the tokenizer's post-processing, with the end token appended if it is missing."""
         found = []
-        with self._running():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
-        for encoding in encodings:
+        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True):
             ids = encoding.ids
             if self._begin is not None and ids[:1] != [self._begin]:
                 ids = [self._begin, *ids]
@@ -80,15 +70,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
         """The tokens of rendered chats, with none added."""
-        with self._running():
-            encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         return [
             (np.asarray(encoding.ids, dtype=self.dtype), _in_answers(chat, encoding.offsets))
             for encoding, chat in zip(encodings, chats, strict=True)
         ]
-
-    def _running(self) -> contextlib.AbstractContextManager[None]:
-        return _in_package(f"The tokenizer.json of data.tokenizer = {self._name!r} can't be used")
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -119,32 +105,16 @@ def _parse(name: str, definition: str) -> Any:
             f"data.tokenizer = {name!r} needs the tokenizers package, which is not installed: "
             f"pip install 'stacked_remat[data]'."
         ) from error
-    with _in_package(f"The tokenizer.json of data.tokenizer = {name!r} can't be read"):
+    try:
         tokenizer = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # which is the class of the package's errors
+        raise DataError(
+            f"The tokenizer.json of data.tokenizer = {name!r} can't be read: {error}. Get it again, or use "
+            f"another tokenizer."
+        ) from error
     tokenizer.no_truncation()  # a tokenizer.json may contain a length to cut or pad to
     tokenizer.no_padding()
     return tokenizer
-
-
-@contextlib.contextmanager
-def _in_package(problem: str) -> Iterator[None]:
-    """Turns the package's errors, which are of class `Exception` or Rust's panics, into a DataError."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(f"{problem}: {error}. Get it again, or use another tokenizer.") from error
-        raise
-
-
-def _content(name: str, key: str, token: Any) -> str:
-    text = token.get("content") if isinstance(token, Mapping) else token
-    if not isinstance(text, str):
-        raise DataError(
-            f"`{key}` in the config of data.tokenizer = {name!r} is {token!r:.100}; expected a text, or an "
-            f"object with its `content`."
-        )
-    return text
 
 
 def _find_end(name: str, end: str | None, vocabulary: Mapping[str, int]) -> int:

@@ -117,7 +117,7 @@ class PackedDocuments:
         Raises:
             DataError: no document has two tokens or more.
         """
-        self._documents = documents.select(documents.lengths > 1, "more than one token")
+        self._documents = documents.select(documents.lengths > 1)
         if not len(self._documents):
             raise DataError(f"None of the {len(documents)} documents has two tokens or more.")
         self.seq_len = seq_len

@@ -1,9 +1,11 @@
 """Reads files: each text file, line of JSON or row of Parquet is a document."""
 
 import contextlib
+import functools
 import io
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, TypeAlias
 
@@ -19,12 +21,11 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How the files of a source are read; the fields are those of `SourceConfig` and `DataConfig`."""
+    """How the files of a source are read; the fields are those of `SourceConfig`."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     text_key: str = "text"
     messages_key: str = "messages"
-    max_bytes: int = 2**28
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,38 @@ class Record:
     problem: str | None = None
 
 
-class _Problem(str):
+class _Malformed(Exception):
     """Why a record has no content: the rest of a sentence that begins with its place."""
 
 
-_Content: TypeAlias = str | list[Message] | _Problem
-_Numbered: TypeAlias = tuple[int, int, _Content]  # a record's number, offset and content
+_Numbered: TypeAlias = tuple[int, int, Callable[[], Any]]  # a record's number, offset and how to parse it
 
 
 def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterator[Record]:
     """The records of a file from number `start` on.
 
-    Blank lines are not records. Anything longer than `how.max_bytes` is a record with a problem. Memory: one
-    line or text file, of which `how.max_bytes` at most, or 64 rows of Parquet.
+    Blank lines are not records. Memory: one line or text file, or 64 rows of Parquet.
 
     Raises:
-        DataError: the file can't be opened or decompressed, is an archive, is not Parquet, or lacks both
-            columns.
+        DataError: the file can't be opened or decompressed, is not Parquet, or lacks both columns.
     """
     reader = _READERS[format_of(file, how)]
     try:
-        for number, offset, found in reader(file, how, start):
-            if isinstance(found, _Problem):
-                yield Record(number, offset, None, f"{place_of(file, number)} {found}")
-            else:
-                yield Record(number, offset, found)
+        for number, offset, parse in reader(file, how, start):
+            content = problem = None
+            try:
+                content = parse()
+            except UnicodeDecodeError as error:
+                problem = f"is not UTF-8 ({error.reason})"
+                if reader is _read_text:
+                    number = error.object[: error.start].count(b"\n")
+            except RecursionError:
+                problem = "is JSON that is nested too deeply"
+            except _Malformed as error:
+                problem = str(error)
+            except ValueError as error:
+                problem = f"is not JSON ({error})"
+            yield Record(number, offset, content, problem and f"{place_of(file, number)} {problem}")
     except DataError:
         raise
     except Exception as error:  # file systems and decompressors raise anything
@@ -95,7 +103,6 @@ def format_of(file: SourceFile, how: RecordFormat) -> str:
 
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _ROWS = 64  # of Parquet that are in memory at once
-_UNREAD = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".snappy", ".lzma", ".z")
 
 
 def _stored(file: SourceFile) -> contextlib.AbstractContextManager[Any]:
@@ -108,11 +115,6 @@ def _stored(file: SourceFile) -> contextlib.AbstractContextManager[Any]:
 def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, io.BufferedReader]]:
     """The file as it is stored, and a buffered stream of its decompressed bytes."""
     name = file.name.lower()
-    if name.endswith(_UNREAD):
-        raise DataError(
-            f"{file.place} is an archive or has an unsupported compression. Unpack it, or leave it out of "
-            f"the paths; compressed files end in {', '.join(_COMPRESSED)}."
-        )
     codec = next((codec for ending, codec in _COMPRESSED.items() if name.endswith(ending)), None)
     known: Any = fsspec.compression.compr
     if codec is not None and codec not in known:
@@ -122,48 +124,16 @@ def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, io.BufferedReader]]:
 
 
 def _read_text(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
-    if start > 0:
-        return
-    with _opened(file) as (_, plain):
-        raw = plain.read(how.max_bytes + 1)
-    if len(raw) > how.max_bytes:
-        yield 0, file.size, _too_long(how)
-        return
-    try:
-        yield 0, file.size, raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        yield raw[: error.start].count(b"\n"), file.size, _not_utf8(error)
+    if start == 0:
+        with _opened(file) as (_, plain):
+            yield 0, file.size, functools.partial(plain.read().decode, "utf-8")
 
 
 def _read_jsonl(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
     with _opened(file) as (stored, plain):
-        number = -1
-        while line := plain.readline(how.max_bytes + 1):
-            number += 1
-            too_long = len(line) > how.max_bytes
-            if number >= start and (too_long or line.strip()):
-                yield number, stored.tell(), _too_long(how) if too_long else _content_of_line(line, how)
-            while too_long and line and not line.endswith(b"\n"):
-                line = plain.readline(2**20)
-
-
-def _content_of_line(line: bytes, how: RecordFormat) -> _Content:
-    try:
-        return _content(json.loads(line), how)
-    except UnicodeDecodeError as error:
-        return _not_utf8(error)
-    except ValueError as error:
-        return _Problem(f"is not JSON ({error})")
-    except RecursionError:
-        return _Problem("is JSON that is nested too deeply")
-
-
-def _too_long(how: RecordFormat) -> _Problem:
-    return _Problem(f"is longer than the {how.max_bytes:,} bytes that data.max_record_bytes allows")
-
-
-def _not_utf8(error: UnicodeDecodeError) -> _Problem:
-    return _Problem(f"is not UTF-8 ({error.reason})")
+        for number, line in enumerate(plain):
+            if number >= start and line.strip():
+                yield number, stored.tell(), lambda line=line: _content(json.loads(line), how)
 
 
 def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
@@ -186,48 +156,38 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_
                 f"{', '.join(table.schema_arrow.names)}. Set data.sources.NAME.text_key to the column with "
                 f"the text."
             )
-        number = 0
+        numbers = itertools.count()
         try:
             for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
-                for row in range(batch.num_rows) if number + batch.num_rows > start else ():
-                    if number + row >= start:
-                        offset = file.size * (number + row + 1) // table.metadata.num_rows
-                        yield number + row, offset, _content_of_row(batch.slice(row, 1), how)
-                number += batch.num_rows
+                for row, number in zip(range(batch.num_rows), numbers, strict=False):
+                    if number >= start:
+                        own, offset = batch.slice(row, 1), file.size * (number + 1) // table.metadata.num_rows
+                        yield number, offset, lambda own=own: _content(own.to_pylist()[0], how)
         except pyarrow.ArrowException as error:
             raise DataError(f"{file.place} is damaged: {error}. Repair it, or leave it out.") from None
-
-
-def _content_of_row(row: Any, how: RecordFormat) -> _Content:
-    if row.nbytes > how.max_bytes:
-        return _too_long(how)
-    try:
-        return _content(row.to_pylist()[0], how)
-    except UnicodeDecodeError as error:
-        return _not_utf8(error)
 
 
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
 
 
-def _content(fields: Any, how: RecordFormat) -> _Content:
+def _content(fields: Any, how: RecordFormat) -> str | list[Message]:
     """The text or chat of a JSON object or a row."""
     if not isinstance(fields, dict):
-        return _Problem(f"holds {type(fields).__name__}, not an object with keys")
+        raise _Malformed(f"holds {type(fields).__name__}, not an object with keys")
     text, messages = fields.get(how.text_key), fields.get(how.messages_key)
     if isinstance(text, str):
         return text
     if text is not None:
-        return _Problem(f"has {type(text).__name__}, not text, in {how.text_key!r}")
+        raise _Malformed(f"has {type(text).__name__}, not text, in {how.text_key!r}")
     if messages is None:
         has = ", ".join(map(repr, fields)) or "no key"
-        return _Problem(f"has neither {how.text_key!r} nor {how.messages_key!r}, but {has}")
+        raise _Malformed(f"has neither {how.text_key!r} nor {how.messages_key!r}, but {has}")
     no_chat = f"has no chat in {how.messages_key!r}:"
     if not isinstance(messages, list) or not messages:
-        return _Problem(f"{no_chat} expected a list of messages that is not empty")
+        raise _Malformed(f"{no_chat} expected a list of messages that is not empty")
     for at, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return _Problem(f"{no_chat} message {at} lacks a `role`")
+            raise _Malformed(f"{no_chat} message {at} lacks a `role`")
         if message.get("content") is None and "tool_calls" not in message:
-            return _Problem(f"{no_chat} message {at} lacks its `content`")
+            raise _Malformed(f"{no_chat} message {at} lacks its `content`")
     return messages

@@ -1,4 +1,8 @@
-"""A cache of tokenized text: one folder of shards for each version of the files and tokenizer."""
+"""A cache of tokenized text: a folder for each version of the files and the tokenizer.
+
+Its arrays are appended to files of raw numbers. `state.json` says how much of them is whole: what a killed
+process wrote beyond that is cut off, and its text tokenized again.
+"""
 
 import contextlib
 import dataclasses
@@ -12,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import UInt64
 
 from ..._files import replaced_whole
 from ..errors import DataError
@@ -20,12 +24,11 @@ from ..progress import Progress
 from .chat_template import ChatTemplateError, RenderedChat
 from .files import SourceFile
 from .records import Message, Record, RecordFormat, place_of, read_records
-from .tokenized import TokenizedDocuments, damaged_cache, load_array
+from .tokenized import TokenizedDocuments
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 3  # of the files of a cache
-_COMPLETE, _LOCK, _SUMMARY = "complete.json", ".lock", "shard.json"
-_TOKENS, _COUNTED, _LENGTHS, _KEYS = "tokens.npy", "counted.npy", "lengths.npy", "keys.npy"
+_FORMAT = 4  # of the files of a cache
+_STATE, _LOCK = "state.json", ".lock"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT = 5
 
@@ -52,22 +55,13 @@ class CacheRequest:
             "read as": dataclasses.asdict(self.how),
             "answers only": self.answers_only,
             "on malformed": self.on_malformed,
-            "files": [
-                {
-                    "url": file.place,
-                    "name": file.name,
-                    "split by": file.split_name,
-                    "size": file.size,
-                    "version": file.version,
-                }
-                for file in self.files
-            ],
+            "files": [{"url": file.place, "version": file.version} for file in self.files],
         }
 
 
 @dataclass(frozen=True)
-class ShardSummary:
-    """The contents of a shard, what was left out of it, and the file and record where the next one begins."""
+class CacheState:
+    """What a cache holds so far, what was left out, and the file and record where its text goes on."""
 
     next_file: int = 0
     next_record: int = 0
@@ -77,46 +71,49 @@ class ShardSummary:
     num_malformed: int = 0
     problems: Sequence[str] = ()
     fingerprint: str = ""
-    has_counted: bool = False
+    complete: bool = False
+
+    def layout(self, request: CacheRequest) -> dict[str, tuple[int, Any]]:
+        """The files of a cache, with the number and the dtype of their entries."""
+        counted = {"counted": (self.num_tokens, bool)} if request.answers_only else {}
+        numbers = {"lengths": (self.num_documents, np.int64), "keys": (self.num_documents, np.uint64)}
+        return {"tokens": (self.num_tokens, request.tokenizer.dtype), **numbers, **counted}
 
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """The documents of a cache, a 32-bit hash of each one's file name and place in the file, and counts."""
+    """The documents of a cache, a hash of each one's content, and counts."""
 
     documents: TokenizedDocuments
-    keys: UInt32[np.ndarray, " documents"]
-    counts: ShardSummary
+    keys: UInt64[np.ndarray, " documents"]
+    counts: CacheState
 
 
 def open_token_cache(
-    request: CacheRequest, cache_dir: Path, progress: Progress, *, shard_tokens: int = 2**24
+    request: CacheRequest, cache_dir: Path, progress: Progress, *, save_tokens: int = 2**24
 ) -> CachedTokens:
     """The tokens of the request's files, from the cache or tokenized now.
 
-    Tokens are written in shards. After a kill the next call resumes after the last whole shard, with the
-    same result. One process at a time builds; others wait. The folder's name has a hash of the tokenizer and
-    of the files' addresses, sizes and times (or other versions of their file system), so that any change
-    builds a new cache beside the earlier ones.
+    After a kill the next call resumes where the state was last saved, with the same result. One process at a
+    time builds; others wait. The folder's name has a hash of the tokenizer and of the files' addresses, sizes
+    and times (or other versions of their file system), so that any change builds a new cache.
 
     Args:
         request: what to tokenize.
         cache_dir: a local folder; the cache is a folder in it.
         progress: shows the progress.
-        shard_tokens: tokens of a shard, which are in memory until it is written.
+        save_tokens: tokens after which the state is saved.
 
     Raises:
         DataError: a file or a record can't be read, the cache can't be written or is damaged, or there is no
             text at all.
     """
-    identity = json.dumps(request.identity(), indent=2)
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(request.identity()).encode()).hexdigest()[:16]
     folder = cache_dir.expanduser() / f"{request.name}-{digest}"
     try:
-        if not (folder / _COMPLETE).exists():
+        if not _read_state(folder, request).complete:
             with _locked(folder):
-                if not (folder / _COMPLETE).exists():
-                    _build(request, folder, progress, shard_tokens)
+                _build(request, folder, progress, save_tokens)
         return _open(request, folder)
     except OSError as error:  # errors of reading are DataErrors already
         raise DataError(
@@ -136,35 +133,43 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> None:
-    count = _write_shards(request, folder, progress, shard_tokens)
-    with replaced_whole(folder / _COMPLETE) as path:
-        path.write_text(json.dumps({**request.identity(), "shards": count}), encoding="utf-8")
+def _read_state(folder: Path, request: CacheRequest) -> CacheState:
+    path = folder / _STATE
+    if not path.exists():
+        return CacheState()
+    try:
+        state = CacheState(**json.loads(path.read_bytes()))
+        for name, (count, dtype) in state.layout(request).items():
+            path = folder / name
+            if path.stat().st_size < count * np.dtype(dtype).itemsize:
+                raise ValueError
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{path} is {'damaged' if path.exists() else 'missing'}. Delete the token cache {folder}, and "
+            f"the next run tokenizes its text again."
+        ) from error
+    return state
 
 
-def _write_shards(request: CacheRequest, folder: Path, progress: Progress, shard_tokens: int) -> int:
-    """Tokenizes what is not in a shard yet, and returns the number of shards."""
-    finished = _read_summaries(folder)
-    start = finished[-1] if finished else ShardSummary()
-    shard = _Shard(request)
-    before = np.concatenate([[0], np.cumsum([file.size for file in request.files])])
-    what, total = f"tokenizing {request.name}", int(before[-1])
-    tokens, index = sum(summary.num_tokens for summary in finished), len(finished)
-    for group in _groups(request, start.next_file, start.next_record):
-        shard.add(group)
-        at, record = group[-1]
-        done = min(int(before[at]) + record.offset, total)
-        progress.work(what, done, total + 1, f"{tokens + shard.num_tokens:,} tokens")
-        if shard.num_tokens >= shard_tokens:
-            tokens += shard.num_tokens
-            shard.write(_shard_folder(folder, index))
-            shard, index = _Shard(request), index + 1
-    if not shard.is_empty:
-        tokens += shard.num_tokens
-        shard.write(_shard_folder(folder, index))
-        index += 1
-    progress.work(what, total + 1, total + 1, f"{tokens:,} tokens")
-    return index
+def _build(request: CacheRequest, folder: Path, progress: Progress, save_tokens: int) -> None:
+    """Tokenizes what is not in the cache yet."""
+    state = _read_state(folder, request)
+    if state.complete:  # another process did
+        return
+    before = np.cumsum([0, *(file.size for file in request.files)])
+    what, total, saved = f"tokenizing {request.name}", int(before[-1]), state.num_tokens
+    with contextlib.ExitStack() as files:
+        writer = _Writer(request, folder, state, files)
+        for group in _groups(request, state.next_file, state.next_record):
+            state = writer.add(group)
+            at, record = group[-1]
+            done = min(int(before[at]) + record.offset, total)
+            progress.work(what, done, total + 1, f"{state.num_tokens:,} tokens")
+            if state.num_tokens >= saved + save_tokens:
+                saved = state.num_tokens
+                writer.save()
+        writer.save(complete=True)
+    progress.work(what, total + 1, total + 1, f"{state.num_tokens:,} tokens")
 
 
 def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterator[list[tuple[int, Record]]]:
@@ -183,88 +188,83 @@ def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterat
         yield group
 
 
-class _Shard:
-    """Collects the documents of a shard."""
+class _Writer:
+    """Appends documents to the files of a cache."""
 
-    def __init__(self, request: CacheRequest):
-        self._request = request
-        self._documents: list[tuple[Tokens, Counted | None]] = []
-        self._keys: list[int] = []
-        self._next = (0, 0)
-        self._num_empty = 0
-        self._problems: list[str] = []
-        self.num_tokens = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self._documents or self._num_empty or self._problems)
-
-    def add(self, group: Sequence[tuple[int, Record]]) -> None:
-        """Tokenizes a group of records."""
-        texts: list[str | RenderedChat] = []
-        for at, record in group:
-            text = self._text_of(self._request.files[at], record)
-            if text == "" or (isinstance(text, RenderedChat) and not text.text):
-                self._num_empty += 1
-            elif text is not None:
-                texts.append(text)
-                self._keys.append(_key(self._request, at, record))
-        documents = _encode(self._request.tokenizer, texts)
-        self._documents += documents
-        self.num_tokens += sum(len(tokens) for tokens, _ in documents)
-        at, record = group[-1]
-        self._next = (at, record.number + 1)
-
-    def write(self, folder: Path) -> None:
-        """Writes the collected documents as a shard, which exists only when all of it is on the disk."""
-        tokens, counted = zip(*self._documents, strict=True) if self._documents else ((), ())
-        arrays = {
-            _TOKENS: np.concatenate(tokens) if tokens else np.zeros(0, np.uint16),
-            _LENGTHS: np.array([len(own) for own in tokens], dtype=np.uint32),
-            _KEYS: np.array(self._keys, dtype=np.uint32),
+    def __init__(self, request: CacheRequest, folder: Path, state: CacheState, files: contextlib.ExitStack):
+        self._request, self._folder, self._state = request, folder, state
+        self._files = {
+            name: files.enter_context((folder / name).open("ab")) for name in state.layout(request)
         }
-        if any(own is not None for own in counted):
-            both = zip(tokens, counted, strict=True)
-            marks = [np.ones(len(own), bool) if marked is None else marked for own, marked in both]
-            arrays[_COUNTED] = np.concatenate(marks)
-        raw = b"".join(arrays[name].tobytes() for name in sorted(arrays))
-        summary = ShardSummary(
-            *self._next,
-            num_documents=len(tokens),
-            num_tokens=self.num_tokens,
-            num_empty=self._num_empty,
-            num_malformed=len(self._problems),
-            problems=self._problems[:_PROBLEMS_KEPT],
-            fingerprint=hashlib.sha256(raw).hexdigest(),
-            has_counted=_COUNTED in arrays,
-        )
-        with replaced_whole(folder) as unfinished:
-            unfinished.mkdir(parents=True)
-            for name, array in arrays.items():
-                np.save(unfinished / name, array)
-            (unfinished / _SUMMARY).write_text(json.dumps(dataclasses.asdict(summary), indent=2))
-            for path in unfinished.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+        for name, (count, dtype) in state.layout(request).items():
+            self._files[name].truncate(count * np.dtype(dtype).itemsize)
+        self._digest = hashlib.sha256(state.fingerprint.encode())
 
-    def _text_of(self, file: SourceFile, record: Record) -> str | RenderedChat | None:
-        """The text to tokenize, or None after counting a problem."""
+    def add(self, group: Sequence[tuple[int, Record]]) -> CacheState:
+        """Tokenizes a group of records, and returns the state after it."""
+        texts: list[str | RenderedChat] = []
+        keys, problems, num_empty = [], [], 0
+        for at, record in group:
+            text, problem = self._text_of(self._request.files[at], record)
+            if problem is not None:
+                problems.append(problem)
+            elif not (text if isinstance(text, str) else text.text):
+                num_empty += 1
+            else:
+                texts.append(text)
+                keys.append(_key(record))
+        documents = _encode(self._request.tokenizer, texts)
+        self._append(documents, keys)
+        state, (at, record) = self._state, group[-1]
+        self._state = dataclasses.replace(
+            state,
+            next_file=at,
+            next_record=record.number + 1,
+            num_documents=state.num_documents + len(documents),
+            num_tokens=state.num_tokens + sum(len(tokens) for tokens, _ in documents),
+            num_empty=state.num_empty + num_empty,
+            num_malformed=state.num_malformed + len(problems),
+            problems=[*state.problems, *problems][:_PROBLEMS_KEPT],
+        )
+        return self._state
+
+    def _append(self, documents: list[tuple[Tokens, Counted | None]], keys: list[int]) -> None:
+        marks = (np.ones(len(tokens), bool) if own is None else own for tokens, own in documents)
+        arrays = {
+            "tokens": (tokens for tokens, _ in documents),
+            "lengths": [np.array([len(tokens) for tokens, _ in documents], np.int64)],
+            "keys": [np.array(keys, np.uint64)],
+            "counted": marks,
+        }
+        for name, file in self._files.items():
+            raw = b"".join(array.tobytes() for array in arrays[name])
+            file.write(raw)
+            self._digest.update(raw)
+
+    def save(self, *, complete: bool = False) -> None:
+        """Saves the state, once everything before it is on the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        found = self._digest.hexdigest()
+        self._state = dataclasses.replace(self._state, fingerprint=found, complete=complete)
+        self._digest = hashlib.sha256(found.encode())
+        with replaced_whole(self._folder / _STATE) as path:
+            path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
+
+    def _text_of(self, file: SourceFile, record: Record) -> tuple[str | RenderedChat, str | None]:
+        """The text to tokenize, or why there is none."""
         place, problem, text = place_of(file, record.number), record.problem, record.content or ""
-        if not isinstance(text, str):
-            try:
-                text = _render(self._request, text)
-            except ChatTemplateError as error:
-                problem, text = f"{place} does not fit the chat template: {error}", ""
-        if problem is None:
-            try:
-                (text if isinstance(text, str) else text.text).encode("utf-8")
-                return text
-            except UnicodeEncodeError:
-                problem = f"{place} has half a surrogate pair, which is not valid Unicode"
-        if self._request.on_malformed == "error":
+        try:
+            text = text if isinstance(text, str) else _render(self._request, text)
+            (text if isinstance(text, str) else text.text).encode("utf-8")
+        except ChatTemplateError as error:
+            problem = f"{place} does not fit the chat template: {error}"
+        except UnicodeEncodeError:
+            problem = f"{place} has half a surrogate pair, which is not valid Unicode"
+        if problem is not None and self._request.on_malformed == "error":
             raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
-        self._problems.append(problem)
-        return None
+        return text if isinstance(text, str | RenderedChat) else "", problem
 
 
 def _render(request: CacheRequest, messages: Sequence[Message]) -> RenderedChat:
@@ -281,58 +281,26 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[t
     return [(next(plain), None) if isinstance(text, str) else next(chats) for text in texts]
 
 
-def _key(request: CacheRequest, at: int, record: Record) -> int:
-    """A hash of a document that depends neither on the location of its folder nor on its other files."""
-    name = request.files[at].split_name
-    if not name:
-        return 2**32 - 1  # above every fraction
-    place = name if record.number == 0 else f"{name}:{record.number}"
-    return int.from_bytes(hashlib.sha256(place.encode("utf-8", "surrogateescape")).digest()[:4], "big")
+def _key(record: Record) -> int:
+    """A hash of a document that depends on nothing but its text or messages."""
+    content = record.content if isinstance(record.content, str) else json.dumps(record.content, default=str)
+    return int.from_bytes(hashlib.sha256(content.encode("utf-8")).digest()[:8], "big")
 
 
 def _open(request: CacheRequest, folder: Path) -> CachedTokens:
-    summaries = _read_summaries(folder)
-    try:
-        count = json.loads((folder / _COMPLETE).read_bytes())["shards"]
-    except (ValueError, KeyError, TypeError):
-        raise damaged_cache(folder / _COMPLETE, folder) from None
-    if len(summaries) != count:
-        raise damaged_cache(_shard_folder(folder, len(summaries)), folder)
-    numbers = ("num_documents", "num_tokens", "num_empty", "num_malformed")
-    totals: dict[str, Any] = {name: sum(getattr(summary, name) for summary in summaries) for name in numbers}
-    problems = [problem for summary in summaries for problem in summary.problems][:_PROBLEMS_KEPT]
-    counts = ShardSummary(**totals, problems=problems)
-    if counts.num_documents == 0:
+    state = _read_state(folder, request)
+    if state.num_documents == 0:
         raise DataError(
-            f"The {len(request.files)} files of {request.name} have no text: {counts.num_empty} documents "
-            f"are empty and {counts.num_malformed} can't be read."
-            + "".join(f" First: {problem}." for problem in counts.problems[:1])
+            f"The {len(request.files)} files of {request.name} have no text: {state.num_empty} documents "
+            f"are empty and {state.num_malformed} can't be read."
+            + "".join(f" First: {problem}." for problem in state.problems[:1])
         )
-    shards = [(_shard_folder(folder, index), own) for index, own in enumerate(summaries) if own.num_documents]
-    lengths, keys = (
-        np.concatenate([load_array(shard / name) for shard, _ in shards]) for name in (_LENGTHS, _KEYS)
-    )
-    lengths = lengths.astype(np.int64)
+    arrays = {
+        name: np.memmap(folder / name, dtype, "r", shape=(count,))
+        for name, (count, dtype) in state.layout(request).items()
+    }
+    lengths = np.array(arrays["lengths"])
     documents = TokenizedDocuments(
-        shards=tuple(shard / _TOKENS for shard, _ in shards),
-        counted=tuple(shard / _COUNTED if own.has_counted else None for shard, own in shards),
-        shard_starts=np.cumsum([0, *(own.num_tokens for _, own in shards)]),
-        starts=np.cumsum(lengths) - lengths,
-        lengths=lengths,
-        fingerprint=hashlib.sha256("".join(own.fingerprint for own in summaries).encode()).hexdigest(),
+        arrays["tokens"], arrays.get("counted"), np.cumsum(lengths) - lengths, lengths, state.fingerprint
     )
-    return CachedTokens(documents, keys, counts)
-
-
-def _read_summaries(folder: Path) -> list[ShardSummary]:
-    found = []
-    while (shard := _shard_folder(folder, len(found))).exists():
-        try:
-            found.append(ShardSummary(**json.loads((shard / _SUMMARY).read_bytes())))
-        except (FileNotFoundError, ValueError, TypeError):
-            raise damaged_cache(shard / _SUMMARY, folder) from None
-    return found
-
-
-def _shard_folder(folder: Path, index: int) -> Path:
-    return folder / f"shard-{index:05d}"
+    return CachedTokens(documents, np.array(arrays["keys"]), state)

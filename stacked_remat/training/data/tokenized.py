@@ -5,36 +5,10 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, TypeAlias, final
+from typing import final
 
 import numpy as np
 from jaxtyping import Bool, Float32, Integer
-
-from ..errors import DataError
-
-Shard: TypeAlias = np.ndarray | Path
-"""The concatenated tokens of some documents: an array, or the file of one."""
-
-
-def load_array(path: Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
-    """An array of a token cache.
-
-    Raises:
-        DataError: the file is missing or damaged.
-    """
-    try:
-        return np.load(path, mmap_mode=mmap_mode)
-    except (FileNotFoundError, ValueError, EOFError):
-        raise damaged_cache(path, path.parent.parent) from None
-
-
-def damaged_cache(path: Path, folder: Path) -> DataError:
-    """The error for a missing or damaged file of a token cache."""
-    found = "damaged" if path.exists() else "missing"
-    return DataError(
-        f"{path} is {found}. Delete the token cache {folder}, and the next run tokenizes its text again."
-    )
 
 
 @final
@@ -42,20 +16,18 @@ def damaged_cache(path: Path, folder: Path) -> DataError:
 class TokenizedDocuments:
     """Documents as tokens, in a fixed order.
 
-    Memory: 16 bytes a document. Shards on disk are memory-mapped.
+    Memory: 16 bytes a document. Tokens on disk are memory-mapped.
 
     Attributes:
-        shards: the tokens; each document is in one shard.
-        counted: for each shard, which of its tokens count as targets; None if all do.
-        shard_starts: number of tokens in the shards before each, and in all of them at the end.
-        starts: index of each document's first token, over all shards.
+        all_tokens: those of all documents, one after the other.
+        counted: which of them count as targets; None if all do.
+        starts: index of each document's first token.
         lengths: number of tokens of each document.
         fingerprint: a hash of all tokens and document boundaries.
     """
 
-    shards: tuple[Shard, ...]
-    counted: tuple[Shard | None, ...]
-    shard_starts: Integer[np.ndarray, " shards+1"]
+    all_tokens: Integer[np.ndarray, " tokens"]
+    counted: Bool[np.ndarray, " tokens"] | None
     starts: Integer[np.ndarray, " documents"]
     lengths: Integer[np.ndarray, " documents"]
     fingerprint: str
@@ -66,9 +38,7 @@ class TokenizedDocuments:
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         tokens = np.concatenate(documents) if documents else np.zeros(0, np.uint16)
         digest = hashlib.sha256(lengths.tobytes() + tokens.astype(np.uint32).tobytes()).hexdigest()
-        ends = np.cumsum(lengths)
-        starts = np.array([0, tokens.size])
-        return TokenizedDocuments((tokens,), (None,), starts, ends - lengths, lengths, digest)
+        return TokenizedDocuments(tokens, None, np.cumsum(lengths) - lengths, lengths, digest)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -85,52 +55,25 @@ class TokenizedDocuments:
 
         Cost: reads a byte a token, where not all tokens count.
         """
-        total = 0
-        for shard, counted in enumerate(self.counted):
-            first, last = self.shard_starts[shard], self.shard_starts[shard + 1]
-            here = (self.starts >= first) & (self.starts < last) & (self.lengths > 1)
-            starts, lengths = self.starts[here] - first, self.lengths[here]
-            if counted is None:
-                total += int((lengths - 1).sum())
-            else:
-                before = np.concatenate([[0], np.cumsum(_array(counted), dtype=np.int64)])
-                total += int((before[starts + lengths] - before[starts + 1]).sum())
-        return total
+        if self.counted is None:
+            return int(np.maximum(self.lengths - 1, 0).sum())
+        before = np.concatenate([[0], np.cumsum(self.counted, dtype=np.int64)])
+        firsts = np.minimum(self.starts + 1, self.starts + self.lengths)
+        return int((before[self.starts + self.lengths] - before[firsts]).sum())
 
-    def select(self, chosen: Bool[np.ndarray, " documents"], what: str) -> "TokenizedDocuments":
-        """Some of the documents, in the same order.
-
-        Args:
-            chosen: whether to keep each document.
-            what: a text that identifies the choice, for the fingerprint.
-        """
-        digest = hashlib.sha256(f"{self.fingerprint} {what}".encode()).hexdigest()
+    def select(self, chosen: Bool[np.ndarray, " documents"]) -> "TokenizedDocuments":
+        """The documents for which `chosen` is True, in the same order."""
+        packed = np.packbits(chosen).tobytes()
+        digest = hashlib.sha256(self.fingerprint.encode() + packed).hexdigest()
         starts, lengths = self.starts[chosen], self.lengths[chosen]
         return dataclasses.replace(self, starts=starts, lengths=lengths, fingerprint=digest)
 
     def tokens(self, document: int, first: int, stop: int) -> Integer[np.ndarray, " tokens"]:
         """The tokens of a document from `first` to before `stop`."""
-        shard, offset = self._place(document)
-        return _array(self.shards[shard])[offset + first : offset + stop]
+        start = int(self.starts[document])
+        return self.all_tokens[start + first : start + stop]
 
     def weights(self, document: int, first: int, stop: int) -> Float32[np.ndarray, " tokens"] | float:
         """For each token from `first` to before `stop`, 1 if it counts as a target, else 0."""
-        shard, offset = self._place(document)
-        counted = self.counted[shard]
-        return 1.0 if counted is None else _array(counted)[offset + first : offset + stop].astype(np.float32)
-
-    def _place(self, document: int) -> tuple[int, int]:
-        """A document's shard and its first token in it."""
         start = int(self.starts[document])
-        shard = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
-        return shard, start - int(self.shard_starts[shard])
-
-
-def _array(shard: Shard) -> np.ndarray:
-    return _mapped(shard) if isinstance(shard, Path) else shard
-
-
-# A mapped file keeps a descriptor open; there may be more shards than descriptors.
-@functools.lru_cache(maxsize=128)
-def _mapped(path: Path) -> np.ndarray:
-    return load_array(path, "r")
+        return 1.0 if self.counted is None else self.counted[start + first : start + stop].astype(np.float32)

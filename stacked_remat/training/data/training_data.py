@@ -1,7 +1,5 @@
 """Opens the data of a run: a stream of training batches and the batches of held-out documents."""
 
-import dataclasses
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -14,7 +12,7 @@ from ..progress import Progress
 from .batch_stream import BatchStream, HeldOutBatches, MixtureShare, ProcessShare
 from .files import SourceFile, find_files, standard_library_files
 from .packing import PackedDocuments
-from .records import RecordFormat, format_of
+from .records import RecordFormat
 from .token_cache import CachedTokens, CacheRequest, open_token_cache
 from .tokenized import TokenizedDocuments
 from .tokenizers import Tokenizer
@@ -59,14 +57,12 @@ def open_training_data(
         DataError: a path matches no file, a record can't be read, or there is too little text.
     """
     process = ProcessShare() if process is None else process
-    training: dict[str, MixtureShare] = {}
+    training: dict[str, PackedDocuments] = {}
     held_out: dict[str, PackedDocuments] = {}
-    for source in _sources(config, progress):
-        name = source.name
-        documents = _split(source, config, tokenizer, progress)
+    for name, halves in _split(_tokenized(config, tokenizer, progress), config.held_out_fraction).items():
         packed = [
             PackedDocuments(half, config.seq_len, config.packing, separate=config.separate_documents)
-            for half in documents
+            for half in halves
         ]
         for half, what in zip(packed, ("train on", "hold out"), strict=True):
             if not half.num_counted:
@@ -75,129 +71,57 @@ def open_training_data(
                     f"target: with train_on: answers only messages of the role `assistant` do. Check the "
                     f"roles of its chats, or set train_on: all."
                 )
-        training[name] = MixtureShare(packed[0], source.config.weight)
-        held_out[name] = packed[1]
-    stream = BatchStream(
-        training, batch_size=config.batch_size, seed=seed, process=process, prefetch=config.prefetch
-    )
+        training[name], held_out[name] = packed
+    weights = {name: source.weight for name, source in config.sources.items()}
+    shares = {name: MixtureShare(packed, weights.get(name, 1.0)) for name, packed in training.items()}
     return TrainingData(
-        training=stream,
+        training=BatchStream(
+            shares, batch_size=config.batch_size, seed=seed, process=process, prefetch=config.prefetch
+        ),
         held_out=HeldOutBatches(list(held_out.values()), config.batch_size, process),
         held_out_by_source={
             name: HeldOutBatches([packed], config.batch_size, process) for name, packed in held_out.items()
         },
-        summary=_summary([share.sequences for share in training.values()], list(held_out.values())),
+        summary=_summary(list(training.values()), list(held_out.values())),
     )
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A source: files to train on, and to evaluate on if it names some."""
+    """The documents of a source, and those of the files that it names to hold out, if it does."""
 
-    name: str
-    config: SourceConfig
-    files: tuple[SourceFile, ...]
-    held_out: tuple[SourceFile, ...] = ()
-
-    @property
-    def record_format(self) -> RecordFormat:
-        return RecordFormat(self.config.format, self.config.text_key, self.config.messages_key)
+    cached: CachedTokens
+    held_out: CachedTokens | None
 
 
-def _sources(config: DataConfig, progress: Progress) -> list[_Source]:
-    """All sources with their files, without those that any source holds out."""
+def _tokenized(config: DataConfig, tokenizer: Tokenizer, progress: Progress) -> dict[str, _Source]:
     if not config.sources:
-        files = standard_library_files()
-        return [_Source("python-standard-library", SourceConfig(("*.py",), format="text"), files)]
-    held_by: dict[str, str] = {}
-    found, apart = {}, {}
+        library = SourceConfig(("*.py",), format="text")
+        name, files = "python-standard-library", standard_library_files()
+        return {name: _Source(_cached(library, files, name, config, tokenizer, progress), None)}
+    found = {}
     for name, source in config.sources.items():
         key = f"data.sources.{name}"
-        found[name] = find_files(source.paths, f"{key}.paths", progress.message)
-        apart[name] = find_files(source.held_out, f"{key}.held_out", progress.message)
-        held_by |= {file.identity: key for file in apart[name]}
-    names: dict[str, str] = {}  # a file is split by its name, which must be the same in all sources
-    sources = []
-    for name, source in config.sources.items():
-        rest = tuple(file for file in found[name] if file.identity not in held_by)
-        if not rest:
-            holding = sorted({f"{held_by[file.identity]}.held_out" for file in found[name]})
-            raise DataError(
-                f"{' and '.join(holding)} holds out every file of data.sources.{name}.paths: nothing is left "
-                f"to train on."
-            )
-        rest = tuple(
-            dataclasses.replace(file, split_name=names.setdefault(file.identity, file.name)) for file in rest
+        files, apart = (
+            find_files(source.paths, f"{key}.paths"),
+            find_files(source.held_out, f"{key}.held_out"),
         )
-        sources.append(_Source(name, source, rest, apart[name]))
-    return [_with_others(source, sources) for source in sources]
-
-
-def _with_others(source: _Source, sources: list[_Source]) -> _Source:
-    """The source, with `split_name` only for files of which it or another source holds out a fraction."""
-    splitting = {
-        file.identity: (other, file)
-        for other in sources
-        if other is not source and not other.held_out
-        for file in other.files
-    }
-    for file in source.files:
-        other, same = splitting.get(file.identity, (source, file))
-        formats = [format_of(same, other.record_format), format_of(file, source.record_format)]
-        if formats[0] != formats[1]:
-            raise DataError(
-                f"data.sources.{other.name} reads {file.place} as {formats[0]}, data.sources.{source.name} "
-                f"as {formats[1]}, so the documents that one holds out can't be left out of the other. Give "
-                f"both the same format, or name files to hold out under held_out."
-            )
-    if not source.held_out:
-        return source
-    files = (
-        file if file.identity in splitting else dataclasses.replace(file, split_name="")
-        for file in source.files
-    )
-    return dataclasses.replace(source, files=tuple(files))
-
-
-def _split(
-    source: _Source, config: DataConfig, tokenizer: Tokenizer, progress: Progress
-) -> tuple[TokenizedDocuments, TokenizedDocuments]:
-    """The documents of a source to train on, and those to hold out."""
-    name, fraction = source.name, config.held_out_fraction
-    cached = _cached(source, source.files, name, config, tokenizer, progress)
-    documents, in_fraction = cached.documents, cached.keys < fraction * 2**32
-    if source.held_out:
-        if in_fraction.all():
-            raise DataError(
-                f"Other sources hold out all documents of data.sources.{name}: nothing is left to train on. "
-                f"Name files to hold out under their held_out."
-            )
-        if in_fraction.any():
-            digest = hashlib.sha256(np.packbits(in_fraction).tobytes()).hexdigest()
-            documents = documents.select(~in_fraction, f"without what other sources hold out, {digest}")
-        apart = _cached(source, source.held_out, f"{name}-held-out", config, tokenizer, progress)
-        return documents, apart.documents
-    if in_fraction.all() or not in_fraction.any():
-        raise DataError(
-            f"data.sources.{name} has {len(in_fraction)} documents: {(~in_fraction).sum()} to train on and "
-            f"{in_fraction.sum()} held out at data.held_out_fraction = {fraction}. Both need at least one: "
-            f"change the fraction, or name files to hold out under data.sources.{name}.held_out."
-        )
-    trained_on = documents.select(~in_fraction, f"trained on, {fraction} held out")
-    return trained_on, documents.select(in_fraction, f"held out, {fraction} held out")
+        arguments = (config, tokenizer, progress)
+        held_out = _cached(source, apart, f"{name}-held-out", *arguments) if apart else None
+        found[name] = _Source(_cached(source, files, name, *arguments), held_out)
+    return found
 
 
 def _cached(
-    source: _Source,
+    source: SourceConfig,
     files: tuple[SourceFile, ...],
     name: str,
     config: DataConfig,
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> CachedTokens:
-    how = dataclasses.replace(source.record_format, max_bytes=config.max_record_bytes)
-    answers_only = source.config.train_on == "answers"
-    request = CacheRequest(name, files, how, tokenizer, answers_only, config.on_malformed)
+    how = RecordFormat(source.format, source.text_key, source.messages_key)
+    request = CacheRequest(name, files, how, tokenizer, source.train_on == "answers", config.on_malformed)
     cached = open_token_cache(request, Path(config.cache_dir), progress)
     if cached.counts.num_malformed:
         progress.message(
@@ -205,6 +129,32 @@ def _cached(
             f"{'; '.join(cached.counts.problems)}"
         )
     return cached
+
+
+def _split(
+    sources: dict[str, _Source], fraction: float
+) -> dict[str, tuple[TokenizedDocuments, TokenizedDocuments]]:
+    """The documents of each source to train on, and those to hold out; no text is in both, of any sources."""
+    lowest = np.uint64(fraction * 2**64)
+    held_keys = [
+        source.cached.keys[source.cached.keys < lowest] if source.held_out is None else source.held_out.keys
+        for source in sources.values()
+    ]
+    held = np.concatenate(held_keys)
+    found = {}
+    for name, source in sources.items():
+        documents, keys = source.cached.documents, source.cached.keys
+        is_held = np.isin(keys, held)
+        apart = documents.select(keys < lowest) if source.held_out is None else source.held_out.documents
+        if is_held.all() or not len(apart):
+            raise DataError(
+                f"data.sources.{name} has {len(keys)} documents: {(~is_held).sum()} to train on and "
+                f"{len(apart)} held out, by its own or another source's held_out or by "
+                f"data.held_out_fraction = {fraction}. Both need at least one: change the fraction, or name "
+                f"files to hold out under data.sources.{name}.held_out."
+            )
+        found[name] = documents.select(~is_held), apart
+    return found
 
 
 def _summary(training: list[PackedDocuments], held_out: list[PackedDocuments]) -> str:

@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from stacked_remat.training import (
     BatchStream,
     DataError,
+    HeldOutBatches,
     MixtureShare,
     PackedDocuments,
     ProcessShare,
@@ -33,15 +33,9 @@ def numbers(batches, count):
     return np.array([np.asarray(batches.next().tokens.array)[:, 0] for _ in range(count)])
 
 
-@settings(max_examples=8)
-@given(
-    num_sequences=st.integers(1, 12),
-    batch_size=st.integers(1, 5),
-    seed=st.integers(0, 2**31),
-    epochs=st.integers(1, 3),
-)
-def test_every_epoch_has_every_sequence_once(num_sequences, batch_size, seed, epochs):
-    batches = stream({"a": source(num_sequences)}, batch_size, seed, prefetch=0)
+@pytest.mark.parametrize(("num_sequences", "batch_size", "epochs"), [(1, 3, 2), (7, 2, 2), (12, 5, 1)])
+def test_every_epoch_has_every_sequence_once(num_sequences, batch_size, epochs):
+    batches = stream({"a": source(num_sequences)}, batch_size, seed=3, prefetch=0)
     # `batch_size * epochs` epochs are a whole number of batches
     drawn = numbers(batches, num_sequences * epochs).ravel()
     for epoch in drawn.reshape(-1, num_sequences):
@@ -50,22 +44,23 @@ def test_every_epoch_has_every_sequence_once(num_sequences, batch_size, seed, ep
 
 def test_epochs_and_seeds_differ_in_order_and_a_seed_fixes_it():
     def epochs(seed):
-        return numbers(stream(batch_size=10, seed=seed), 6)
+        return numbers(stream(batch_size=10, seed=seed), 3)
 
-    orders = {tuple(order) for seed in range(3) for order in epochs(seed)}
-    assert len(orders) == 18  # no seed repeats another's epochs either
+    orders = {tuple(order) for seed in range(2) for order in epochs(seed)}
+    assert len(orders) == 6  # no seed repeats another's epochs either
     np.testing.assert_array_equal(epochs(1), epochs(1))
 
 
-@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("count", [2, 3])
 def test_processes_share_the_batches_of_one(count):
     sources = {"a": source(10), "b": source(7, first=50, weight=2.0)}
-    alone = numbers(stream(sources, batch_size=6), 9)
-    shares = [numbers(stream(sources, 6, process=ProcessShare(index, count)), 9) for index in range(count)]
+    alone = numbers(stream(sources, batch_size=6), 4)
+    shares = [numbers(stream(sources, 6, process=ProcessShare(index, count)), 4) for index in range(count)]
     np.testing.assert_array_equal(np.concatenate(shares, axis=1), alone)
+    assert stream(sources, 6, process=ProcessShare(0, count)).get_state() == stream(sources, 6).get_state()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_saved_position_leads_to_the_next_batches(prefetch):
     batches = stream(prefetch=prefetch)
     numbers(batches, 5)
@@ -85,40 +80,14 @@ def _at(state, further):
     return fresh
 
 
-def test_a_position_does_not_depend_on_the_number_of_processes():
-    alone = stream(batch_size=4)
-    numbers(alone, 3)
-    shares = [stream(batch_size=4, process=ProcessShare(index, 2)) for index in range(2)]
-    for share in shares:
-        share.set_state(alone.get_state())
-    together = np.concatenate([numbers(share, 4) for share in shares], axis=1)
-    np.testing.assert_array_equal(together, numbers(alone, 4))
-    assert shares[0].get_state() == alone.get_state()
-
-
 def test_a_mixture_follows_its_weights_evenly():
     sources = {"a": source(5, weight=3), "b": source(5, first=50, weight=1), "c": source(5, 90, weight=4.5)}
-    drawn = numbers(stream(sources, batch_size=85, prefetch=0), 2).ravel()
+    drawn = numbers(stream(sources, batch_size=34, prefetch=0), 1).ravel()
     names = np.where(drawn < 50, "a", np.where(drawn < 90, "b", "c"))
-    assert collections.Counter(names) == {"a": 60, "b": 20, "c": 90}
+    assert collections.Counter(names) == {"a": 12, "b": 4, "c": 18}
     for name, share in {"a": 3 / 8.5, "b": 1 / 8.5, "c": 4.5 / 8.5}.items():
         assert (abs(np.cumsum(names == name) - share * np.arange(1, len(names) + 1)) < 2).all()
-    for own in (drawn[names == "a"], drawn[names == "c"]):
-        for epoch in own.reshape(-1, 5):
-            assert len(set(epoch)) == 5
-
-
-def test_each_source_of_a_mixture_has_an_order_of_its_own():
-    drawn = numbers(stream({"a": source(50), "b": source(50, first=100)}, batch_size=100), 1)[0]
-    assert (drawn[drawn < 100] != drawn[drawn >= 100] - 100).any()
-
-
-def test_a_batch_has_all_fields():
-    batch = stream().next()
-    for named in (batch.tokens, batch.targets, batch.weights, batch.documents, batch.positions):
-        assert [(axis.name, axis.size) for axis in named.axes] == [("batch", 3), ("position", 4)]
-    assert np.asarray(batch.positions.array).tolist() == [[0, 1, 2, 3]] * 3
-    assert (np.asarray(batch.documents.array) == 1).all() and batch.weights.dtype == np.float32
+    assert len(set(drawn[names == "a"][:5])) == len(set(drawn[names == "c"][5:10])) == 5
 
 
 @pytest.mark.parametrize(
@@ -146,10 +115,38 @@ def test_the_order_of_sources_is_part_of_the_data():
         stream({"b": b, "a": a}).set_state(state)
 
 
-def test_impossible_shares_are_refused():
-    with pytest.raises(DataError, match=r"data.batch_size = 3 can't be shared equally by 2 processes"):
-        stream(process=ProcessShare(0, 2))
-    with pytest.raises(ValueError, match=r"process 2 of 2"):
-        ProcessShare(2, 2)
-    with pytest.raises(ValueError, match=r"at least one source"):
-        stream({})
+def held(num_sequences, first=0):
+    return source(num_sequences, first, seq_len=3).sequences
+
+
+def rows(batches):
+    """The number of each sequence, and whether it counts, over all batches."""
+    found = [batches.batch(index) for index in range(len(batches))]
+    tokens = np.concatenate([np.asarray(batch.tokens.array)[:, 0] for batch in found])
+    weights = np.concatenate([np.asarray(batch.weights.array)[:, 0] for batch in found])
+    return tokens[weights > 0], weights
+
+
+def test_every_sequence_comes_once_and_the_rest_is_padding():
+    batches = HeldOutBatches([held(7), held(4, first=50)], 4)
+    assert len(batches) == 3 and batches.num_sequences == 11
+    tokens, weights = rows(batches)
+    assert sorted(tokens) == [0, 1, 2, 3, 4, 5, 6, 50, 51, 52, 53]
+    assert weights.tolist() == [1.0] * 11 + [0.0]
+    last = batches.batch(2)
+    assert not np.asarray(last.documents.array)[-1].any() and last.tokens.array.shape == (4, 3)
+
+
+def test_the_first_batches_are_a_sample_of_all_and_always_the_same():
+    first, second = (HeldOutBatches([held(50), held(50, first=100)], 20).batch(0) for _ in range(2))
+    tokens = np.asarray(first.tokens.array)[:, 0]
+    np.testing.assert_array_equal(tokens, np.asarray(second.tokens.array)[:, 0])
+    assert 4 <= (tokens >= 100).sum() <= 16
+
+
+def test_processes_share_each_batch():
+    whole = HeldOutBatches([held(11)], 4)
+    shares = [HeldOutBatches([held(11)], 4, ProcessShare(index, 2)) for index in range(2)]
+    for index in range(len(whole)):
+        together = np.concatenate([np.asarray(share.batch(index).tokens.array) for share in shares])
+        np.testing.assert_array_equal(together, np.asarray(whole.batch(index).tokens.array))

@@ -66,7 +66,6 @@ def test_without_marks_answers_follow_the_generation_prompt():
     chat = ByteTokenizer().chat_template.render_with_answers(CHAT)
     assert chat.text == ByteTokenizer().chat_template.render(CHAT)
     assert answers(chat) == ["two.<|im_end|>\n", "four.<|im_end|>\n"]
-    assert ByteTokenizer().chat_template.render_with_answers(CHAT[:1]).answers == ()
 
 
 # Earlier answers lose their thoughts, and the last one may end otherwise.
@@ -122,7 +121,7 @@ def test_answers_are_found_where_templates_write_earlier_ones_otherwise():
         source = source.replace("THINK", think).replace("OPEN", "" if think else "<think>")
         source = source.replace("TRIM", trim)
         without = ChatTemplate(re.sub(r"{% (end)?generation %}", "", source), {})
-        for _ in range(12):
+        for _ in range(8):
             chat = random_chat(random)
             assert without.render_with_answers(chat) == ChatTemplate(source, {}).render_with_answers(chat)
 
@@ -133,9 +132,6 @@ def test_answers_that_cannot_be_found_are_refused():
     )
     with pytest.raises(ChatTemplateError, match=r"the answer of message 1 can't be found.*generation"):
         ChatTemplate(forgets, {}).render_with_answers(CHAT)
-    sly = [{"role": "assistant", "content": "\ufdd1x"}]
-    with pytest.raises(ChatTemplateError, match=r"noncharacters"):
-        ChatTemplate(MARKED, {}).render_with_answers(sly)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +148,10 @@ def test_errors_of_templates_and_forbidden_access_are_raised(source, message):
         ChatTemplate(source, {}).render(CHAT)
 
 
-def test_an_invalid_template_is_refused():
-    with pytest.raises(DataError, match=r"chat template is not valid Jinja, line 2"):
-        ChatTemplate("a\n{% for %}", {}).render(CHAT)
-
-
 def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
     monkeypatch.setattr(chat_template, "_LONGEST", 1000)
     source = "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages }}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match=r"writes more than 1,000 characters for one chat\. Fix"):
         ChatTemplate(source, {}).render(CHAT)
+    with pytest.raises(DataError, match=r"chat template is not valid Jinja, line 2"):
+        ChatTemplate("a\n{% for %}", {}).render(CHAT)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stacked_remat.training import ChatTemplate, DataError, RenderedChat
+from stacked_remat.training import DataError, RenderedChat
 from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
 
 from .word_tokenizer import CHAT_TEMPLATE, word_tokenizer
@@ -62,12 +62,8 @@ def test_a_token_that_begins_before_an_answer_and_reaches_into_it_counts():
     assert make().decode(tokens[counted]) == " or"
 
 
-def test_the_template_can_use_special_tokens():
+def test_the_template_can_use_special_tokens_and_is_needed_for_chats():
     assert make(template="{{ bos_token }}{{ eos_token }}").chat_template.render([]) == "<s></s>"
-    assert isinstance(make().chat_template, ChatTemplate)
-
-
-def test_without_a_template_chats_are_refused():
     with pytest.raises(DataError, match=r"The tokenizer words has no chat template.*chat_template.jinja"):
         _ = make(template=None).chat_template
 

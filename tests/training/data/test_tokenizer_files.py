@@ -46,34 +46,23 @@ def hub(tmp_path, monkeypatch):
     """A hub with the repository `someone/words`; remembers what was asked for."""
     folder, asked = save(tmp_path / "hub"), []
 
-    def download(repository, file, *, revision):
-        asked.append((repository, file, revision))
-        if repository != "someone/words":
-            raise OSError(f"{repository} is not a repository")
-        if not (folder / file).exists():
-            raise huggingface_hub.errors.EntryNotFoundError(file)
-        return str(folder / file)
+    def download(repository, *, revision, allow_patterns):
+        asked.append((repository, revision))
+        assert allow_patterns[0] == "tokenizer.json" and len(allow_patterns) == 4
+        return str(folder)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return asked
 
 
-def test_a_name_on_the_hub_is_fetched_file_by_file_at_its_revision(hub, tmp_path):
+def test_a_name_on_the_hub_is_fetched_at_its_revision(hub, tmp_path):
     fetched = load_tokenizer("someone/words@v2")
     assert fetched.fingerprint == load_tokenizer(str(tmp_path / "hub")).fingerprint
-    assert ("someone/words", "tokenizer.json", "v2") in hub
     load_tokenizer("someone/words")
-    assert hub[-1][2] is None
+    assert hub == [("someone/words", "v2"), ("someone/words", None)]
 
 
-def test_a_name_that_the_hub_does_not_know_is_refused(hub):
-    with pytest.raises(
-        DataError, match=r"'some/thing' is not a local folder or file, and was not found on the"
-    ):
-        load_tokenizer("some/thing")
-
-
-def test_cached_files_are_used_offline(tmp_path, monkeypatch):
+def test_cached_files_are_used_offline_and_what_is_not_there_is_named(tmp_path, monkeypatch):
     """With the real client, on a cache laid out as it lays it out."""
     repository = tmp_path / "hub" / "models--someone--words"
     snapshot = save(repository / "snapshots" / ("a" * 40))
@@ -82,34 +71,11 @@ def test_cached_files_are_used_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert load_tokenizer("someone/words").fingerprint == load_tokenizer(str(snapshot)).fingerprint
-    with pytest.raises(DataError, match=r"'someone/else' is not a local folder or file.*can't be reached"):
-        load_tokenizer("someone/else")
-
-
-def test_files_known_to_be_missing_are_not_needed_offline(hub, tmp_path, monkeypatch):
-    fetch = huggingface_hub.hf_hub_download
-    known = {"chat_template.jinja": object(), "special_tokens_map.json": object()}
-
-    def download(repository, file, *, revision):
-        if file != "tokenizer.json" and not (tmp_path / "hub" / file).exists():
-            raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
-        return fetch(repository, file, revision=revision)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda _, file, revision: known.get(file))
-    assert load_tokenizer("someone/words").encode("never").size == 1
-    known.clear()
-    with pytest.raises(DataError, match=r"can't be reached"):
-        load_tokenizer("someone/words")
-
-
-def test_an_unreachable_hub_is_named(monkeypatch):
-    def download(*_, **__):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(DataError, match=r"the Hub can't be reached: no connection"):
-        load_tokenizer("someone/words")
+    for name in ("someone/else", "a--b/c"):
+        with pytest.raises(
+            DataError, match=rf"'{name}' is not a local folder or file, and could not be fetch"
+        ):
+            load_tokenizer(name)
 
 
 def test_an_invalid_tokenizer_is_refused(tmp_path):
@@ -136,43 +102,13 @@ def test_its_files_have_the_names_that_other_libraries_look_for(tmp_path, hub):
         read_tokenizer_files(str(folder))
 
 
-def test_a_tilde_is_expanded(tmp_path, monkeypatch):
-    save(tmp_path / "words")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert "tokenizer.json" in read_tokenizer_files("~/words")
-
-
-EMPTY = '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
-
-
 @pytest.mark.parametrize(
     ("file", "written", "message"),
     [
         ("tokenizer.json", b"", r"tokenizer.json of data.tokenizer = .* can't be read: EOF"),
-        ("tokenizer.json", b'{"version": "1.0", "mod', r"can't be read: EOF"),
         ("tokenizer.json", b"\xff\xfe", r"tokenizer.json of data.tokenizer is not UTF-8 text"),
-        ("tokenizer.json", EMPTY.encode(), r"has no token in its vocabulary"),
         ("tokenizer_config.json", b"", r"data.tokenizer = .*/tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", b"\xff", r"tokenizer_config.json is not valid JSON: .utf-8. codec"),
-        ("tokenizer_config.json", b"[" * 10**5, r"is nested too deeply"),
         ("tokenizer_config.json", b"[1]", r"tokenizer_config.json holds a list; a JSON object was expected"),
-        ("tokenizer_config.json", b'{"eos_token": 5}', r"`eos_token` in the config .* is 5; expected a text"),
-        (
-            "tokenizer_config.json",
-            b'{"eos_token": {"id": 5}}',
-            r"`eos_token` .* expected a text, or an object",
-        ),
-        (
-            "tokenizer_config.json",
-            b'{"chat_template": 7}',
-            r"`chat_template` .* of type int; expected a text",
-        ),
-        ("tokenizer_config.json", b'{"chat_template": ["a"]}', r"of type list; expected"),
-        (
-            "tokenizer_config.json",
-            b'{"chat_template": [{"name": "default", "template": {}}]}',
-            r"of type dict",
-        ),
         ("special_tokens_map.json", b"null", r"special_tokens_map.json holds a NoneType"),
         ("chat_template.jinja", b"\x80", r"chat_template.jinja of data.tokenizer is not UTF-8"),
     ],
@@ -181,14 +117,3 @@ def test_damaged_files_are_named(tmp_path, file, written, message):
     (save(tmp_path) / file).write_bytes(written)
     with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path))
-
-
-def test_errors_of_the_package_are_data_errors(tmp_path):
-    words = {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}
-    save(tmp_path).joinpath("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
-    tokenizer = load_tokenizer(str(tmp_path))
-    for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
-        with pytest.raises(
-            DataError, match=r"tokenizer.json of data.tokenizer = .* can't be used: WordLevel"
-        ):
-            encode("hello")

@@ -1,9 +1,7 @@
 """Tests of stacked_remat/training/data/training_data.py."""
 
-import dataclasses
 import json
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from stacked_remat.training import (
     ByteTokenizer,
     DataConfig,
     DataError,
-    ProcessShare,
     SourceConfig,
     load_tokenizer,
     open_training_data,
@@ -71,7 +68,7 @@ def test_every_document_is_trained_on_or_held_out(folder, tmp_path):
     assert set(held_out_text(fewer.held_out)) < set(held_out)
 
 
-def test_the_split_is_by_name_and_survives_other_files(folder, tmp_path):
+def test_the_split_is_by_content_and_survives_other_files(folder, tmp_path):
     def held_out():
         source = {"all": SourceConfig((str(folder),))}
         data = open_data(tmp_path, sources=source, held_out_fraction=0.3, packing="whole")
@@ -80,14 +77,8 @@ def test_the_split_is_by_name_and_survives_other_files(folder, tmp_path):
     before = held_out()
     for number in range(20, 40):
         next(folder.rglob(f"{number:02d}.txt")).unlink()
+    next(folder.rglob("01.txt")).rename(folder / "zz.txt")
     assert held_out() == {text for text in before if int(text.split()[1]) < 20}
-
-
-def test_lines_of_one_file_are_split_too(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(100)))
-    source = {"one": SourceConfig((str(tmp_path / "a.jsonl"),))}
-    data = open_data(tmp_path, sources=source, held_out_fraction=0.2, packing="whole")
-    assert 10 <= len(held_out_text(data.held_out)) <= 30
 
 
 def test_named_held_out_files_replace_the_fraction(folder, tmp_path):
@@ -103,21 +94,9 @@ def test_named_held_out_files_replace_the_fraction(folder, tmp_path):
     assert training_text(alone, 1) == ["one", "two"]
 
 
-def test_a_mixture_has_its_weights(folder, tmp_path):
-    fsspec.filesystem("memory").pipe("/mix/a.jsonl", b'{"text": "ONE"}\n{"text": "TWO"}\n' * 20)
-    sources = {
-        "near": SourceConfig((str(folder),)),
-        "far": SourceConfig(("memory://mix/a.jsonl",), weight=3.0),
-    }
-    data = open_data(tmp_path, sources=sources, held_out_fraction=0.2)
-    tokens = np.concatenate([np.asarray(data.training.next().tokens.array) for _ in range(20)])
-    upper = (tokens >= ord("A")) & (tokens <= ord("Z"))
-    assert upper.any(axis=1).sum() == 60
-
-
 def test_another_tokenizer_and_only_answers(tmp_path):
-    chat = [{"role": "user", "content": "never odd"}, {"role": "assistant", "content": "or even"}]
-    for name in ("chats", "exam"):
+    for name, question in (("chats", "never odd"), ("exam", "odd")):
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "or even"}]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat}))
     paths, exam = (str(tmp_path / "chats.jsonl"),), (str(tmp_path / "exam.jsonl"),)
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
@@ -130,25 +109,6 @@ def test_another_tokenizer_and_only_answers(tmp_path):
         assert targets[-1] == tokenizer.encode("</turn>")[0]
 
 
-def test_the_seed_changes_the_order_of_training_only(folder, tmp_path):
-    source = {"all": SourceConfig((str(folder),))}
-    one, other = (open_data(tmp_path, sources=source, held_out_fraction=0.3, seed=seed) for seed in (0, 1))
-    assert np.any(np.asarray(one.training.next().tokens.array != other.training.next().tokens.array))
-    same = np.asarray(one.held_out.batch(0).tokens.array == other.held_out.batch(0).tokens.array)
-    assert same.all()
-
-
-def test_processes_get_their_rows_and_no_prefetch_is_needed(folder, tmp_path):
-    source = {"all": SourceConfig((str(folder),))}
-    shares = [
-        open_data(tmp_path, sources=source, process=ProcessShare(index, 2), prefetch=0) for index in range(2)
-    ]
-    alone = open_data(tmp_path, sources=source)
-    together = np.concatenate([np.asarray(share.training.next().tokens.array) for share in shares])
-    np.testing.assert_array_equal(together, np.asarray(alone.training.next().tokens.array))
-    assert shares[0].held_out.batch(0).tokens.array.shape == (2, 32)
-
-
 def test_the_standard_library_is_the_default(tmp_path):
     progress = Silent()
     data = open_data(tmp_path, progress=progress, seq_len=2048)
@@ -159,7 +119,7 @@ def test_the_standard_library_is_the_default(tmp_path):
 
 
 def test_skipped_records_are_reported_with_examples(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(['{"text": "a line"}'] * 40 + ["{"] * 7))
+    (tmp_path / "a.jsonl").write_text("\n".join([f'{{"text": "line {n}"}}' for n in range(40)] + ["{"] * 7))
     progress = Silent()
     source = {"one": SourceConfig((str(tmp_path / "a.jsonl"),))}
     for _ in range(2):  # also when it comes from the cache
@@ -178,15 +138,6 @@ def test_too_few_documents_to_split_are_refused(tmp_path, number):
     message = r"data.sources.one has 1 documents: . to train on and . held out" if number else "have no text"
     with pytest.raises(DataError, match=message):
         open_data(tmp_path, sources=source)
-
-
-def test_a_path_without_files_names_its_key(tmp_path):
-    with pytest.raises(DataError, match=r"missing' in data.sources.x.paths matches no file"):
-        open_data(tmp_path, sources={"x": SourceConfig((str(tmp_path / "missing"),))})
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(DataError, match=r"in data.sources.x.held_out matches no file"):
-        paths = (str(tmp_path / "a.txt"),), (str(tmp_path / "missing"),)
-        open_data(tmp_path, sources={"x": SourceConfig(*paths)})
 
 
 def chats(path, role):
@@ -212,70 +163,27 @@ def test_the_summary_counts_targets(tmp_path):
     assert f", {held_out:,} in " in data.summary
 
 
-def test_held_out_files_are_not_trained_on(folder, tmp_path):
+def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path):
+    """Whatever the file, its name and its format."""
+    (tmp_path / "exam.jsonl").write_text('{"text": "text 0"}\n{"text": "text 3"}')
+    texts = "\n".join(json.dumps({"text": f"text {number}"}) for number in range(0, 40, 2))
+    (tmp_path / "even.jsonl").write_text(texts)
+    sources = {
+        "named": SourceConfig((str(folder / "part0"),), held_out=(str(tmp_path / "exam.jsonl"),)),
+        "fraction": SourceConfig((str(folder),)),
+        "lines": SourceConfig((str(tmp_path / "even.jsonl"),)),
+    }
+    data = open_data(tmp_path, sources=sources, packing="whole", held_out_fraction=0.3)
+    trained, held_out = set(training_text(data, 20)), set(held_out_text(data.held_out))
+    assert {"text 0", "text 3"} < held_out and len(held_out) > 5
+    assert trained == {f"text {number}" for number in range(40)} - held_out
+
+
+def test_a_source_that_is_all_held_out_is_refused(folder, tmp_path):
     one = str(folder / "part0/00.txt")
     data = open_data(
         tmp_path, sources={"all": SourceConfig((str(folder),), held_out=(one,))}, packing="whole"
     )
-    assert held_out_text(data.held_out)[-1] == "text 0"
     assert "39 documents to train on" in data.summary and " in 1 held out" in data.summary
-    with pytest.raises(DataError, match=r"data\.sources\.all\.held_out holds out every file"):
+    with pytest.raises(DataError, match=r"data\.sources\.all has 1 documents: 0 to train on and 1 held out"):
         open_data(tmp_path, sources={"all": SourceConfig((one,), held_out=(one,))})
-
-
-def trained_on(tmp_path, **options):
-    """What each source trains on, and what all hold out, as texts."""
-    found = {}
-    for name in options["sources"]:
-        weights = {other: 1e6 if other == name else 1e-6 for other in options["sources"]}
-        sources = {
-            other: dataclasses.replace(source, weight=weights[other])
-            for other, source in options["sources"].items()
-        }
-        data = open_data(tmp_path, **{**options, "sources": sources}, packing="whole", prefetch=0)
-        found[name] = set(training_text(data, 12))
-        data.training.close()
-    return found, set(held_out_text(data.held_out))
-
-
-def test_held_out_documents_of_one_source_are_not_trained_on_by_another(folder, tmp_path):
-    (tmp_path / "other").symlink_to(folder)
-    held = (str(folder / "part0" / "00.txt"), str(folder / "part0" / "03.txt"))
-    sources = {
-        "named": SourceConfig((str(folder / "part0"),), held_out=held),
-        "fraction": SourceConfig((str(tmp_path / "other"),)),
-        "deeper": SourceConfig((f"{folder}/part0/", str(folder / "part1"))),
-    }
-    trained, held_out = trained_on(tmp_path, sources=sources, held_out_fraction=0.3)
-    assert {"text 0", "text 3"} < held_out
-    everything = {f"text {number}" for number in range(40)}
-    assert trained["fraction"] == everything - held_out
-    below = {f"text {number}" for number in range(40) if number % 3 == 0}
-    assert trained["named"] == below - held_out and (below & held_out) > {"text 0", "text 3"}
-
-
-def test_a_file_read_in_two_formats_is_held_out_only_by_name(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"line {n}"}) for n in range(30)))
-    (tmp_path / "other.txt").write_text("held out")
-    path = (str(tmp_path / "a.jsonl"),)
-    sources = {"lines": SourceConfig(path), "whole": SourceConfig(path, format="text")}
-    with pytest.raises(DataError, match=r"sources.whole reads .*a.jsonl as text, .*lines as jsonl, .*held"):
-        open_data(tmp_path, sources=sources)
-    held_out = (str(tmp_path / "other.txt"),)
-    open_data(
-        tmp_path,
-        sources={name: dataclasses.replace(source, held_out=held_out) for name, source in sources.items()},
-    )
-
-
-def test_a_damaged_shard_is_an_error_that_names_it(folder, tmp_path):
-    sources = {"all": SourceConfig((str(folder),))}
-    open_data(tmp_path, sources=sources)
-    (tokens,) = (tmp_path / "cache").rglob("tokens.npy")
-    tokens.write_bytes(tokens.read_bytes()[:-9])
-    data = open_data(tmp_path, sources=sources, prefetch=2)
-    with pytest.raises(
-        DataError, match=r"tokens.npy is damaged.*Delete the token cache .*cache/all-\w+, and"
-    ):
-        data.training.next()
-    data.training.close()

@@ -9,7 +9,6 @@ import pytest
 from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run
 
 
-
 @pytest.mark.usefixtures("standard_promotion")
 def test_an_example_runs_and_prints():
     """A quick one; `make docs` runs all of them."""

@@ -16,9 +16,9 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+from models.candidate import Candidate
 from models.decoder.config import DecoderConfig
 from models.run_config import LmRunConfig
-from models.step_memory import StepMemory
 from stacked_remat import memory
 from stacked_remat.training import parse_config
 
@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> Path:
         raise SystemExit("A config of a decoder is expected.")
     for layers in options.layers or [config.model.num_layers]:
         for update, policy in itertools.product(options.updates, options.policies):
-            step = StepMemory(_altered(config, layers, update), options.target, options.devices)
-            found = step.report(POLICIES[policy])
+            step = Candidate(_altered(config, layers, update), options.target, options.devices)
+            found = step.having({}, POLICIES[policy]).report()
             row = {"layers": layers, "tokens": config.data.seq_len, "policy": policy, "update": update}
             row["weights divided by"] = ", ".join(config.trainer.mesh.param_mapping)
             rows.append({**row, "sent": found.sent, **memory_row(found)})

@@ -38,8 +38,8 @@ import numpy as np
 import optax
 from jax import lax
 
+from models.candidate import Candidate
 from models.run_config import LmRunConfig
-from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, streaming
 from stacked_remat.training import parse_config
 
@@ -256,7 +256,7 @@ def steps(options: argparse.Namespace, altered: Sequence[str]) -> Path:
         for tokens in options.context or [given.data.seq_len]:
             config = dataclasses.replace(given, data=dataclasses.replace(given.data, seq_len=tokens))
             assert config.policy is not None
-            found = StepMemory(config, options.target).report(config.policy)
+            found = Candidate(config, options.target).report()
             moved, least = found.flops.bytes_from_host + found.flops.bytes_to_host, found.least_time
             transfers = "-"
             if moved and least is not None:

@@ -92,6 +92,7 @@ FOR_ANY_ARCHITECTURE = (
     "models/decoder/",
     "models/hf_io/",
     "models/generation/",
+    "models/candidate.py",
     "models/command.py",
     "models/export_hf.py",
     "models/generate.py",
@@ -102,7 +103,6 @@ FOR_ANY_ARCHITECTURE = (
     "models/plot.py",
     "models/replay_lm.py",
     "models/run_state.py",
-    "models/step_memory.py",
     "models/train_lm.py",
     "models/trained_run.py",
 )

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 import models.train_lm as train_lm
+from models.candidate import Candidate
 from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.export_hf import main as export_hf
 from models.generate import main as generate
@@ -23,7 +24,6 @@ from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import check_step, initial_state, run_optimizer, state_shapes
-from models.step_memory import StepMemory
 from stacked_remat.lora import LoraConfig, merge_lora
 from stacked_remat.training import (
     AdamWConfig,
@@ -215,10 +215,10 @@ def test_what_cannot_be_combined_with_streaming_is_refused(options, message):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("update", "streaming"), [(FUSED, True), (UpdateConfig(), False)])
 def test_auto_streams_where_nothing_else_fits_and_the_run_can(update, streaming, monkeypatch):
-    def plan(step, *, streamed, **_):
-        return SimpleNamespace(policy="offload", streamed=streamed)
+    def plan(step, **_):
+        return SimpleNamespace(policy="offload", streamed=step.can_stream)
 
-    monkeypatch.setattr(StepMemory, "plan", plan)
+    monkeypatch.setattr(Candidate, "plan", plan)
     config = config_of(False, update=update, remat="auto", budget="1GiB")
     found = train_lm._resolved(config, ConsoleProgress(), Partitioning.of(config.trainer.mesh))
     assert (found.remat, found.budget, found.trainer.streaming) == ("offload", None, streaming)

@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 import pytest
 
+from models.candidate import Candidate
 from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from models.step_memory import StepMemory
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import count_flops
 from stacked_remat.ops import backends_taken
@@ -54,7 +54,7 @@ def config_of(kind):
 def compiled(kind, target):
     """The report of a step with several documents, and the kernels that it takes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
-        return StepMemory(config_of(kind), target).report(True), taken
+        return Candidate(config_of(kind), target).report(), taken
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -319,7 +319,7 @@ CASES = [
     Case("a vocabulary of 10**11", _train("--vocab_size", "100000000000"), _FITS),
     Case(
         "10**9 new tokens",
-        _ended("generate", "--checkpoint", "{root}/whole", *_PROMPT, "--max_new_tokens", "1000000000"),
+        _ended("generate", "--run_dir", "{root}/whole", *_PROMPT, "--max_new_tokens", "1000000000"),
         "--max_new_tokens",
     ),
     Case("3 * 10**9 tokens in a sequence", _train("--data.seq_len", "3000000000"), "at most 2,147,483,647"),
@@ -342,11 +342,11 @@ CASES = [
     ),
     Case(
         "a damaged checkpoint to generate from",
-        _flipped(_NEWEST, "--checkpoint", "{own}/run", *_PROMPT, name="generate"),
+        _flipped(_NEWEST, "--run_dir", "{own}/run", *_PROMPT, name="generate"),
         "checkpoints/150",
     ),
     Case("overwrite of a run whose checkpoints are a link", _linked_checkpoints, "is a symbolic link to"),
-    Case("no run to generate from", _ended("generate", "--checkpoint", "{own}", *_PROMPT), "run folder"),
+    Case("no run to generate from", _ended("generate", "--run_dir", "{own}", *_PROMPT), "run folder"),
     Case("no model to generate from", _ended("generate", "--model", "{own}/none", *_PROMPT), "none"),
     Case("no run to export", _ended("export_hf", "--run_dir", "{own}", *_OUT), "No checkpoint in"),
     Case("an export onto something", _ended("export_hf", *_WHOLE, "--out", "{root}/whole"), "whole"),

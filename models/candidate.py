@@ -12,7 +12,7 @@ from models.decoder.config import DecoderConfig, SparseDecoderConfig
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from stacked_remat import ScanCheckpointSpec
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, TargetError, Trial, find_target, plan, report
 from stacked_remat.ops import expert_backend
 from stacked_remat.training import (
@@ -53,6 +53,12 @@ class Candidate:
         for key, value in settings.items():
             config = config if key == "devices" else _replaced(config, key.split("."), value)
         return replace(self, config=config, devices=settings.get("devices", self.devices))
+
+    @property
+    def policy(self) -> ScanCheckpointPolicy:
+        """The policy; of any but a step of `remat: auto`."""
+        assert self.config.policy is not None
+        return self.config.policy
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
             except (DoesNotFit, jax.errors.JaxRuntimeError, ValueError) as error:
                 errors.append(error)  # such as a policy that a fused update does not take
                 failure = str(error).splitlines()[0]
-            trials.append(Trial(step.config.remat, report, failure, step.config.trainer.streaming, name))
+            trials.append(Trial(step.policy, report, failure, step.config.trainer.streaming, name))
             progress.advance(task)
     if not any(trial.report for trial in trials):
         raise errors[0]

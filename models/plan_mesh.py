@@ -45,7 +45,7 @@ class Division:
     @property
     def trial(self) -> Trial:
         """The division as the row of a table, by its number."""
-        return Trial(self.step.config.remat, self.report, label=_named(self.number, self.step))
+        return Trial(self.step.policy, self.report, label=_named(self.number, self.step))
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -149,7 +149,8 @@ def _divisions(step: Candidate, number: int, budget: Budget, errors: list[Except
             return None
         return Division(own, report, number) if report is not None and budget.holds(report) else None
 
-    update, policies = step.config.trainer.update, _POLICIES
+    update = step.config.trainer.update
+    policies: list[ScanCheckpointSpec] = [*_POLICIES]
     for times in (1,) if update.fused else _MORE_MICROBATCHES:  # a fused update takes one microbatch
         settings = {"trainer.update.microbatches": update.microbatches * times}
         try:
@@ -161,7 +162,7 @@ def _divisions(step: Candidate, number: int, budget: Budget, errors: list[Except
                 yield (tried(settings, False) or fitting) if policy is True else fitting
                 if policy != "nested":
                     return
-                policies = tuple(policy for policy in policies if policy != "nested")
+                policies = [policy for policy in policies if policy != "nested"]
                 break
 
 

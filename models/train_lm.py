@@ -353,8 +353,8 @@ def _finished(
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
-            f"  {python} -m models.generate --checkpoint {folder.root} --prompt TEXT",
-            f"  {python} -m models.plot {folder.root}",
+            f"  {python} -m models.generate --run_dir {folder.root} --prompt TEXT",
+            f"  {python} -m models.plot --run_dir {folder.root}",
         ]
     )
 

@@ -283,4 +283,4 @@ def test_as_many_slots_as_tokens_are_read(monkeypatch):
     monkeypatch.setattr(decoding, "first_tokens", lambda *args: asked.append(args[-1]) or real(*args))
     assert continued("dense", prompts_of(4, 2), 1).shape == (2, 1)
     assert continued("dense", prompts_of(4, 2), 7).shape == (2, 7)
-    assert asked == [4, 10]
+    assert asked == [16, 22]  # prompts are padded to 16

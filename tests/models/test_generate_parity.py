@@ -12,9 +12,9 @@ from models.decoder.config import AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
-from models.generator_source import source_of_folder
 from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import write_decoder
+from models.loading import find_model
 
 from ..training.data import word_tokenizer
 
@@ -63,11 +63,11 @@ def test_a_batch_continues_as_hugging_face_continues_each_prompt(name, tmp_path)
     Vocab = Axis("vocab", tokenizer.get_vocab_size())
     model = eqx.filter_jit(Decoder.init)(MODELS[name], Vocab, key=jax.random.key(3))
     write_decoder(tmp_path / "exported", model)
-    source = source_of_folder(str(tmp_path / "exported"), tokenizer=str(folder))
+    source = find_model(str(tmp_path / "exported"), tokenizer=str(folder))
     prompts = [source.tokenizer.encode(text) for text in ("never odd or even", " hello")]
     assert len({len(prompt) for prompt in prompts}) == 2
     steps = continued_tokens(
-        source.read(),
+        source.load(),
         prompts,
         max_new_tokens=NEW,
         sampling=Sampling(temperature=0.0),

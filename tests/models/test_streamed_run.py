@@ -184,7 +184,7 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
             assert export_hf(["--run_dir", str(workplace / run), "--out", str(out)]) == 0
             text = io.StringIO()
             prompts = ["--prompt", "ab", "--max_new_tokens", "4", "--temperature", "0"]
-            assert generate(["--checkpoint", str(workplace / run), *prompts], Console(file=text)) == 0
+            assert generate(["--run_dir", str(workplace / run), *prompts], Console(file=text)) == 0
         files.append((out / "model.safetensors").read_bytes())
         texts.append(text.getvalue())
     assert files[0] == files[1] and texts[0] == texts[1] != ""

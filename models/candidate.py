@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from models.decoder.config import DecoderConfig, SparseDecoderConfig
-from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
@@ -254,7 +253,7 @@ class Candidate:
     def _train_step(self) -> Callable[..., Any]:
         return build_step(
             self.config.trainer,
-            loss_function=next_token_loss,
+            loss_function=self.config.loss,
             optimizer=run_optimizer(self.config),
             partitioning=self.partitioning,
         )

@@ -80,7 +80,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
                 ends=found.ends,
                 stops=stops,
                 stop_texts=options.stop,
-                rows=min(options.batch_size, fitting),
+                rows=min(options.batch_size, fitting, len(prompts)),
             ),
             len(prompts),
         )

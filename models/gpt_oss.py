@@ -15,7 +15,7 @@ from models.hf_io.config_fields import (
     windows,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
-from models.hf_io.stacked_weights import FusedTensor
+from models.hf_io.stacked_weights import ExpertsTensor
 from models.lm import LmConfig
 
 
@@ -59,14 +59,16 @@ FIELDS = {
     "swiglu_alpha": Only(1.702, written=True),
     "swiglu_limit": Only(7.0, written=True),
 }
+_GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
+_GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)
 TENSORS = {
     **DECODER_TENSORS,
-    "gate_proj.weight": FusedTensor("gate_up_proj", transposed=True, part=0, parts=2),
-    "gate_proj.bias": FusedTensor("gate_up_proj_bias", part=0, parts=2),
-    "up_proj.weight": FusedTensor("gate_up_proj", transposed=True, part=1, parts=2),
-    "up_proj.bias": FusedTensor("gate_up_proj_bias", part=1, parts=2),
-    "down_proj.weight": FusedTensor("down_proj", transposed=True),
-    "down_proj.bias": FusedTensor("down_proj_bias"),
+    "gate_proj.weight": _GATE_UP,
+    "gate_proj.bias": _GATE_UP_BIAS,
+    "up_proj.weight": _GATE_UP,
+    "up_proj.bias": _GATE_UP_BIAS,
+    "down_proj.weight": ExpertsTensor("down_proj", transposed=True),
+    "down_proj.bias": ExpertsTensor("down_proj_bias"),
 }
 
 register_format(

@@ -25,7 +25,7 @@ from models.hf_io.pretrained import end_tokens
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.lm import LanguageModel, LmConfig
 from models.run_config import LmRunConfig
-from models.run_state import initial_state, present_name, present_target, saved_arrays, state_shapes
+from models.run_state import initial_state, saved_arrays, state_shapes
 from stacked_remat import streaming
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
@@ -257,9 +257,6 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
         saved: Any = checkpoint_config(folder, step=step)
         if not isinstance(saved, dict) or saved.get("vocab_size") is None:
             raise ConfigError("it has no vocab_size")
-        saved.get("trainer", {}).get("checkpoint", {}).pop("on_damaged", None)  # of earlier versions
-        if saved.get("lora"):
-            saved["lora"]["targets"] = [present_target(target) for target in saved["lora"]["targets"]]
         entries = [f"--{key}={yaml.safe_dump(value)}" for key, value in saved.items()]
         return parse_config(LmRunConfig, entries)
     except (OSError, CheckpointDamagedError):
@@ -282,35 +279,33 @@ def restored_state(run_dir: Path, config: LmRunConfig, step: int | None = None) 
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointMismatchError: it is of another model than its config says, or of an earlier version that
-            can't be read.
+        CheckpointMismatchError: it is of another model than its config says.
 
     Cost: the state in memory; with adapters also the weights under them, which are read or made again.
     """
-    like, options = _like(run_dir, config, step, None)
+    like = _like(run_dir, config, step, None)
     saved, rest = eqx.partition(like, saved_arrays(like))
-    return eqx.combine(load_checkpoint(run_dir / _CHECKPOINTS, saved, **options), rest)
+    return eqx.combine(load_checkpoint(run_dir / _CHECKPOINTS, saved, step=step), rest)
 
 
 def _trained_model(
     run_dir: Path, config: LmRunConfig, step: int | None, partitioning: Partitioning | None
 ) -> LanguageModel:
     """The model of `restored_state` alone."""
-    like, options = _like(run_dir, config, step, partitioning)
-    trained = load_checkpoint(run_dir / _CHECKPOINTS, like.trained, part="trained", **options)
+    like = _like(run_dir, config, step, partitioning)
+    trained = load_checkpoint(run_dir / _CHECKPOINTS, like.trained, step=step, part="trained")
     return eqx.combine(trained, like.frozen)
 
 
 def _like(
     run_dir: Path, config: LmRunConfig, step: int | None, partitioning: Partitioning | None
-) -> tuple[TrainState, Mapping[str, Any]]:
-    """A state like that of a checkpoint, which has the same frozen weights, and how to load it."""
-    options = {"step": step, "present_name": present_name}
+) -> TrainState:
+    """A state like that of a checkpoint, which has the same frozen weights."""
     if config.lora is None:
-        return state_shapes(config, partitioning), options
+        return state_shapes(config, partitioning)
     like = initial_state(config, partitioning)  # frozen weights are in no checkpoint
-    check_unsaved(run_dir / _CHECKPOINTS, eqx.filter(like, saved_arrays(like), inverse=True), **options)
-    return like, options
+    check_unsaved(run_dir / _CHECKPOINTS, eqx.filter(like, saved_arrays(like), inverse=True), step=step)
+    return like
 
 
 def _base_folder(config: LmRunConfig) -> Path | None:

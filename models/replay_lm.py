@@ -166,7 +166,7 @@ def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
 
     def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
         def loss(model: Any, batch: TokenBatch) -> Any:
-            (parts, sums), metrics = example_losses(model, batch)
+            (parts, sums), metrics = example_losses(model, batch, config.z_loss)
             return hax.sum(parts * weights).scalar() + auxiliary_of_sums(model, sums)[0], metrics
 
         options = {"optimizer": optimizer, "gradient_dtype": config.trainer.precision.gradients}

@@ -28,7 +28,6 @@ from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import (
     check_step,
     initial_state,
-    present_name,
     run_optimizer,
     saved_arrays,
     state_shapes,
@@ -130,7 +129,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         began, first = time.monotonic(), int(state.step)
         result = train(
             state,
-            loss_function=next_token_loss,
+            loss_function=config.loss,
             optimizer=run_optimizer(config),
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
             training=data.training,
@@ -298,7 +297,6 @@ def _checkpoints(config: LmRunConfig, folder: RunFolder, closing: contextlib.Exi
         config.trainer.checkpoint,
         run_config=config_as_dict(config),
         saved=saved_arrays,
-        present_name=present_name,
     )
     closing.callback(checkpoints.close)
     return checkpoints

@@ -21,6 +21,7 @@ from stacked_remat.training.config_checks import check_choices, check_positive
 
 OF_RUN = MappingProxyType({"of_run": True})
 """The metadata of fields that a run decides, not the folder of its weights; null takes the folder's value."""
+SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10_000
 
 
@@ -32,14 +33,15 @@ class AttentionConfig:
         head_dim: width of a head; `hidden_dim / num_heads` if not given.
         bias: whether the four projections have biases.
         window: how many positions a query sees, itself included; null for all up to itself.
-        windowed_layers: numbers of the layers that obey `window`; null for all of them.
+        layer_types: of each layer `sliding_attention`, which obeys `window`, or `full_attention`; a shorter
+            list repeats. Null where all layers obey the window.
         backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention` takes.
     """
 
     head_dim: int | None = None
     bias: bool = False
     window: int | None = None
-    windowed_layers: tuple[int, ...] | None = None
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
     backend: Literal["auto", "cudnn", "tokamax", "splash", "blockwise", "exact"] = field(
         default="auto", metadata=OF_RUN
     )
@@ -51,15 +53,17 @@ class AttentionConfig:
                 f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
                 f"position see all before it."
             )
-        if self.windowed_layers == ():
+        types = self.layer_types
+        if not types:
+            return
+        if (SLIDING in types) != (self.window is not None):
             raise ValueError(
-                "model.attention.windowed_layers names no layer. Leave it and model.attention.window out."
+                "model.attention.window is of layers of the type sliding_attention. Give both, or leave "
+                "model.attention.window and model.attention.layer_types out."
             )
-        if self.windowed_layers is not None and self.window is None:
-            raise ValueError(
-                "model.attention.windowed_layers has no effect without model.attention.window. Give the "
-                "window, or leave both out."
-            )
+        # The shortest list that repeats to this one, so that equal patterns are equal configs.
+        size = next(n for n in range(1, len(types) + 1) if types == (types[:n] * len(types))[: len(types)])
+        object.__setattr__(self, "layer_types", None if size == 1 else types[:size])
 
 
 @dataclass(frozen=True)
@@ -271,7 +275,6 @@ class DecoderConfig(LmConfig):
         if self.num_layers > _MOST_LAYERS:
             raise ValueError(f"model.num_layers is {self.num_layers}; at most {_MOST_LAYERS} are supported.")
         self._check_heads()
-        _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
         check_choices("model", self)
 
     @property
@@ -356,7 +359,8 @@ class DecoderConfig(LmConfig):
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""
         attention = self.attention
-        windowed = attention.windowed_layers is None or number in attention.windowed_layers
+        types = attention.layer_types or (SLIDING,)
+        windowed = types[number % len(types)] == SLIDING
         return replace(
             self.block,
             window=attention.window if windowed else None,

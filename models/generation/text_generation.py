@@ -75,12 +75,12 @@ def generate_text(
         ends: tokens that end a text.
         stops: sequences of tokens that end a text too.
         stop_texts: texts that end one too, and are not part of it.
-        rows: of a batch; all prompts if not given.
+        rows: of every batch; as many as prompts if not given.
 
     Cost: that of `continued_tokens` for each batch.
     """
     every_stop = [*((end,) for end in sorted(ends)), *stops]
-    rows = min(rows or len(prompts), len(prompts))
+    rows = rows or len(prompts)
     for first in range(0, len(prompts), rows):
         batch = [*prompts[first : first + rows]]
         streams = [TextStream(tokenizer, prompt.tolist(), every_stop, stop_texts) for prompt in batch]

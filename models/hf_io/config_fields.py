@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from models.decoder.config import DecoderConfig, RotaryConfig
+from models.decoder.config import FULL, SLIDING, DecoderConfig, RotaryConfig
 from stacked_remat._messages import printable, shortened, shown
 from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
 
@@ -299,7 +299,7 @@ def full_every(period: int) -> Usual:
 
 def layer_types(config: DecoderConfig) -> dict[str, Any]:
     """The fields of windows: a number even if no layer has a window, since some classes need one."""
-    kinds = ["full_attention" if spec.window is None else "sliding_attention" for spec in config.specs]
+    kinds = [FULL if spec.window is None else SLIDING for spec in config.specs]
     return {"sliding_window": config.attention.window or 4096, "layer_types": kinds}
 
 
@@ -325,9 +325,9 @@ def windows(
     def read(given: ConfigFields, found: Found) -> None:
         window = given.size("sliding_window", None if "sliding_window" in given else default)
         window, without = usual(given, window, found["num_layers"])
-        names = ["sliding_attention" if one else "full_attention" for one in without]
+        names = [SLIDING if one else FULL for one in without]
         kinds = given.sequence("layer_types", str, names)
-        if strange := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        if strange := sorted(set(kinds) - {SLIDING, FULL}):
             raise ValueError(
                 f"layer_types has {shown(strange)}; full_attention and sliding_attention are supported."
             )
@@ -335,11 +335,10 @@ def windows(
             raise ValueError(
                 f"layer_types has {len(kinds)} entries for {len(names)} layers; give one for each."
             )
-        windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-        if windowed and window is None:
+        if SLIDING in kinds and window is None:
             raise ValueError("layer_types has sliding_attention, but there is no sliding_window.")
-        found["attention.window"] = window if windowed else None
-        found["attention.windowed_layers"] = windowed if 0 < len(windowed) < len(kinds) else None
+        found["attention.window"] = window if SLIDING in kinds else None
+        found["attention.layer_types"] = tuple(kinds) if SLIDING in kinds else None
 
     return Computed(read, write)
 

@@ -101,8 +101,10 @@ class SafetensorsFolder:
             shapes[name], dtypes[name] = shape, "BF16"
         return SafetensorsFolder(root, stored, shapes, dtypes, absent)
 
-    def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
-        """One tensor, or its entry at indices of its first axes; costs its own size in host memory.
+    def read(
+        self, name: str, at: tuple[int, ...] = (), rows: slice | None = None
+    ) -> Shaped[np.ndarray, "..."]:
+        """One tensor, or its entry at indices of its first axes, or rows of that; costs what is read.
 
         In the dtype of the file, or if it is in MXFP4 in float32.
 
@@ -111,7 +113,7 @@ class SafetensorsFolder:
         """
         if name not in self.stored:
             return dequantized(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
-        return self.stored[name].read(at)
+        return self.stored[name].read(at, rows)
 
 
 @dataclass(frozen=True)
@@ -130,15 +132,19 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
 
-    def read(self, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
-        """The tensor, or its entry at indices of its first axes; as `SafetensorsFolder.read`."""
+    def read(self, at: tuple[int, ...] = (), rows: slice | None = None) -> Shaped[np.ndarray, "..."]:
+        """As `SafetensorsFolder.read`."""
         dtype, shape = _DTYPES.get(self.dtype), self.shape[len(at) :]
         if dtype is None:
             raise WeightsError(f"{self.path} has a tensor of dtype {self.dtype}, which is not read here.")
-        size = math.prod(shape) * dtype.itemsize
         first = int(np.ravel_multi_index(at, self.shape[: len(at)])) if at else 0
+        offset = self.offset + first * math.prod(shape) * dtype.itemsize
+        if rows is not None:
+            offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
+            shape = (rows.stop - rows.start, *shape[1:])
+        size = math.prod(shape) * dtype.itemsize
         try:
-            found = np.fromfile(self.path, np.uint8, size, offset=self.offset + first * size)
+            found = np.fromfile(self.path, np.uint8, size, offset=offset)
         except OSError as error:
             raise WeightsError(f"{self.path} can't be read: {error.strerror or error}.") from error
         if found.size < size:

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from models.candidate import Candidate
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
@@ -32,7 +32,7 @@ SIZES = dict(hidden_dim=128, num_layers=2, num_heads=2, num_kv_heads=1, compute_
 EXPERTS = ExpertsConfig(4, 2, 128)
 
 
-WINDOWED = dataclasses.replace(ATTENTION, bias=True, window=64, windowed_layers=(0,))
+WINDOWED = dataclasses.replace(ATTENTION, bias=True, window=64, layer_types=(SLIDING, FULL))
 MODELS = {
     "qwen3": Qwen3Config(**SIZES, attention=ATTENTION),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, attention=ATTENTION, experts=EXPERTS),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoder.config import AttentionConfig, DecoderConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig, ExpertsConfig
 from models.decoder.decoder import Decoder, router_losses
 from models.decoder.experts import RouterStatistics, SparseExperts
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
@@ -167,7 +167,7 @@ def test_the_z_loss_weight_takes_effect():
 MIXED = Qwen3MoeConfig(
     hidden_dim=16,
     num_layers=4,
-    attention=AttentionConfig(bias=True, window=3, windowed_layers=(1, 3)),
+    attention=AttentionConfig(bias=True, window=3, layer_types=(FULL, SLIDING)),
     experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
 )
 

@@ -16,13 +16,13 @@ from haliax import Axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
 from models.decoder.decoder import Decoder
-from models.hf_io.decoder_weights import decoder_places, read_decoder, write_decoder
+from models.hf_io.decoder_weights import read_decoder, tensor_maps, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.pretrained import pretrained_config
 from models.hf_io.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
-from models.hf_io.stacked_weights import Place
+from models.hf_io.stacked_weights import TensorMap
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
@@ -227,7 +227,7 @@ def test_every_array_has_its_place():
                 shapes, is_leaf=lambda node: isinstance(node, hax.NamedArray)
             )
         ]
-        assert sorted(decoder_places(shapes)) == sorted(paths)
+        assert sorted(tensor_maps(shapes)) == sorted(paths)
 
 
 def test_adapters_are_not_written_as_if_they_were_weights(decoder, tmp_path):
@@ -282,9 +282,9 @@ def test_a_config_of_another_size_is_refused_in_a_line(folder):
 
 
 def test_a_config_of_many_more_tensors_is_refused_before_any_is_listed(folder, monkeypatch):
-    monkeypatch.setattr(Place, "names", None)
+    monkeypatch.setattr(TensorMap, "names", None)
     experts = ExpertsConfig(3_000_000, 1, 1)
-    alternating = AttentionConfig(window=2, windowed_layers=tuple(range(0, 1000, 2)))
+    alternating = AttentionConfig(window=2, layer_types=(SLIDING, FULL))
     for many in (
         Qwen3MoeConfig(hidden_dim=2, num_layers=1, num_heads=1, num_kv_heads=1, experts=experts),
         Qwen3Config(hidden_dim=2, num_layers=1000, num_heads=1, num_kv_heads=1, attention=alternating),
@@ -303,7 +303,7 @@ def test_a_config_of_many_more_tensors_is_refused_before_any_is_listed(folder, m
 )
 def test_tensors_are_counted_as_they_are_listed(config):
     shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    for place in decoder_places(shapes).values():
+    for place in tensor_maps(shapes).values():
         assert place.num_tensors == len(list(place.names))
 
 

@@ -254,6 +254,9 @@ def test_a_tokenizer_that_is_gone_is_noticed_before_anything_is_written(workplac
     assert (workplace / "with_words/tokenizer.json").read_text() == (workplace / "words.json").read_text()
 
 
+COMMITTED = {}
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """What the Hub answers when a repository is made and files are committed to it."""
 
@@ -262,7 +265,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.headers["Authorization"] != "Bearer hf_token":
             self.answer(401, {"error": "no token"})
         elif self.path == "/api/repos/create":
-            self.server.made = json.loads(body)
+            COMMITTED["made"] = json.loads(body)
             self.answer(200, {"url": "https://huggingface.co/me/tiny"})
         elif self.path == "/api/validate-yaml":
             self.answer(200, {"errors": [], "warnings": []})
@@ -272,8 +275,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif self.path == "/api/models/me/tiny/commit/main":
             lines = [json.loads(line) for line in body.splitlines()]
             files = [line["value"] for line in lines if line["key"] == "file"]
-            self.server.files = {file["path"]: base64.b64decode(file["content"]) for file in files}
-            self.answer(200, {"commitUrl": "u", "commitOid": "o" * 40, "pullRequestUrl": None})
+            COMMITTED["files"] = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            self.answer(
+                200,
+                {
+                    "commitUrl": "https://huggingface.co/me/tiny/commit/o",
+                    "commitOid": "o" * 40,
+                    "pullRequestUrl": None,
+                },
+            )
         else:
             self.answer(404, {})
 
@@ -294,10 +304,9 @@ def hub(monkeypatch):
     """A server in place of the Hub."""
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        server.made = server.files = None
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         threading.Thread(target=server.serve_forever).start()
-        yield server
+        yield COMMITTED
         server.shutdown()
 
 
@@ -305,9 +314,9 @@ def test_an_export_is_pushed_with_a_card(finished, hub, tmp_path, monkeypatch):
     options = ("--run_dir", finished, "--push_to_hub", "me/tiny")
     status, shown = export(*options, "--out", tmp_path / "tiny", "--private")
     assert status == 0 and "pushed " in shown
-    assert hub.made["name"] == "tiny" and hub.made["private"]
-    assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
-    _, fields, text = hub.files["README.md"].decode().split("---\n", 2)
+    assert hub["made"]["name"] == "tiny" and hub["made"]["visibility"] == "private"
+    assert hub["files"] == {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
+    _, fields, text = hub["files"]["README.md"].decode().split("---\n", 2)
     assert yaml.safe_load(fields)["library_name"] == "transformers"
     assert "- base: none, from random weights" in text and "- data: text\n" in text
     result = json.loads((finished / "result.json").read_text())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
@@ -30,7 +30,7 @@ SIZES = dict(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, initializ
 MODELS = {
     "sinks": GptOssConfig(
         **SIZES,
-        attention=AttentionConfig(bias=True, window=3, windowed_layers=(0,)),
+        attention=AttentionConfig(bias=True, window=3, layer_types=(SLIDING, FULL)),
         experts=ExpertsConfig(4, 2, 8),
     ),
 }

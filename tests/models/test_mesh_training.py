@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models.candidate import Candidate
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
@@ -24,7 +24,7 @@ CONFIGS = {
     "windows": Qwen3MoeConfig(
         **SIZES | {"num_layers": 2 * LAYERS},
         experts=EXPERTS,
-        attention=AttentionConfig(window=4, windowed_layers=tuple(range(0, 2 * LAYERS, 2))),
+        attention=AttentionConfig(window=4, layer_types=(SLIDING, FULL)),
     ),
 }
 POLICIES = {

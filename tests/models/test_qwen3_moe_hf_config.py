@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
 from models.hf_io.formats import config_from_hf, config_to_hf, read_hf_config
 from models.hf_io.safetensors_folder import WeightsError
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
@@ -75,12 +75,15 @@ def test_dense_layers_of_sparse_models(fields, expected):
     assert config_from_hf(MOE | fields)[0].sparse.dense_layers == expected
 
 
+LATER = ("full_attention", *["sliding_attention"] * 3)
+
+
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
         (DENSE | {"sliding_window": 8}, (None, None)),
         (DENSE | {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
-        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, (1, 2, 3))),
+        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, LATER)),
         (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8, None)),
         (MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, None)),
         (MOE | {"use_sliding_window": True}, (4096, None)),
@@ -91,7 +94,7 @@ def test_dense_layers_of_sparse_models(fields, expected):
 )
 def test_windows(document, expected):
     attention = config_from_hf(document)[0].attention
-    assert (attention.window, attention.windowed_layers) == expected
+    assert (attention.window, attention.layer_types) == expected
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_unsupported_fields_are_refused(fields, message):
     "config",
     [
         Qwen3Config(tie_word_embeddings=True, rms_norm_eps=1e-5, initializer_range=0.1),
-        Qwen3Config(attention=AttentionConfig(6, True, window=9, windowed_layers=(0, 2))),
+        Qwen3Config(attention=AttentionConfig(6, True, window=9, layer_types=(SLIDING, FULL))),
         Qwen3MoeConfig(
             rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128),
             experts=ExpertsConfig(load_balance_weight=0.5),
@@ -204,8 +207,8 @@ def test_a_config_round_trips(config):
 
 
 def test_sparse_models_with_windows_in_some_layers_cannot_be_written():
-    config = Qwen3MoeConfig(attention=AttentionConfig(window=9, windowed_layers=(0,)))
-    with pytest.raises(WeightsError, match="has no such model.attention.window"):
+    config = Qwen3MoeConfig(attention=AttentionConfig(window=9, layer_types=(SLIDING, FULL)))
+    with pytest.raises(WeightsError, match="has no such model.attention.layer_types"):
         config_to_hf(config, 77, dtype="float32")
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import models.train_lm as train_lm
 from models.candidate import Candidate
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.export_hf import main as export_hf
 from models.generate import main as generate
 from models.lm import next_token_loss
@@ -48,7 +48,7 @@ EXPERTS = Qwen3MoeConfig(
 )
 MIXED = dataclasses.replace(
     EXPERTS,
-    attention=AttentionConfig(window=4, windowed_layers=(1, 3)),
+    attention=AttentionConfig(window=4, layer_types=(FULL, SLIDING)),
     experts=dataclasses.replace(EXPERTS.experts, dense_layers=(0,)),
 )
 FUSED = UpdateConfig(fused=True)

@@ -7,7 +7,16 @@ from typing import Any
 from haliax import Axis
 
 from models.decoder.config import ExpertsConfig, LatentSpec, LayerSpec, RouterSpec, SparseDecoderConfig
-from models.hf_io.config_fields import DECODER_FIELDS, Computed, ConfigFields, Field, Found, Only, rope
+from models.hf_io.config_fields import (
+    DECODER_FIELDS,
+    Computed,
+    ConfigFields,
+    Field,
+    Found,
+    Ignored,
+    Only,
+    rope,
+)
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.lm import LmConfig
 from stacked_remat.ops import YarnRotary
@@ -124,8 +133,6 @@ def _read_prefix(given: ConfigFields, found: Found) -> None:
     found["experts.dense_layers"] = tuple(range(min(first, found["num_layers"])))
     given.only("moe_layer_freq", 1)
     found["num_kv_heads"] = found["num_heads"]
-    given("num_key_value_heads", None)
-    given("head_dim", None)
 
 
 def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
@@ -134,11 +141,9 @@ def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
 
 
 FIELDS = {
-    **{
-        name: entry
-        for name, entry in DECODER_FIELDS.items()
-        if name not in ("num_key_value_heads", "head_dim")
-    },
+    **DECODER_FIELDS,
+    "num_key_value_heads": Ignored(),
+    "head_dim": Ignored(),
     "rotary": rope(longest=4_096),
     "prefix": Computed(_read_prefix, _prefix),
     "q_lora_rank": Field("latent.query_rank", None),
@@ -157,7 +162,8 @@ FIELDS = {
     "n_shared_experts": Field("shared_experts", 1),
     "scoring_func": Only("sigmoid"),
     "topk_method": Only("noaux_tc"),
-    "num_nextn_predict_layers": Only(0, written=True),
+    # Their tensors are left out.
+    "num_nextn_predict_layers": Ignored(written=0),
 }
 TENSORS = {
     **DECODER_TENSORS,
@@ -169,4 +175,14 @@ TENSORS = {
     "kv_a_norm": "kv_a_layernorm",
 }
 
-register_format(HfFormat("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, FIELDS, TENSORS))
+register_format(
+    HfFormat(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DeepseekV3Config,
+        FIELDS,
+        TENSORS,
+        quant_methods=("fp8",),
+        further_layers=True,
+    )
+)

@@ -147,6 +147,10 @@ class ModelToEvaluate:
         found = [""] * len(requests)
         for options, members in groups.items():
             most, sampling, until = _generation(json.loads(options))
+            if most >= self.max_length:
+                raise ConfigError(
+                    f"--max_length {self.max_length} has no room for a prompt before {most} new tokens."
+                )
             kept = slice(most - self.max_length, None)
             prompts = {at: np.asarray(self.tok_encode(requests[at].args[0])[kept]) for at in members}
             members.sort(key=lambda at: -len(prompts[at]))
@@ -227,7 +231,8 @@ def _evaluate(arguments: Sequence[str], show: Callable[[str], None]) -> int:
     found, partitioning = model_of_arguments(options), None
     if options.mesh is not None:
         partitioning = Partitioning.of(parse_config(MeshConfig, _entries(options.mesh)))
-    found.rows_that_fit(1)
+    else:
+        found.rows_that_fit(1)
     sizes = {"batch_size": options.batch_size, "max_length": options.max_length}
     results = lm_eval.simple_evaluate(
         make(found, found.load(partitioning), partitioning=partitioning, **sizes),

@@ -7,8 +7,8 @@ from models.decoder.config import LayerSpec, SparseDecoderConfig
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
     LOAD_BALANCE,
-    Computed,
     Field,
+    Ignored,
     Only,
     full_every,
     rope,
@@ -50,7 +50,7 @@ FIELDS = {
     "attention_bias": Field("attention.bias", True),
     "rotary": rope(theta=150_000.0, scaling=_YARN, longest=131_072),
     # Transformers ignores it: `rope_scaling` has its own.
-    "initial_context_length": Computed(lambda given, _: given("initial_context_length", None), lambda _: {}),
+    "initial_context_length": Ignored(),
     "rms_norm_eps": Field("rms_norm_eps", 1e-5),
     "windows": windows(128, full_every(2)),
     "num_local_experts": Field("experts.num_experts", 128, aliases=("num_experts",)),

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from models.decoder.config import FULL, SLIDING, DecoderConfig, RotaryConfig
+from models.hf_io import fp8
 from stacked_remat._messages import printable, shortened, shown
 from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
 
@@ -51,6 +52,7 @@ _MUST_BE_ONE = frozenset(
 """Fields that change logits and that no decoder implements, unless its own table has them."""
 
 _QUANTIZATION = {"quant_method", "modules_to_not_convert", "dequantize"}
+_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [fp8.BLOCK, fp8.BLOCK]}
 _LARGEST = float(np.finfo(np.float32).max)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ANY_HEAD = 64
@@ -112,8 +114,13 @@ class ConfigFields:
         """Refuses weights that are quantized in other ways than these; the tensors say which of them are."""
         given = self("quantization_config", None)
         readable = isinstance(given, Mapping) and given.get("quant_method") in quant_methods
-        if given is None or (readable and given.keys() <= _QUANTIZATION):
+        if given is None:
             return
+        if readable:
+            usual = _FP8 if given["quant_method"] == "fp8" else {}
+            rest = {name: value for name, value in given.items() if name not in _QUANTIZATION}
+            if all(usual.get(name) == value for name, value in rest.items()):
+                return
         only = f"quant_method {' or '.join(map(repr, quant_methods))}" if quant_methods else "None"
         raise ValueError(f"quantization_config is {shown(given)}; only {only} is supported.")
 
@@ -221,7 +228,26 @@ class Computed:
         return self.writing(config)
 
 
-FieldTable: TypeAlias = dict[str, Field | Only | Computed]
+@dataclass(frozen=True)
+class Ignored:
+    """A field of any value, which changes nothing here.
+
+    Attributes:
+        written: what is written; `...` for nothing.
+    """
+
+    written: Any = ...
+
+    def read(self, name: str, given: ConfigFields, found: Found) -> None:
+        """Reads it."""
+        given(name, None)
+
+    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
+        """What is written of this config."""
+        return {} if self.written is ... else {name: self.written}
+
+
+FieldTable: TypeAlias = dict[str, Field | Only | Computed | Ignored]
 
 
 def rope(

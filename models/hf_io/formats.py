@@ -43,6 +43,8 @@ class HfFormat:
             their outputs in the order of the attributes.
         loaded: parts of names that transformers has otherwise in memory, as adapters have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are read.
+        further_layers: whether files may have layers after the last, which predict further tokens, and are
+            not read.
     """
 
     model_type: str
@@ -52,6 +54,7 @@ class HfFormat:
     tensors: TensorTable = field(default_factory=lambda: DECODER_TENSORS)
     loaded: Mapping[str, str] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
+    further_layers: bool = False
 
     def name_of(self, part: str) -> str:
         """What an attribute is called in the names of tensors."""

@@ -91,11 +91,6 @@ class TensorMap:
             yield at, self.name.format(*numbers), at[outer:]
 
     @property
-    def num_tensors(self) -> int:
-        """How many tensors have entries of it, those of fused tensors counted for each array."""
-        return math.prod(self.stacked[: self.name.count("{}")])
-
-    @property
     def names(self) -> Iterator[str]:
         """The names of all tensors, each as often as it has entries."""
         return (name for _, name, _ in self.numbered())

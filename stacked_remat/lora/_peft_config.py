@@ -66,8 +66,7 @@ class PeftSettings:
         try:
             _check(entries)
         except (TypeError, ValueError, AttributeError, re.error, RecursionError, OverflowError) as error:
-            problem = reprlib.repr(str(error))
-            raise ValueError(f"{path} can't be used: {problem}. Correct it, or save it again.") from error
+            raise ValueError(f"{path} can't be used: {error}. Correct it, or save it again.") from error
         refused = [
             f"{name} = {reprlib.repr(entries[name])}"
             for name, neutral in {"peft_type": ("LORA",), **_UNSUPPORTED}.items()
@@ -142,10 +141,11 @@ def _check(entries: Mapping[str, Any]) -> None:
         *patterns[1].values(),
     ]
     for number in numbers:
-        if not 0 < number < math.inf:
-            raise ValueError(f"{number} is not positive and finite")
-    modules = entries.get("target_modules") or []
-    for pattern in [*patterns[0], *patterns[1], *([modules] if isinstance(modules, str) else [])]:
+        if not 0 < number < 2**31:
+            raise ValueError("ranks and alphas must be positive numbers below 2**31")
+    modules, parameters = (entries.get(f"target_{name}") or [] for name in ("modules", "parameters"))
+    names = [modules] if isinstance(modules, str) else map(re.escape, modules)
+    for pattern in (*patterns[0], *patterns[1], *names, *map(re.escape, parameters)):
         re.compile(_as_ending(pattern))
 
 

@@ -54,7 +54,6 @@ _MUST_BE_ONE = frozenset(
 _QUANTIZATION = {"quant_method", "modules_to_not_convert", "dequantize"}
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [fp8.BLOCK, fp8.BLOCK]}
 _LARGEST = float(np.finfo(np.float32).max)
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ANY_HEAD = 64
 
 Found: TypeAlias = dict[str, Any]
@@ -123,12 +122,6 @@ class ConfigFields:
                 return
         only = f"quant_method {' or '.join(map(repr, quant_methods))}" if quant_methods else "None"
         raise ValueError(f"quantization_config is {shown(given)}; only {only} is supported.")
-
-    def check_dtype(self) -> None:
-        """Refuses a dtype that no file of weights has."""
-        dtype = agreed("dtype", self("dtype", None), "torch_dtype", self("torch_dtype", None))
-        if dtype is not None and dtype not in _DTYPES:
-            raise ValueError(f"dtype is {shown(dtype)}; one of {', '.join(_DTYPES)} is expected.")
 
     def only(self, name: str, supported: Any) -> None:
         """Refuses a field that has another value than the only one that is supported."""

@@ -21,6 +21,7 @@ from models.gpt_oss import GptOssConfig
 from models.lm import LmConfig, build_model, next_token_loss
 from models.olmo3 import Olmo3Config
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import rotary_table
@@ -162,6 +163,19 @@ def test_the_z_loss_weight_takes_effect():
     assert metrics["router_z_loss"] > 0.1 and metrics["router_z_loss_per_layer"].shape == (3,)
     expected = metrics["loss"] + 0.001 * metrics["load_balance"] + 0.5 * metrics["router_z_loss"]
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_a_z_loss_is_of_the_logits_and_in_the_loss_of_training_alone():
+    model, batch = make(CONFIG), batch_of_tokens()
+    logits = model.logits(model.hidden_states(batch.tokens)[0])
+    squares = hax.nn.logsumexp(logits, model.Vocab) ** 2 * batch.weights
+    expected = hax.sum(squares).scalar() / hax.sum(batch.weights).scalar()
+    loss, metrics = LmRunConfig(model=CONFIG, z_loss=0.3).loss(model, batch)
+    plain, plain_metrics = loss_of(model, batch)
+    np.testing.assert_allclose(loss - plain, 0.3 * expected, rtol=1e-4)
+    np.testing.assert_allclose(metrics["loss"] - plain_metrics["loss"], 0.3 * expected, rtol=1e-4)
+    with pytest.raises(ValueError, match="z_loss must not be negative or infinite, got -1"):
+        LmRunConfig(z_loss=-1)
 
 
 MIXED = Qwen3MoeConfig(

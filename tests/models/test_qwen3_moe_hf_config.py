@@ -156,7 +156,6 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
         ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and these are two names"),
-        ({"dtype": "float32", "torch_dtype": "float16"}, "dtype is 'float32' and torch_dtype is 'float16'"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
             "rope_theta is 5.0 and rope_parameters",
@@ -175,7 +174,6 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
         ({"use_qk_norm": 1}, "use_qk_norm is 1; only True is supported"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
-        ({"torch_dtype": "x"}, "dtype is 'x'; one of float32, bfloat16"),
     ],
 )
 def test_unsupported_fields_are_refused(fields, message):

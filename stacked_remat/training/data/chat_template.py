@@ -131,8 +131,7 @@ class ChatTemplate:
             if str(error) == "'strftime_now' is undefined":
                 raise DataError(
                     "The tokenizer's chat template writes today's date (strftime_now), with which runs would "
-                    "not repeat. Give one: data.chat_date (--chat_date of models.generate), such as "
-                    "2025-06-30."
+                    "not repeat. Give one: data.chat_date, such as 2025-06-30."
                 ) from error
             raise ChatTemplateError(str(error)[:_SHOWN]) from error
         if len(text) > _LONGEST:

@@ -2,11 +2,18 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from haliax import Axis
 
-from models.decoder.config import ExpertsConfig, LatentSpec, LayerSpec, RouterSpec, SparseDecoderConfig
+from models.decoder.config import (
+    OF_RUN,
+    ExpertsConfig,
+    LatentSpec,
+    LayerSpec,
+    RouterSpec,
+    SparseDecoderConfig,
+)
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
     Computed,
@@ -20,7 +27,7 @@ from models.hf_io.config_fields import (
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.lm import LmConfig
 from stacked_remat.ops import YarnRotary
-from stacked_remat.training.config_checks import check_positive
+from stacked_remat.training.config_checks import check_choices, check_positive
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class LatentConfig:
 @LmConfig.register_subclass("deepseek_v3")
 @dataclass(frozen=True)
 class DeepseekV3Config(SparseDecoderConfig):
-    """A DeepSeek V3 decoder; the bias of a router is read and kept, and gets no gradient.
+    """A DeepSeek V3 decoder.
 
     Attributes:
         latent: widths of attention; they give `attention.head_dim`.
@@ -64,6 +71,9 @@ class DeepseekV3Config(SparseDecoderConfig):
         groups_per_token: from how many of them a token chooses.
         gate_scale: factor of the gates.
         shared_experts: experts that all tokens visit.
+        bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that more tokens than the mean
+            chose and -1 for others, so that the optimizer evens the load out without a loss (Wang et al.
+            2024, arXiv:2408.15664).
     """
 
     num_heads: int = 4
@@ -74,11 +84,13 @@ class DeepseekV3Config(SparseDecoderConfig):
     groups_per_token: int = 1
     gate_scale: float = 2.5
     shared_experts: int = 1
+    bias: Literal["frozen", "by_load"] = field(default="frozen", metadata=OF_RUN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("num_groups", "groups_per_token", "gate_scale", "shared_experts")
         check_positive("model", self, *sizes)
+        check_choices("model", self)
         if self.attention.head_dim not in (None, self.HeadDim.size) or self.num_kv_heads != self.num_heads:
             raise ValueError(
                 "In latent attention model.latent gives the width of heads, and model.num_kv_heads is "
@@ -119,7 +131,7 @@ class DeepseekV3Config(SparseDecoderConfig):
             ),
             router=RouterSpec(
                 scoring="sigmoid",
-                has_bias=True,
+                bias=self.bias,
                 num_groups=self.num_groups,
                 groups_per_token=self.groups_per_token,
                 gate_scale=self.gate_scale,

@@ -167,8 +167,9 @@ class RouterSpec:
 
     Attributes:
         scoring: of its logits.
-        has_bias: whether a bias, which gets no gradient, is added to the scores by which experts are chosen,
-            but not to their gates.
+        bias: whether a bias is added to the scores by which experts are chosen, but not to their gates.
+            `frozen` gets no gradient; `by_load` is raised for experts that fewer tokens than the mean choose,
+            and lowered for others.
         num_groups: experts are in so many groups.
         groups_per_token: the groups with the best two experts in sum, from which a token chooses.
         gate_scale: factor of the gates.
@@ -176,7 +177,7 @@ class RouterSpec:
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    has_bias: bool = False
+    bias: Literal["none", "frozen", "by_load"] = "none"
     num_groups: int = 1
     groups_per_token: int = 1
     gate_scale: float = 1.0

@@ -1,7 +1,10 @@
-"""DeepSeek V3's files: 8-bit floats with scales, and layers that predict further tokens."""
+"""DeepSeek V3's files in 8-bit floats, layers that predict further tokens, and biases of routers."""
 
+import dataclasses
 import json
 
+import equinox as eqx
+import haliax as hax
 import jax
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
+from models.lm import next_token_loss
+from stacked_remat.training import TokenBatch
 
 from .random_weights import random_weights
 
@@ -67,3 +72,20 @@ def test_other_blocks_are_refused(folder):
     change(folder / "published", quantization_config=FP8 | {"weight_block_size": [64, 64]})
     with pytest.raises(WeightsError, match="quantization_config is .*only quant_method 'fp8' is supported"):
         read_hf_config(folder / "published")
+
+
+def test_biases_of_routers_follow_the_load():
+    experts = ExpertsConfig(4, 2, 6, dense_layers=(0,), router_dtype="float32", load_balance_weight=0.0)
+    frozen = dataclasses.replace(CONFIG, hidden_dim=16, num_layers=3, experts=experts)
+    tokens = hax.random.randint(jax.random.key(1), (Axis("batch", 2), Axis("position", 9)), 0, Vocab.size)
+    batch = TokenBatch(tokens, tokens, hax.ones(tokens.axes))
+    found = {}
+    for bias in ("frozen", "by_load"):
+        model = random_weights(Decoder.init, dataclasses.replace(frozen, bias=bias), Vocab)
+        of_model = eqx.filter_value_and_grad(lambda model: next_token_loss(model, batch)[0])
+        loss, gradient = eqx.filter_jit(of_model)(model)
+        found[bias] = loss, gradient.layers.stacks["sparse"].stacked.mlp.bias.array
+    load = eqx.filter_jit(lambda model: model.layer_states(tokens)[1].load.array)(model)
+    assert found["frozen"][0] == found["by_load"][0] and not np.any(found["frozen"][1])
+    np.testing.assert_array_equal(found["by_load"][1], np.sign(load - load.mean(axis=-1, keepdims=True)))
+    assert np.any(found["by_load"][1])

@@ -9,7 +9,7 @@ from haliax import Axis
 from models.decoder.config import (
     OF_RUN,
     ExpertsConfig,
-    LatentSpec,
+    LatentConfig,
     LayerSpec,
     RouterSpec,
     SparseDecoderConfig,
@@ -28,36 +28,6 @@ from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.lm import LmConfig
 from stacked_remat.ops import YarnRotary
 from stacked_remat.training.config_checks import check_choices, check_positive
-
-
-@dataclass(frozen=True)
-class LatentConfig:
-    """Widths of multi-head latent attention.
-
-    Attributes:
-        query_rank: of the vector from which queries are projected; null for none.
-        key_value_rank: of the vector from which keys and values are projected.
-        plain_dim: coordinates of a head of queries and keys that are not rotated.
-        rotary_dim: those that are.
-        value_dim: coordinates of a head of values, at most those of keys.
-        interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
-    """
-
-    query_rank: int | None = 1_536
-    key_value_rank: int = 512
-    plain_dim: int = 128
-    rotary_dim: int = 64
-    value_dim: int = 128
-    interleaved: bool = True
-
-    def __post_init__(self) -> None:
-        sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
-        check_positive("model.latent", self, *sizes)
-        if self.value_dim > self.plain_dim + self.rotary_dim:
-            raise ValueError(
-                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
-                f"{self.plain_dim + self.rotary_dim}."
-            )
 
 
 @LmConfig.register_subclass("deepseek_v3")
@@ -115,20 +85,14 @@ class DeepseekV3Config(SparseDecoderConfig):
 
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""
-        latent, scaling, scale = self.latent, self.rotary.scaling, None
+        scaling, scale = self.rotary.scaling, None
         if isinstance(scaling, YarnRotary) and scaling.mscale_all_dim is not None:
             temperature = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
             scale = self.HeadDim.size**-0.5 * temperature**2
         return replace(
             super().layer(number),
             scale=scale,
-            latent=LatentSpec(
-                latent.query_rank,
-                latent.key_value_rank,
-                latent.rotary_dim,
-                latent.value_dim,
-                latent.interleaved,
-            ),
+            latent=self.latent,
             router=RouterSpec(
                 scoring="sigmoid",
                 bias=self.bias,

@@ -9,7 +9,8 @@ from typing import Any, Self
 from haliax import Axis
 
 from models.architectures import Qwen3MoeConfig
-from models.decoder.config import DecoderConfig, differing_fields
+from models.decoder.config import DecoderConfig
+from models.hf_io.formats import differing_fields
 from models.hf_io.hub import model_folder
 from models.hf_io.pretrained import pretrained_config
 from models.lm import LmConfig, check_remat_levels, check_remat_names, next_token_loss

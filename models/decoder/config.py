@@ -1,6 +1,5 @@
 """Configs of decoders, dense and with experts, and the named axes that they define."""
 
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -143,22 +142,33 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
-class LatentSpec:
-    """Multi-head latent attention.
+class LatentConfig:
+    """Widths of multi-head latent attention.
 
     Attributes:
-        query_rank: width of the vector from which queries are projected; None for the residual stream.
-        key_value_rank: the same for keys and values.
-        rotary_dim: how many coordinates of a head are rotated, the last ones.
-        value_dim: width of a head of values.
+        query_rank: of the vector from which queries are projected; null for none.
+        key_value_rank: of the vector from which keys and values are projected.
+        plain_dim: coordinates of a head of queries and keys that are not rotated.
+        rotary_dim: those that are.
+        value_dim: coordinates of a head of values, at most those of keys.
         interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
     """
 
-    query_rank: int | None
-    key_value_rank: int
-    rotary_dim: int
-    value_dim: int
-    interleaved: bool
+    query_rank: int | None = 1_536
+    key_value_rank: int = 512
+    plain_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
+        check_positive("model.latent", self, *sizes)
+        if self.value_dim > self.plain_dim + self.rotary_dim:
+            raise ValueError(
+                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
+                f"{self.plain_dim + self.rotary_dim}."
+            )
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ class LayerSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
-    latent: LatentSpec | None = None
+    latent: LatentConfig | None = None
     sparse: bool = False
     router: RouterSpec = field(default_factory=RouterSpec)
     mlp_bias: bool = False
@@ -449,23 +459,6 @@ class SparseDecoderConfig(DecoderConfig):
     def ExpertDim(self) -> Axis:
         """Inner width of one expert."""
         return Axis("expert_dim", self.experts.intermediate_dim)
-
-
-def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
-    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
-
-    Fields that a run decides are left out.
-    """
-    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
-    if not (alike and dataclasses.is_dataclass(config)):
-        same = config in (found, usual)
-        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
-    lines = []
-    for one in dataclasses.fields(config):
-        own, other, default = (getattr(each, one.name, ...) for each in (config, found, usual))
-        if "of_run" not in one.metadata:
-            lines += differing_fields(f"{path}.{one.name}", own, other, default)
-    return lines
 
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:

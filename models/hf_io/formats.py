@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from models.decoder.config import SLIDING, DecoderConfig, differing_fields
+from models.decoder.config import SLIDING, DecoderConfig
 from models.hf_io.config_fields import ConfigFields, FieldTable, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
@@ -153,6 +153,23 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
             f"{shortened([line.partition(':')[0] for line in differing])}."
         )
     return document
+
+
+def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
+    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
+
+    Fields that a run decides are left out.
+    """
+    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
+    if not (alike and dataclasses.is_dataclass(config)):
+        same = config in (found, usual)
+        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
+    lines = []
+    for one in dataclasses.fields(config):
+        own, other, default = (getattr(each, one.name, ...) for each in (config, found, usual))
+        if "of_run" not in one.metadata:
+            lines += differing_fields(f"{path}.{one.name}", own, other, default)
+    return lines
 
 
 def _plain(config: DecoderConfig) -> DecoderConfig:

@@ -70,12 +70,14 @@ PEFT_CONFIGS = {
 
 @pytest.mark.parametrize("fields", PEFT_CONFIGS.values(), ids=PEFT_CONFIGS)
 def test_what_peft_writes_we_read(small, tmp_path, fields):
-    check_that_we_read(*small, tmp_path, **fields)
+    reference, decoder = small
+    check_that_we_read(reference, decoder, tmp_path, **fields)
 
 
 @pytest.mark.parametrize("target", ["*.gate_proj", "layers.dense.*.mlp.*"])
 def test_what_we_write_peft_reads_and_we_read_back(small, tmp_path, target):
-    check_that_peft_reads(*small, tmp_path, (target,))
+    reference, decoder = small
+    check_that_peft_reads(reference, decoder, tmp_path, (target,))
 
 
 def test_what_we_write_is_merged_alike(small, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -74,7 +75,7 @@ def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
 
 
 def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval.api.model", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     console = Console(record=True, width=200)
     assert main(["--model", "a", "--tasks", "b"], console) == 1
     assert "pip install 'stacked_remat[eval]'" in console.export_text()

@@ -33,7 +33,7 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 	    --config_path models/configs/qwen3_moe_tiny.yaml \
 	    --trainer.run_dir runs/demo --trainer.checkpoint.overwrite true \
 	    --trainer.num_steps 320
-	$(RUN) -m models.generate --checkpoint runs/demo \
+	$(RUN) -m models.generate --run_dir runs/demo \
 	    --prompt 'def ' --max_new_tokens 240 --temperature 0.7
 	$(RUN) -m models.plan_lm \
 	    --config_path models/configs/qwen3_moe_deep.yaml \
@@ -85,7 +85,7 @@ memory: venv-memory  ## compile for an H200 and a TPU v5p and compare with the r
 # Figures are compared with the compiler that they were recorded with, which only one Python has.
 compiles: venv-memory  ## compile a step of each kind of model for GPUs and TPUs, and compare no figures
 	@mkdir -p "$(REPORTS)"
-	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" -m target tests/memory/test_targets.py tests/models/test_step_memory.py tests/ops/test_attention_tokamax.py tests/ops/test_grouped_tokamax.py
+	$(VENV)-memory/bin/python -m pytest --junitxml="$(REPORTS)/compiles.xml" -m target tests/memory/test_targets.py tests/models/test_candidate.py tests/ops/test_attention_tokamax.py tests/ops/test_grouped_tokamax.py
 
 .PHONY: parity
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs

@@ -115,7 +115,7 @@ CASES = [
     Case("a vocabulary of 10**11", "train --vocab_size 100000000000", _FITS),
     Case(
         "10**9 new tokens",
-        'command generate --checkpoint "$root/whole" --prompt a --max_new_tokens 1000000000',
+        'command generate --run_dir "$root/whole" --prompt a --max_new_tokens 1000000000',
         "--max_new_tokens",
     ),
     Case("3 * 10**9 tokens in a sequence", "train --data.seq_len 3000000000", "at most 2,147,483,647"),
@@ -142,7 +142,7 @@ CASES = [
     ),
     Case(
         "a damaged checkpoint to generate from",
-        f'{_NEWEST}; command generate --checkpoint "$own/run" --prompt a',
+        f'{_NEWEST}; command generate --run_dir "$own/run" --prompt a',
         "checkpoints/150",
     ),
     Case(
@@ -152,7 +152,7 @@ CASES = [
         "[ -e run/metrics.jsonl ] || echo error: the metrics are gone; exit $status",
         "is a symbolic link to",
     ),
-    Case("no run to generate from", 'command generate --checkpoint "$own" --prompt a', "run folder"),
+    Case("no run to generate from", 'command generate --run_dir "$own" --prompt a', "run folder"),
     Case("no model to generate from", 'command generate --model "$own/none" --prompt a', "none"),
     Case("no run to export", 'command export_hf --run_dir "$own" --out "$own/out"', "not a run folder"),
     Case(

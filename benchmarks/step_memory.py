@@ -16,9 +16,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from models.candidate import Candidate
 from models.decoder.config import DecoderConfig
 from models.run_config import LmRunConfig
-from models.step_memory import StepMemory
 from stacked_remat import memory
 from stacked_remat.training import parse_config
 
@@ -57,8 +57,9 @@ def main(
         given = [part for key, value in varied.items() if value for part in (f"--{key}", str(value))]
         config = parse_config(LmRunConfig, ["--config_path", str(file), *overrides, *given])
         config = config.resolved(check_folder=False)
-        assert config.policy is not None and isinstance(config.model, DecoderConfig)
-        found = StepMemory(config, target, devices or 1).report(POLICIES.get(policy, config.policy))
+        assert isinstance(config.model, DecoderConfig)
+        step = Candidate(config, target, devices or 1)
+        found = (step.having({}, POLICIES[policy]) if policy else step).report()
         yield {
             "config": file.stem,
             "layers": config.model.num_layers,

@@ -2,52 +2,38 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from haliax import Axis
 
-from models.decoder.config import ExpertsConfig, LatentSpec, LayerSpec, RouterSpec, SparseDecoderConfig
-from models.hf_io.config_fields import DECODER_FIELDS, Computed, ConfigFields, Field, Found, Only, rope
+from models.decoder.config import (
+    OF_RUN,
+    ExpertsConfig,
+    LatentConfig,
+    LayerSpec,
+    RouterSpec,
+    SparseDecoderConfig,
+)
+from models.hf_io.config_fields import (
+    DECODER_FIELDS,
+    Computed,
+    ConfigFields,
+    Field,
+    Found,
+    Ignored,
+    Only,
+    rope,
+)
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.lm import LmConfig
 from stacked_remat.ops import YarnRotary
-from stacked_remat.training.config_checks import check_positive
-
-
-@dataclass(frozen=True)
-class LatentConfig:
-    """Widths of multi-head latent attention.
-
-    Attributes:
-        query_rank: of the vector from which queries are projected; null for none.
-        key_value_rank: of the vector from which keys and values are projected.
-        plain_dim: coordinates of a head of queries and keys that are not rotated.
-        rotary_dim: those that are.
-        value_dim: coordinates of a head of values, at most those of keys.
-        interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
-    """
-
-    query_rank: int | None = 1_536
-    key_value_rank: int = 512
-    plain_dim: int = 128
-    rotary_dim: int = 64
-    value_dim: int = 128
-    interleaved: bool = True
-
-    def __post_init__(self) -> None:
-        sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
-        check_positive("model.latent", self, *sizes)
-        if self.value_dim > self.plain_dim + self.rotary_dim:
-            raise ValueError(
-                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
-                f"{self.plain_dim + self.rotary_dim}."
-            )
+from stacked_remat.training.config_checks import check_choices, check_positive
 
 
 @LmConfig.register_subclass("deepseek_v3")
 @dataclass(frozen=True)
 class DeepseekV3Config(SparseDecoderConfig):
-    """A DeepSeek V3 decoder; the bias of a router is read and kept, and gets no gradient.
+    """A DeepSeek V3 decoder.
 
     Attributes:
         latent: widths of attention; they give `attention.head_dim`.
@@ -55,6 +41,9 @@ class DeepseekV3Config(SparseDecoderConfig):
         groups_per_token: from how many of them a token chooses.
         gate_scale: factor of the gates.
         shared_experts: experts that all tokens visit.
+        bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that more tokens than the mean
+            chose and -1 for others, so that the optimizer evens the load out without a loss (Wang et al.
+            2024, arXiv:2408.15664).
     """
 
     num_heads: int = 4
@@ -65,11 +54,13 @@ class DeepseekV3Config(SparseDecoderConfig):
     groups_per_token: int = 1
     gate_scale: float = 2.5
     shared_experts: int = 1
+    bias: Literal["frozen", "by_load"] = field(default="frozen", metadata=OF_RUN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sizes = ("num_groups", "groups_per_token", "gate_scale", "shared_experts")
         check_positive("model", self, *sizes)
+        check_choices("model", self)
         if self.attention.head_dim not in (None, self.HeadDim.size) or self.num_kv_heads != self.num_heads:
             raise ValueError(
                 "In latent attention model.latent gives the width of heads, and model.num_kv_heads is "
@@ -94,23 +85,17 @@ class DeepseekV3Config(SparseDecoderConfig):
 
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""
-        latent, scaling, scale = self.latent, self.rotary.scaling, None
+        scaling, scale = self.rotary.scaling, None
         if isinstance(scaling, YarnRotary) and scaling.mscale_all_dim is not None:
             temperature = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
             scale = self.HeadDim.size**-0.5 * temperature**2
         return replace(
             super().layer(number),
             scale=scale,
-            latent=LatentSpec(
-                latent.query_rank,
-                latent.key_value_rank,
-                latent.rotary_dim,
-                latent.value_dim,
-                latent.interleaved,
-            ),
+            latent=self.latent,
             router=RouterSpec(
                 scoring="sigmoid",
-                has_bias=True,
+                bias=self.bias,
                 num_groups=self.num_groups,
                 groups_per_token=self.groups_per_token,
                 gate_scale=self.gate_scale,
@@ -124,8 +109,6 @@ def _read_prefix(given: ConfigFields, found: Found) -> None:
     found["experts.dense_layers"] = tuple(range(min(first, found["num_layers"])))
     given.only("moe_layer_freq", 1)
     found["num_kv_heads"] = found["num_heads"]
-    given("num_key_value_heads", None)
-    given("head_dim", None)
 
 
 def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
@@ -134,11 +117,9 @@ def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
 
 
 FIELDS = {
-    **{
-        name: entry
-        for name, entry in DECODER_FIELDS.items()
-        if name not in ("num_key_value_heads", "head_dim")
-    },
+    **DECODER_FIELDS,
+    "num_key_value_heads": Ignored(),
+    "head_dim": Ignored(),
     "rotary": rope(longest=4_096),
     "prefix": Computed(_read_prefix, _prefix),
     "q_lora_rank": Field("latent.query_rank", None),
@@ -157,7 +138,8 @@ FIELDS = {
     "n_shared_experts": Field("shared_experts", 1),
     "scoring_func": Only("sigmoid"),
     "topk_method": Only("noaux_tc"),
-    "num_nextn_predict_layers": Only(0, written=True),
+    # Their tensors are left out.
+    "num_nextn_predict_layers": Ignored(written=0),
 }
 TENSORS = {
     **DECODER_TENSORS,
@@ -169,4 +151,14 @@ TENSORS = {
     "kv_a_norm": "kv_a_layernorm",
 }
 
-register_format(HfFormat("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Config, FIELDS, TENSORS))
+register_format(
+    HfFormat(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DeepseekV3Config,
+        FIELDS,
+        TENSORS,
+        quant_methods=("fp8",),
+        further_layers=True,
+    )
+)

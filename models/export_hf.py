@@ -1,88 +1,107 @@
-"""Writes what a run trained to a folder that Hugging Face's libraries load.
+"""Writes a model to a folder that Hugging Face's libraries load, and to its Hub.
 
     python -m models.export_hf --run_dir runs/mine --out exported
-    python -m models.export_hf --run_dir runs/mine --out adapters --adapters
+    python -m models.export_hf --run_dir runs/mine --out adapters --adapters --push_to_hub me/adapters
 
 The first writes a whole model, adapters merged, that `transformers` loads; the second the adapters alone, for
-PEFT. The whole model comes with the files of the run's tokenizer and the tokens that end a text.
+PEFT. The whole model comes with the files of its tokenizer and the tokens that end a text. Both have a model
+card, with the base, the data, the config and the losses of the run.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from models.command import escaped, local_path, run_command, shown_on
 from models.decoder.decoder import Decoder
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
+from models.hf_io.hub import push_folder
 from models.hf_io.pretrained import GENERATION_CONFIG
 from models.hf_io.safetensors_folder import WeightsError, check_new_folder
-from models.run_config import LmRunConfig
-from models.trained_run import base_folder, ends_of_run, read_run_config, trained_model
+from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import lasting_console, load_tokenizer, read_tokenizer_files
+from stacked_remat.training import config_as_dict, lasting_console, read_tokenizer_files
+from stacked_remat.training.errors import without_credentials
 
 
-def export(run_dir: Path, out: Path, *, step: int | None = None, adapters: bool = False) -> None:
-    """Writes the model of a run's checkpoint, or its adapters alone, to a new folder.
+def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
+    """Writes a model, or its adapters alone, to a new folder, with a model card.
 
     Raises:
-        FileNotFoundError, CheckpointMismatchError, ConfigError: as `read_run_config` and `trained_model`.
         FileExistsError: there is something in the folder.
-        WeightsError: there are no adapters, the model has no such format, or the folder that training began
-            with names end tokens that can't be read.
-        DataError: the run's tokenizer is not where it was.
+        WeightsError: there are no adapters, or the model has no such format; or as `FoundModel.read`.
+        DataError: the model's tokenizer is not where it was.
 
-    Cost: that of `trained_model`, and the host memory of one file; adapters are merged in place.
+    Cost: that of `FoundModel.read`, and the host memory of one file; adapters are merged in place.
     """
     check_new_folder(out)
-    config = read_run_config(run_dir, step)
-    texts, fields = ({}, {}) if adapters else generation_files(config)
-    model = trained_model(run_dir, config, step=step)
+    if adapters and (found.run.lora is None if found.run else found.base is None):
+        raise WeightsError("There are no adapters. Export the whole model, without --adapters.")
+    texts, fields = ({}, {}) if adapters else generation_files(found)
+    model = found.read(None)
     if not isinstance(model, Decoder):
         raise WeightsError(
             f"A {type(model).__name__} can't be exported: only decoders have a Hugging Face format."
         )
+    card = model_card(found, out.name, "adapter" if adapters else "finetune")
     if adapters:
-        if config.lora is None:
-            raise WeightsError(f"{run_dir} trained no adapters. Export the whole model, without --adapters.")
-        save_adapters(out, model, base_model=config.initialize_from_hf)
-        return
-    write_decoder(out, merge_lora(model, donate=True), fields=fields, texts=texts)
+        save_adapters(out, model, base_model=found.base)
+        (out / "README.md").write_text(card, encoding="utf-8")
+    else:
+        write_decoder(out, merge_lora(model, donate=True), fields=fields, texts={**texts, "README.md": card})
 
 
-def generation_files(config: LmRunConfig) -> tuple[dict[str, str], dict[str, Any]]:
+def generation_files(found: FoundModel) -> tuple[dict[str, str], dict[str, Any]]:
     """Texts of files, and fields of `config.json`, that generation with the model needs."""
-    texts, end = read_tokenizer_files(config.data.tokenizer), load_tokenizer(config.data.tokenizer).end
-    ends, root = ends_of_run(config, end), base_folder(config)
-    file = None if root is None else root / GENERATION_CONFIG
+    texts, file = read_tokenizer_files(found.tokenizer_name), found.root and found.root / GENERATION_CONFIG
     if file is not None and file.is_file():
         texts[file.name] = file.read_text(encoding="utf-8")
-    return texts, {"eos_token_id": end if len(ends) == 1 else ends}
+    return texts, {"eos_token_id": found.ends[0] if len(found.ends) == 1 else [*found.ends]}
+
+
+def model_card(found: FoundModel, title: str, relation: str) -> str:
+    """The text of a `README.md`: the base, the data, the config and the losses."""
+    fields: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["stacked_remat"]}
+    fields["library_name"] = "peft" if relation == "adapter" else "transformers"
+    if found.base is not None and not Path(found.base).expanduser().exists():  # a name on the Hub
+        fields |= {"base_model": found.base.partition("@")[0], "base_model_relation": relation}
+    lines = ["---", yaml.safe_dump(fields).rstrip(), "---", f"# {title}", ""]
+    lines += [f"- base: {found.base or 'none, from random weights'}"]
+    if found.run is None:
+        return "\n".join([*lines, ""])
+    config = config_as_dict(found.run)
+    lines += [f"- data: {', '.join(found.run.data.sources) or 'the default text'}"]
+    lines += [f"- {name}: {json.dumps(value)}" for name, value in found.figures.items()]
+    lines += ["", "Trained with stacked_remat by this config:", "", "```yaml"]
+    return without_credentials("\n".join([*lines, yaml.safe_dump(config, sort_keys=False) + "```", ""]))
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
-    console = lasting_console() if console is None else console
+    show = shown_on(lasting_console() if console is None else console)
     parser = argparse.ArgumentParser(
         prog="python -m models.export_hf", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--run_dir", type=local_path, required=True, help="the run folder")
+    add_model_arguments(parser)
     parser.add_argument("--out", type=local_path, required=True, help="a new folder")
-    parser.add_argument("--step", type=int, help="of the checkpoint; the latest if not given")
     parser.add_argument("--adapters", action="store_true", help="the adapters alone, for PEFT")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-    show = shown_on(console)
+    parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="also to this repository on the Hub")
+    parser.add_argument("--private", action="store_true", help="the repository, if it is new")
 
     def run(arguments: Sequence[str], _: object) -> int:
         options = parser.parse_args(arguments)
-        export(options.run_dir, options.out, step=options.step, adapters=options.adapters)
+        check_new_folder(options.out)
+        export(model_of_arguments(options), options.out, adapters=options.adapters)
         show(escaped(f"wrote {options.out}"))
+        if options.push_to_hub is not None:
+            show(escaped(f"pushed {push_folder(options.out, options.push_to_hub, private=options.private)}"))
         return 0
 
     return run_command(run, arguments, show)

@@ -1,36 +1,45 @@
-"""Continues prompts with what a run trained, or with a model in Hugging Face's format.
+"""Continues prompts with what a run trained, or with a model in Hugging Face's format, or talks with it.
 
-    python -m models.generate --checkpoint runs/mine --prompt "Once upon a time"
+    python -m models.generate --run_dir runs/mine --prompt "Once upon a time"
     python -m models.generate --model exported --chat --prompt "Who are you?" --temperature 0
+    python -m models.generate --model exported --chat
 
-The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters included; the second
-a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. Prompts are continued as one
-batch, and the text of the first is streamed, then that of the others.
+The first reads the latest checkpoint of a run folder of `models.train_lm`, its adapters included; the others
+a folder such as `models.export_hf` writes, or a name on the Hugging Face Hub. Prompts are continued in
+batches, and the text of the first is streamed, then that of the others. A chat without prompts is a
+conversation: each line of the standard input is what the user says next.
 """
 
 import argparse
+import contextlib
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import yaml
 from rich.console import Console
 from rich.segment import Segment, Segments
 
 from models.command import encodable, escaped, local_path, run_command, shown_on
+from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import (
+    Message,
     Piece,
-    Stop,
     Tokens,
     chat_prompt,
     end_of_turn,
     generate_text,
     in_order,
 )
-from models.generator_source import Dtype, GeneratorSource, source_of_folder, source_of_run
-from stacked_remat.training import ChatTemplateError, ConfigError, Tokenizer
+from models.lm import LanguageModel
+from models.loading import FoundModel, add_model_arguments, model_of_arguments
+from stacked_remat.training import ChatTemplateError, ConfigError
 from stacked_remat.training.config_checks import check_date
+
+_OF_CHATS = ("system", "messages", "chat_date", "chat_template_kwargs")
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -46,23 +55,56 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _generate(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
-    sampling, texts = _sampling(options), _prompts(options)
-    source = _source(options)
-    name = options.tokenizer or options.model or f"of the run {options.checkpoint}"
-    prompts, stops = _encoded(source.tokenizer, name, texts, chat=options.chat)
-    source.check_memory(len(prompts), max(map(len, prompts)) + options.max_new_tokens)
-    pieces = generate_text(
-        source.read(),
-        source.tokenizer,
-        prompts,
-        max_new_tokens=options.max_new_tokens,
-        sampling=sampling,
-        key=jax.random.key(options.seed),
-        ends=source.ends,
-        stops=stops,
-    )
+    _check(options)
+    texts, write = _texts(options), _writer(console, raw=options.raw)
+    begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
+    sampling, found = _sampling(options), model_of_arguments(options, options.chat_date)
+    model: LanguageModel | None = None
+    stops = ()
+    if options.chat:
+        with _template_errors(found):
+            stops = (end_of_turn(found.tokenizer),)
+
+    def pieces(prompts: Sequence[Tokens]) -> Iterator[Piece]:
+        nonlocal model
+        fitting = found.rows_that_fit(padded_length(max(map(len, prompts))) + options.max_new_tokens)
+        model = found.load() if model is None else model
+        return in_order(
+            generate_text(
+                model,
+                found.tokenizer,
+                prompts,
+                max_new_tokens=options.max_new_tokens,
+                sampling=sampling,
+                key=jax.random.key(options.seed),
+                ends=found.ends,
+                stops=stops,
+                stop_texts=options.stop,
+                rows=min(options.batch_size, fitting, len(prompts)),
+            ),
+            len(prompts),
+        )
+
+    def chat(said: Sequence[Message]) -> Tokens:
+        with _template_errors(found):
+            return chat_prompt(found.tokenizer, [*begun, *said], variables)
+
     try:
-        _show(_writer(console, raw=options.raw), texts, in_order(pieces, len(texts)), chat=options.chat)
+        if texts:
+            if options.chat:
+                prompts = [chat([_said("user", text)]) for text in texts]
+            else:
+                prompts = [_prompt(found, text) for text in texts]
+            _show(write, texts, pieces(prompts), chat=options.chat)
+        elif options.chat:
+            history: list[Message] = []
+            for line in sys.stdin:
+                history.append(_said("user", line.rstrip("\n")))
+                answer = ""
+                for piece in pieces([chat(history)]):
+                    write(piece.text + ("\n" if piece.last else ""), "none")
+                    answer += piece.text
+                history.append(_said("assistant", answer))
     except KeyboardInterrupt:
         console.out("")  # ends the line of the text so far
         raise
@@ -73,29 +115,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m models.generate", description=(__doc__ or "").splitlines()[0]
     )
+    add_model_arguments(parser)
     add = parser.add_argument
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--checkpoint", type=local_path, metavar="RUN_FOLDER", help="a run folder of models.train_lm"
-    )
-    source.add_argument("--model", help="a folder in Hugging Face's format, or owner/model on its Hub")
-    add("--step", type=int, help="of the checkpoint; the latest if not given")
-    add(
-        "--tokenizer",
-        help="replaces the run's or the model's: byte, a folder, a file, a name on the Hub",
-    )
-    add("--dtype", choices=("float32", "bfloat16"), help="of --model; what its config.json says if not given")
     add("--prompt", action="append", default=[], help="a text to continue; may be given several times")
     add("--prompts", type=local_path, metavar="FILE", help="a file with a prompt on each line")
     add("--chat", action="store_true", help="prompts are what the user says, put into the chat template")
-    add("--chat_date", help="with --chat: today for the template, such as 2025-06-30; the run's if not given")
+    add("--system", help="with --chat: the first message, of the system")
+    add("--messages", type=local_path, metavar="FILE", help="with --chat: JSON, a list of earlier messages")
+    add("--chat_date", help="with --chat: the template's today, such as 2025-06-30; the run's, or today")
+    add("--chat_template_kwargs", help="with --chat: the template's variables: '{enable_thinking: false}'")
+    add("--stop", action="append", default=[], help="a text that ends one; may be given several times")
     add("--max_new_tokens", type=int, default=128, help="for each prompt, at the most (default 128)")
     add(
         "--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest token"
     )
     add("--top_k", type=int, help="sample from the K likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
-    add("--debug", action="store_true", help="show the traceback of an error")
+    add("--batch_size", type=int, default=16, help="prompts at once, or fewer that fit (default 16)")
     add(
         "--raw",
         action="store_true",
@@ -105,38 +141,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _source(options: argparse.Namespace) -> GeneratorSource:
-    if options.step is not None and options.checkpoint is None:
-        raise ConfigError("--step has no effect with --model, which has no steps. Leave it out.")
-    if options.dtype is not None and options.model is None:
-        raise ConfigError(
-            "--dtype has no effect with --checkpoint, which computes as the run did (model.compute_dtype). "
-            "Leave it out."
-        )
-    if options.chat_date is not None and not options.chat:
-        raise ConfigError("--chat_date has no effect without --chat. Leave it out.")
+def _check(options: argparse.Namespace) -> None:
+    for name in _OF_CHATS:
+        if getattr(options, name) is not None and not options.chat:
+            raise ConfigError(f"--{name} has no effect without --chat. Leave it out.")
+    for name in ("max_new_tokens", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}.")
+    if not 0 <= options.seed < 2**32:  # what JAX makes a key of; it drops further bits
+        raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {options.seed}.")
     try:
         check_date("--chat_date", options.chat_date)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    named = {"tokenizer": options.tokenizer, "chat_date": options.chat_date}
-    if options.checkpoint is not None:
-        return source_of_run(options.checkpoint, step=options.step, **named)
-    return source_of_folder(options.model, dtype=cast(Dtype | None, options.dtype), **named)
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
-    if options.max_new_tokens < 1:
-        raise ConfigError(f"--max_new_tokens must be at least 1, got {options.max_new_tokens}.")
-    if not 0 <= options.seed < 2**32:  # what JAX makes a key of; it drops further bits
-        raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {options.seed}.")
     try:
         return Sampling(options.temperature, options.top_k, options.top_p)
     except ValueError as error:
         raise ConfigError(f"--{error}") from error
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
+def _texts(options: argparse.Namespace) -> list[str]:
     texts = list(options.prompt)
     if options.prompts is not None:
         try:
@@ -149,30 +176,60 @@ def _prompts(options: argparse.Namespace) -> list[str]:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # Python passes on bytes of a command line as lone surrogates
             raise ConfigError(f"--prompt {text!r} is not valid UTF-8.") from error
-    if not texts:
+    if not texts and (options.prompts is not None or not options.chat):
         raise ConfigError("There is nothing to continue: give --prompt TEXT, or --prompts FILE with lines.")
     return texts
 
 
-def _encoded(
-    tokenizer: Tokenizer, name: str, texts: Sequence[str], *, chat: bool
-) -> tuple[list[Tokens], tuple[Stop, ...]]:
-    """The tokens of the prompts, and further sequences of tokens that end a continuation."""
-    if chat:
-        try:
-            return [chat_prompt(tokenizer, text) for text in texts], (end_of_turn(tokenizer),)
-        except ChatTemplateError as error:
-            raise ConfigError(
-                f"The chat template of the tokenizer {name} does not take a user's message and an answer: "
-                f"{error}. Correct it (chat_template.jinja, or `chat_template` in tokenizer_config.json), or "
-                f"leave --chat out and write the prompt as the model expects it."
-            ) from error
-    prompts = [tokenizer.encode_beginning(text) for text in texts]
-    if not all(len(prompt) for prompt in prompts):
+def _said(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+def _chat_beginning(options: argparse.Namespace) -> list[Message]:
+    """The messages before what the user says."""
+    messages = [] if options.system is None else [_said("system", options.system)]
+    if options.messages is None:
+        return messages
+    try:
+        found = json.loads(options.messages.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--messages {options.messages} is not JSON: {error}.") from error
+    if not (isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)):
+        raise ConfigError(f"--messages {options.messages} is no list of messages with role and content.")
+    return messages + found
+
+
+def _mapping(text: str | None) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(text or "{}")
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--chat_template_kwargs {text!r} is not YAML.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"--chat_template_kwargs {text!r} is no mapping such as {{enable_thinking: false}}."
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _template_errors(found: FoundModel) -> Iterator[None]:
+    try:
+        yield
+    except ChatTemplateError as error:
+        raise ConfigError(
+            f"The chat template of the tokenizer {found.tokenizer_name} does not take a user's message and "
+            f"an answer: {error}. Correct it (chat_template.jinja, or `chat_template` in "
+            f"tokenizer_config.json), or leave --chat out and write the prompt as the model expects it."
+        ) from error
+
+
+def _prompt(found: FoundModel, text: str) -> Tokens:
+    prompt = found.tokenizer.encode_beginning(text)
+    if not len(prompt):
         raise ConfigError(
             "A prompt is empty, and the tokenizer has no token that begins a text. Begin the text yourself."
         )
-    return prompts, ()
+    return prompt
 
 
 def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:

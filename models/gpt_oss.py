@@ -7,15 +7,15 @@ from models.decoder.config import LayerSpec, SparseDecoderConfig
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
     LOAD_BALANCE,
-    Computed,
     Field,
+    Ignored,
     Only,
     full_every,
     rope,
     windows,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
-from models.hf_io.stacked_weights import FusedTensor
+from models.hf_io.stacked_weights import ExpertsTensor
 from models.lm import LmConfig
 
 
@@ -50,7 +50,7 @@ FIELDS = {
     "attention_bias": Field("attention.bias", True),
     "rotary": rope(theta=150_000.0, scaling=_YARN, longest=131_072),
     # Transformers ignores it: `rope_scaling` has its own.
-    "initial_context_length": Computed(lambda given, _: given("initial_context_length", None), lambda _: {}),
+    "initial_context_length": Ignored(),
     "rms_norm_eps": Field("rms_norm_eps", 1e-5),
     "windows": windows(128, full_every(2)),
     "num_local_experts": Field("experts.num_experts", 128, aliases=("num_experts",)),
@@ -59,14 +59,16 @@ FIELDS = {
     "swiglu_alpha": Only(1.702, written=True),
     "swiglu_limit": Only(7.0, written=True),
 }
+_GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
+_GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)
 TENSORS = {
     **DECODER_TENSORS,
-    "gate_proj.weight": FusedTensor("gate_up_proj", transposed=True, part=0, parts=2),
-    "gate_proj.bias": FusedTensor("gate_up_proj_bias", part=0, parts=2),
-    "up_proj.weight": FusedTensor("gate_up_proj", transposed=True, part=1, parts=2),
-    "up_proj.bias": FusedTensor("gate_up_proj_bias", part=1, parts=2),
-    "down_proj.weight": FusedTensor("down_proj", transposed=True),
-    "down_proj.bias": FusedTensor("down_proj_bias"),
+    "gate_proj.weight": _GATE_UP,
+    "gate_proj.bias": _GATE_UP_BIAS,
+    "up_proj.weight": _GATE_UP,
+    "up_proj.bias": _GATE_UP_BIAS,
+    "down_proj.weight": ExpertsTensor("down_proj", transposed=True),
+    "down_proj.bias": ExpertsTensor("down_proj_bias"),
 }
 
 register_format(

@@ -211,24 +211,29 @@ def build_model(
     )
 
 
-def next_token_loss(model: LanguageModel, batch: TokenBatch) -> tuple[Float[Array, ""], Metrics]:
+def next_token_loss(
+    model: LanguageModel, batch: TokenBatch, z_loss: float = 0.0
+) -> tuple[Float[Array, ""], Metrics]:
     """Mean cross entropy of the next token, in nats, plus the model's auxiliary losses.
 
     Args:
         model: any causal language model.
         batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do not see each other.
+        z_loss: as `chunked_cross_entropy` takes it; the cross entropy includes it.
 
     Returns:
         The scalar to minimise, and metrics with the cross entropy alone under `loss`.
 
     Cost: that of the model, and of `stacked_remat.ops.chunked_cross_entropy`.
     """
-    losses, auxiliary = _token_losses(model, batch)
+    losses, auxiliary = _token_losses(model, batch, z_loss)
     cross_entropy = hax.sum(losses).scalar() / _total_weight(batch)
     return cross_entropy + auxiliary.loss, {"loss": cross_entropy, **auxiliary.metrics}
 
 
-def example_losses(model: LanguageModel, batch: TokenBatch) -> tuple[tuple[NamedArray, Any], Metrics]:
+def example_losses(
+    model: LanguageModel, batch: TokenBatch, z_loss: float = 0.0
+) -> tuple[tuple[NamedArray, Any], Metrics]:
     """`next_token_loss`, sequence by sequence.
 
     Returns:
@@ -236,7 +241,7 @@ def example_losses(model: LanguageModel, batch: TokenBatch) -> tuple[tuple[Named
         `auxiliary_of_sums`; and the metrics. The parts add up to the metric `loss`, the mean over the targets
         of the batch.
     """
-    losses, auxiliary = _token_losses(model, batch)
+    losses, auxiliary = _token_losses(model, batch, z_loss)
     parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
     real = hax.ones(batch.tokens.axes)
     if batch.documents is not None:
@@ -259,14 +264,15 @@ def auxiliary_of_sums(model: LanguageModel, sums: Any) -> tuple[Float[Array, ""]
     return found.loss, found.metrics
 
 
-def _token_losses(model: LanguageModel, batch: TokenBatch) -> tuple[NamedArray, AuxiliaryLoss]:
+def _token_losses(model: LanguageModel, batch: TokenBatch, z_loss: float) -> tuple[NamedArray, AuxiliaryLoss]:
     """The weighted cross entropy of every token, `[Batch, Pos]`, and the model's auxiliary losses."""
     hidden, auxiliary = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
     head = model.unembedding()
     (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
-    losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, weights=batch.weights)
+    options = {"weights": batch.weights, "z_loss": z_loss}
+    losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, **options)
     return losses, auxiliary
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from models.decoder.config import DecoderConfig
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
-    Computed,
     Field,
+    Ignored,
     Only,
     rope,
     window_of_all,
@@ -40,14 +40,11 @@ FIELDS = {
     "embd_pdrop": Only(0),
     "resid_pdrop": Only(0),
     "rotary": rope(longest=4_096),
-    # Of longrope.
-    "original_max_position_embeddings": Computed(
-        lambda given, _: given("original_max_position_embeddings", None), lambda _: {}
-    ),
+    "original_max_position_embeddings": Ignored(),  # of longrope
     "rms_norm_eps": Field("rms_norm_eps", 1e-5),
     "windows": window_of_all(None),
     # Transformers' default is beyond the embedding of a smaller vocabulary.
-    "pad_token_id": Computed(lambda given, _: given("pad_token_id", None), lambda _: {"pad_token_id": None}),
+    "pad_token_id": Ignored(written=None),
 }
 TENSORS = {
     **DECODER_TENSORS,

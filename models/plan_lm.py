@@ -8,7 +8,9 @@
 Takes the same config files as `models.train_lm`.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -23,17 +25,15 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 
+from models.candidate import STREAMED, Candidate
 from models.command import run_command, shown_on
 from models.plan_mesh import find_divisions
 from models.plan_search import KEYS, Budget, find_size, planned
 from models.run_config import LmRunConfig
-from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.memory import (
     Comparison,
     DoesNotFit,
-    MemoryReport,
-    Plan,
     Trial,
     find_target,
     parse_bytes,
@@ -52,14 +52,12 @@ POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
 }
 """What is compared: names for the table, and `remat` entries. The presets of the model follow."""
 
-STREAMED = ("nested", "offload")
-"""Which of them are compared with the layers' weights on the host too, where they can be there."""
-
 LEANER = ("nested", "offload")
-"""Which of them are compared with experts in blocks and layers in tiles too, where the config has neither."""
+"""Which of them are compared with the layers' weights on the host too, where they can be there, and with
+experts in blocks and layers in tiles, where the config has neither."""
 
 _FOUND = {"context": "longest context", "batch": "largest batch", "devices": "fewest devices"}
-_PLAIN, _BASELINE = "False", "True"
+_BASELINE = "True"
 _NAMES_A_MODEL = ("--config_path", "--model", "--initialize_from_hf")
 
 
@@ -116,9 +114,10 @@ class PlanLmConfig(LmRunConfig):
         find_target(self.target)
 
     @property
-    def step(self) -> StepMemory:
+    def candidate(self) -> Candidate:
         """The step to compile; only of a resolved config."""
-        return StepMemory(self, self.target, self.devices, _cache_folder() if self.cache else None)
+        run = LmRunConfig(**{one.name: getattr(self, one.name) for one in dataclasses.fields(LmRunConfig)})
+        return Candidate(run, self.target, self.devices, _cache_folder() if self.cache else None)
 
 
 def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
@@ -150,21 +149,6 @@ def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
     )
 
 
-def saving(config: PlanLmConfig, reports: Mapping[str, MemoryReport]) -> str | None:
-    """What the config's policy saves, in a sentence; None if the rows to compare it with are not there."""
-    own = next((name for name, policy in compared(config).items() if policy == config.policy), _PLAIN)
-    baseline = _BASELINE if own != _BASELINE else _PLAIN
-    if own == _PLAIN or not {own, _PLAIN, baseline} <= reports.keys():
-        return None
-    plain = reports[_PLAIN].total
-    small, large = (readable_bytes(size, beside=plain) for size in (reports[own].total, plain))
-    times = reports[own].flops.matmul / reports[baseline].flops.matmul
-    return (
-        f"`{own}` takes {small} where a plain scan (`{_PLAIN}`) takes {large}, "
-        f"for {times:.2f}x the arithmetic of `{baseline}`."
-    )
-
-
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
     console = lasting_console() if console is None else console
@@ -178,54 +162,61 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
             "No model to plan for: give --config_path FILE, such as one of models/configs, or the keys of a "
             "model, beginning with --model.type."
         )
+    quiet = (lambda _: None) if config.json else shown_on(console)
     with backends_taken() as taken:
         if config.policy is None and config.budget is not None:
-            _find(config, console)
+            _find(config, console, Budget(config.budget, config.host_budget, quiet))
         else:
-            config.step.check(streamed=config.step.can_stream)
+            config.candidate.check(at_least=True)
             _compare(config, console)
-    if not config.json:
-        for what, backend in taken.items():
-            console.print(f"{what}: {backend}", markup=False, highlight=False, soft_wrap=True)
+    for what, backend in taken.items():
+        quiet(f"{what}: {backend}")
     return 0
 
 
-def _find(config: PlanLmConfig, console: Console) -> None:
+def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
     """Finds what fits the budget and shows it."""
-    assert config.budget is not None
-    quiet = (lambda _: None) if config.json else shown_on(console)
-    step, budget = config.step, Budget(config.budget, config.host_budget, quiet)
-    size = None
+    step, found = config.candidate, {}
     if config.find == "mesh":
         _find_mesh(config, console, budget)
         return
     if config.find == "policy":
-        step.check(streamed=step.can_stream)
+        step.check(at_least=True)
     else:
         size, step = find_size(step, config.find, budget)
+        found = {KEYS[config.find]: size}
     plan, chosen = planned(step, budget)
-    _show_plan(config, console, plan, chosen, size)
+    if config.json:
+        entries = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, **chosen.settings}
+        tried = [_row(trial, chosen) for trial in plan.tried.trials]
+        _print_json(chosen.config, console, chosen=found | entries, budget=plan.budget, rows=tried)
+        return
+    console.print(plan)
+    for key, value in chosen.settings.items():
+        if value != step.settings[key]:
+            console.print(f"with {key}: {value}; nothing fits without.")
+    for key, value in found.items():
+        budget.show(f"{_FOUND[config.find]}: {key}: {value}")
 
 
 def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> None:
     """Finds the meshes on which the step fits the budget and shows them, the least arithmetic first."""
-    assert config.devices is not None
-    found = find_divisions(config.step, config.devices, budget)
+    found = find_divisions(config.candidate, budget)
+    trainer, remat = found[0].step.config.trainer, found[0].step.config.remat
     if config.json:
         rows = [
-            _row(one.trial, config.step)
-            | {"name": one.name, "mesh": dataclasses.asdict(one.mesh), "microbatches": one.microbatches}
+            _row(one.trial, one.step)
+            | {"name": one.name, "mesh": dataclasses.asdict(one.step.config.trainer.mesh)}
+            | {"microbatches": one.step.config.trainer.update.microbatches}
             for one in found
         ]
-        chosen = {"mesh": rows[0]["mesh"], "microbatches": rows[0]["microbatches"], "remat": rows[0]["remat"]}
+        chosen = {"mesh": rows[0]["mesh"], "microbatches": rows[0]["microbatches"], "remat": remat}
         _print_json(config, console, chosen=chosen, budget=parse_bytes(budget.device), rows=rows)
         return
-    best = found[0]
     title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
     console.print(Comparison(tuple(one.trial for one in found), title))
-    update = {"microbatches": best.microbatches}
-    entries = {"mesh": dataclasses.asdict(best.mesh), "update": update}
-    entries = {"trainer": entries, "remat": remat_entry(best.policy)}
+    mesh, update = dataclasses.asdict(trainer.mesh), {"microbatches": trainer.update.microbatches}
+    entries = {"trainer": {"mesh": mesh, "update": update}, "remat": remat}
     text = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None)
     console.print(f"\nfor the config:\n\n{text}", end="", markup=False, highlight=False, soft_wrap=True)
 
@@ -237,25 +228,22 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
     errors: list[Exception] = []
     with RichProgress(console=console, transient=True, disable=config.json) as progress:
         task = progress.add_task("compiling", total=len(rows))
-        for name, (step, policy, streamed) in rows.items():
+        for name, step in rows.items():
             progress.update(task, description=f"compiling {name}")
             report, failure = None, ""
             try:
-                report = step.report(policy, streamed=streamed)
+                report = step.report()
             except (DoesNotFit, jax.errors.JaxRuntimeError, ValueError) as error:
                 errors.append(error)  # such as a policy that a fused update does not take
                 failure = str(error).splitlines()[0]
-            trials.append(Trial(policy, report, failure, streamed, name))
+            trials.append(Trial(step.policy, report, failure, step.config.trainer.streaming, name))
             progress.advance(task)
-    found = {trial.name: trial.report for trial in trials if trial.report is not None}
-    if not found:
+    if not any(trial.report for trial in trials):
         raise errors[0]
     if config.json:
-        _print_json(config, console, rows=[_row(trial, rows[trial.name][0]) for trial in trials])
+        _print_json(config, console, rows=[_row(trial, rows[trial.name]) for trial in trials])
         return
     console.print(policy_table(config, trials))
-    if saved := saving(config, found):
-        console.print(saved, markup=False, highlight=False)
 
 
 def _cache_folder() -> Path:
@@ -263,25 +251,7 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stacked_remat" / "reports"
 
 
-def _show_plan(
-    config: PlanLmConfig, console: Console, plan: Plan, step: StepMemory, size: int | None
-) -> None:
-    """Shows a plan, and the size that was found for it."""
-    found = {} if config.find in ("policy", "mesh") else {KEYS[config.find]: size}
-    if config.json:
-        chosen = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, **step.settings}
-        tried = [_row(trial, step) for trial in plan.tried.trials]
-        _print_json(step.config, console, chosen=found | chosen, budget=plan.budget, rows=tried)
-        return
-    console.print(plan)
-    for key, value in step.settings.items():
-        if value != config.step.settings[key]:
-            console.print(f"with {key}: {value}; nothing fits without.")
-    for key, value in found.items():
-        console.print(f"{_FOUND[config.find]}: {key}: {value}", markup=False, highlight=False)
-
-
-def _row(trial: Trial, step: StepMemory) -> dict[str, Any]:
+def _row(trial: Trial, step: Candidate) -> dict[str, Any]:
     """A row of the JSON: its report, or why it was refused."""
     row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed}
     row |= step.settings
@@ -296,20 +266,27 @@ def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _rows(config: PlanLmConfig) -> dict[str, tuple[StepMemory, ScanCheckpointPolicy, bool]]:
-    """What is compiled for each row of the table: the step, its policy, and whether weights are on the host.
+def _rows(config: PlanLmConfig) -> dict[str, Candidate]:
+    """What is compiled for each row of the table.
 
     Raises:
         ConfigError: `only` matches none.
     """
-    step, policies = config.step, compared(config)
-    rows = {name: (step, policy, False) for name, policy in policies.items()}
-    for lean in step.leaner:
-        rows |= {f"{name}{lean.label}": (lean, policies[name], False) for name in LEANER if name in policies}
+    step, policies = config.candidate, compared(config)
+    lean = [name for name in LEANER if name in policies]
+    rows: dict[str, Candidate] = {}
+    for name, policy in policies.items():
+        with contextlib.suppress(ValueError):  # one that trainer.streaming does not go with
+            rows[name] = step.having({}, policy)
+    for settings, name in itertools.product(step.leaner, lean):
+        own = step.having(settings, policies[name])
+        rows[name + own.label] = own
     if step.can_stream:
-        if not _fits(step):
+        try:
+            step.check()
+        except ConfigError:  # with all weights on the device nothing fits
             rows = {}
-        rows |= {f"{name}, streamed": (step, policies[name], True) for name in STREAMED if name in policies}
+        rows |= {f"{name}, streamed": step.having(STREAMED, policies[name]) for name in lean}
     chosen = {name: row for name, row in rows.items() if re.fullmatch(_only(config), name)}
     if not chosen:
         raise ConfigError(f"only = {config.only!r} leaves no row. There are: {'; '.join(rows)}.")
@@ -319,15 +296,6 @@ def _rows(config: PlanLmConfig) -> dict[str, tuple[StepMemory, ScanCheckpointPol
 def _only(config: PlanLmConfig) -> str:
     """The regular expression of `only`, in which YAML takes the names `True` and `False` for booleans."""
     return ".*" if config.only is None else str(config.only)
-
-
-def _fits(step: StepMemory) -> bool:
-    """Whether the arguments fit the device with all weights there."""
-    try:
-        step.check()
-    except ConfigError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
 """How to divide a training step over devices: the meshes, policies and microbatches with which it fits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
 from haliax.util import ensure_tuple
 
+from models.candidate import Candidate
 from models.plan_search import Budget
-from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointSpec
-from stacked_remat.memory import BudgetError, DoesNotFit, MemoryReport, Trial, find_target
+from stacked_remat.memory import BudgetError, MemoryReport, Trial, find_target
 from stacked_remat.training import ConfigError, MeshConfig, mesh_sizes
 
 _POLICIES: tuple[ScanCheckpointSpec, ...] = (True, "offload", "nested")
 """What is tried, by arithmetic, until one fits; where the first does, `False` too."""
 
-_ARITHMETIC: tuple[tuple[ScanCheckpointSpec, ...], ...] = ((False,), (True, "offload"), ("nested",))
+_ARITHMETIC = {False: 0, True: 1, "offload": 1, "nested": 2}
 """The policies by arithmetic. What reports count of it differs between meshes, by padding and by loops whose
-trips depend on data, which count as often as is expected."""
+trip counts depend on data, which count as often as is expected."""
 
 _MORE_MICROBATCHES = (1, 2, 4)
 """Times as many microbatches as the config has."""
@@ -25,47 +25,41 @@ _MORE_MICROBATCHES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Division:
-    """A mesh, a number of microbatches and a policy, with the memory of the step.
+    """A step with a mesh, a number of microbatches and a policy, and its memory.
 
     Attributes:
-        mesh: as `trainer.mesh` takes it.
-        microbatches: as `trainer.update.microbatches`.
-        policy: the policy.
-        report: the memory of the step.
+        step: the step.
+        report: its memory.
         number: of the mesh, among those that were tried.
     """
 
-    mesh: MeshConfig
-    microbatches: int
-    policy: ScanCheckpointSpec
+    step: Candidate
     report: MemoryReport
     number: int
 
     @property
     def name(self) -> str:
         """With what is divided in place of the number: `{batch, embed: 4; kv_heads: 2}, 'nested'`."""
-        return _named(f"{{{_divided(self.mesh)}}}", self.microbatches, self.policy)
+        return _named(f"{{{_divided(self.step.config.trainer.mesh)}}}", self.step)
 
     @property
     def trial(self) -> Trial:
         """The division as the row of a table, by its number."""
-        return Trial(self.policy, self.report, label=_named(self.number, self.microbatches, self.policy))
+        return Trial(self.step.policy, self.report, label=_named(self.number, self.step))
 
     @property
     def cost(self) -> tuple[int, int]:
         """To sort by: the rank of the policy's arithmetic, and what a device sends to others."""
-        rank = next(at for at, policies in enumerate(_ARITHMETIC) if self.policy in policies)
-        return rank, self.report.sent
+        return _ARITHMETIC[self.step.config.remat], self.report.sent
 
 
-def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Division]:
+def find_divisions(candidate: Candidate, budget: Budget) -> list[Division]:
     """For each mesh the policy with the least arithmetic that fits, and as few microbatches as allow it.
 
     More microbatches are tried where nothing fits, or nothing but `nested`.
 
     Args:
-        step: the step; its own mesh is tried first.
-        devices: how many devices every mesh has.
+        candidate: the step and its devices; its own mesh is tried first.
         budget: what the step must fit in.
 
     Returns:
@@ -78,19 +72,20 @@ def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Divis
 
     Cost: from two to nine compilations for each mesh.
     """
-    allowed = meshes(step, devices)
+    config, devices = candidate.config, candidate.devices
+    allowed = meshes(candidate)
     if not allowed:
         raise ConfigError(
-            f"no mesh of {devices} devices divides data.batch_size = {step.config.data.batch_size} (in "
-            f"{step.config.trainer.update.microbatches} microbatches), data.seq_len = "
-            f"{step.config.data.seq_len} or the model's axes evenly; give another number of devices."
+            f"no mesh of {devices} devices divides data.batch_size = {config.data.batch_size} (in "
+            f"{config.trainer.update.microbatches} microbatches), data.seq_len = {config.data.seq_len} or "
+            f"the model's axes evenly; give another number of devices."
         )
     errors: list[Exception] = []
     budget.show("what is divided, and into how many parts; two to nine compilations each:")
     for number, mesh in enumerate(allowed, 1):
         budget.show(f"{number:2}  {_divided(mesh)}")
-    steps = [_with(step, mesh, devices) for mesh in allowed]
-    found = [one for number, own in enumerate(steps, 1) for one in _divisions(own, number, budget, errors)]
+    steps = enumerate((candidate.having({"trainer.mesh": mesh}) for mesh in allowed), 1)
+    found = [one for number, step in steps for one in _divisions(step, number, budget, errors)]
     if not found and errors:
         raise errors[0]
     if not found:
@@ -101,20 +96,21 @@ def find_divisions(step: StepMemory, devices: int, budget: Budget) -> list[Divis
     return sorted(found, key=lambda one: one.cost)
 
 
-def meshes(step: StepMemory, devices: int) -> list[MeshConfig]:
+def meshes(candidate: Candidate) -> list[MeshConfig]:
     """The config's own mesh and those of the documentation's table that the model and the batch allow."""
+    assert candidate.devices is not None
     found: dict[str, MeshConfig] = {}
-    for mesh in (step.config.trainer.mesh, *_candidates(step, devices)):
-        if _is_allowed(own := _with(step, mesh, devices), devices):
-            sized = replace(mesh, axes=mesh_sizes(own.config.trainer.mesh, devices))
+    for mesh in (candidate.config.trainer.mesh, *_documented(candidate.devices, candidate)):
+        if candidate.having({"trainer.mesh": mesh}).is_divided:
+            sized = replace(mesh, axes=mesh_sizes(mesh, candidate.devices))
             found.setdefault(repr(sized), sized)
     return list(found.values())
 
 
-def _candidates(step: StepMemory, devices: int) -> Iterator[MeshConfig]:
+def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
     """FSDP; experts, positions or heads over all devices, and over half of them, with FSDP over the rest."""
     yield MeshConfig({"data": devices})
-    if find_target(step.target).devices(1)[0].platform == "gpu":  # whole stacks would be copied
+    if find_target(candidate.target).devices(1)[0].platform == "gpu":  # whole stacks would be copied
         yield MeshConfig({"data": devices}, param_mapping={"experts": "data", "embed": "data"})
     for size in filter(lambda size: size > 1, (devices, devices // 2)):
         rest = {"data": devices // size}
@@ -136,73 +132,50 @@ def _candidates(step: StepMemory, devices: int) -> Iterator[MeshConfig]:
             )
 
 
-def _is_allowed(step: StepMemory, devices: int) -> bool:
-    try:
-        return step.mesh_size() == devices
-    except ConfigError:
-        return False
-
-
-def _divisions(step: StepMemory, number: int, budget: Budget, errors: list[Exception]) -> Iterator[Division]:
+def _divisions(step: Candidate, number: int, budget: Budget, errors: list[Exception]) -> Iterator[Division]:
     """What fits on one mesh: with the fewest microbatches, and with more where that saves arithmetic."""
-    update = step.config.trainer.update
-    policies: tuple[ScanCheckpointSpec, ...] = _POLICIES
-    more = (1,) if update.fused else _MORE_MICROBATCHES  # a fused update takes one microbatch
-    for count in (update.microbatches * times for times in more):
-        trainer = replace(step.config.trainer, update=replace(update, microbatches=count))
-        cut = replace(step, config=replace(step.config, trainer=trainer))
+
+    def tried(settings: dict[str, int], policy: ScanCheckpointSpec) -> Division | None:
+        own = step.having(settings, policy)
+        name = _named(number, own)
         try:
-            cut.check_batch()
+            report = budget.compiled(own, name)
+        except (
+            jax.errors.JaxRuntimeError,
+            ValueError,
+        ) as error:  # such as axes that a mesh does not divide
+            errors.append(error)
+            budget.show(f"{name}: {str(error).splitlines()[0]}")
+            return None
+        return Division(own, report, number) if report is not None and budget.holds(report) else None
+
+    update = step.config.trainer.update
+    policies: list[ScanCheckpointSpec] = [*_POLICIES]
+    for times in (1,) if update.fused else _MORE_MICROBATCHES:  # a fused update takes one microbatch
+        settings = {"trainer.update.microbatches": update.microbatches * times}
+        try:
+            step.having(settings).check_batch()
         except ConfigError:
             return
-        tried = (_tried(cut, policy, number, budget, errors) for policy in policies)
-        fitting = next(filter(None, tried), None)
-        if fitting is None:
-            continue
-        yield (_tried(cut, False, number, budget, errors) or fitting) if fitting.policy is True else fitting
-        if fitting.policy != "nested":
-            return
-        policies = tuple(policy for policy in policies if policy != "nested")
+        for policy in policies:
+            if fitting := tried(settings, policy):
+                yield (tried(settings, False) or fitting) if policy is True else fitting
+                if policy != "nested":
+                    return
+                policies = [policy for policy in policies if policy != "nested"]
+                break
 
 
-def _tried(
-    step: StepMemory, policy: ScanCheckpointSpec, number: int, budget: Budget, errors: list[Exception]
-) -> Division | None:
-    """The division with the step's mesh and microbatches, if it fits under the policy."""
-    trainer, report = step.config.trainer, None
-    name = _named(number, trainer.update.microbatches, policy)
-    try:
-        report = step.report(policy)
-    except DoesNotFit:
-        budget.show_trial(name, None)
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # such as an axis that a mesh does not divide
-        errors.append(error)
-        budget.show(f"{name}: {str(error).splitlines()[0]}")
-    else:
-        budget.show_trial(name, report)
-    if report is None or not budget.holds(report):
-        return None
-    return Division(trainer.mesh, trainer.update.microbatches, policy, report, number)
-
-
-def _with(step: StepMemory, mesh: MeshConfig, devices: int) -> StepMemory:
-    trainer = replace(step.config.trainer, mesh=mesh)
-    return replace(step, config=replace(step.config, trainer=trainer), devices=devices)
-
-
-def _named(division: int | str, microbatches: int, policy: ScanCheckpointSpec) -> str:
+def _named(division: int | str, step: Candidate) -> str:
+    microbatches = step.config.trainer.update.microbatches
     parts = f", {microbatches} microbatches" if microbatches > 1 else ""
-    return f"{division}{parts}, {policy!r}"
+    return f"{division}{parts}, {step.config.remat!r}"
 
 
 def _divided(mesh: MeshConfig) -> str:
     """What is divided into how many parts, as `batch, embed: 4; kv_heads: 2`."""
-    divided = (
-        f"{', '.join(_divided_over(axis, mesh))}: {size}" for axis, size in mesh.axes.items() if size != 1
-    )
-    return "; ".join(divided)
-
-
-def _divided_over(axis: str, mesh: MeshConfig) -> Sequence[str]:
     pairs = [*mesh.compute_mapping.items(), *mesh.param_mapping.items()]
-    return list(dict.fromkeys(name for name, axes in pairs if axis in ensure_tuple(axes)))
+    divided = {
+        axis: dict.fromkeys(name for name, axes in pairs if axis in ensure_tuple(axes)) for axis in mesh.axes
+    }
+    return "; ".join(f"{', '.join(divided[axis])}: {size}" for axis, size in mesh.axes.items() if size != 1)

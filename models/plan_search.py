@@ -2,27 +2,24 @@
 
 import bisect
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 
-from models.step_memory import StepMemory
+from models.candidate import STREAMED, Candidate
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.memory import (
     BudgetError,
     DoesNotFit,
     MemoryReport,
     Plan,
-    TargetError,
     Trial,
-    find_target,
     parse_bytes,
     readable_bytes,
 )
-from stacked_remat.training import ConfigError
+from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, ConfigError
 
 Found = Literal["context", "batch", "devices"]
 """What is searched for: the longest context, the largest batch, or the fewest devices."""
@@ -46,16 +43,32 @@ _LEAN: tuple[ScanCheckpointSpec, ...] = (
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of each device, and of the host for each device, as text; and who shows what is tried."""
+    """Memory of each device, and of the host for each device, as text; and a callback that shows trials."""
 
     device: str
     host: str | None = None
     show: Callable[[str], None] = lambda _: None
 
+    def holds_on_host(self, found: MemoryReport) -> bool:
+        """Whether what is on the host fits."""
+        return self.host is None or found.host.total <= parse_bytes(self.host)
+
     def holds(self, found: MemoryReport) -> bool:
         """Whether a step fits."""
-        host = None if self.host is None else parse_bytes(self.host)
-        return found.total <= parse_bytes(self.device) and (host is None or found.host.total <= host)
+        return found.total <= parse_bytes(self.device) and self.holds_on_host(found)
+
+    def compiled(self, candidate: Candidate, name: str) -> MemoryReport | None:
+        """What a step takes, which is shown; None if the compiler refuses it for want of memory."""
+        report = None
+        try:
+            report = candidate.report()
+        except DoesNotFit:
+            pass
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            error.add_note(f"while compiling {name}")
+            raise
+        self.show_trial(name, report)
+        return report
 
     def show_trial(self, name: str, found: MemoryReport | None) -> None:
         """Shows what a policy takes, and whether that fits."""
@@ -66,29 +79,29 @@ class Budget:
         return self.show(f"{name}: {readable_bytes(found.total)} a device{on_host}, {verdict}")
 
 
-def planned(step: StepMemory, budget: Budget) -> tuple[Plan, StepMemory]:
-    """What fits the budget, and the step: as it is, or the first of `leaner` with which something does.
+def planned(candidate: Candidate, budget: Budget) -> tuple[Plan, Candidate]:
+    """What fits the budget, and the step: as it is, or with the first of `leaner` with which something does.
 
     Raises:
         BudgetError: neither.
     """
 
-    def plan(step: StepMemory) -> Plan:
+    def plan(step: Candidate) -> tuple[Plan, Candidate]:
         def show(trial: Trial) -> None:
             budget.show_trial(trial.name + step.label, trial.report)
 
-        return step.plan(budget=budget.device, host_budget=budget.host, streamed=step.can_stream, show=show)
+        return step.plan(budget=budget.device, host_budget=budget.host, show=show), step
 
     try:
-        return plan(step), step
+        return plan(candidate)
     except BudgetError as error:
-        for lean in step.leaner:
+        for settings in candidate.leaner:
             with contextlib.suppress(BudgetError):
-                return plan(lean), lean
+                return plan(candidate.having(settings))
         raise error from None
 
 
-def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepMemory]:
+def find_size(candidate: Candidate, what: Found, budget: Budget) -> tuple[int, Candidate]:
     """The longest context, the largest batch or the fewest devices with which the step fits the budget.
 
     The policy that takes the least memory at the config's own size is compiled at other sizes, first doubled
@@ -96,7 +109,7 @@ def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepM
     the powers of two; only sizes that the mesh allows are tried.
 
     Args:
-        step: at its own size.
+        candidate: at its own size.
         what: what to find.
         budget: what it must fit in.
 
@@ -109,15 +122,15 @@ def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepM
 
     Cost: up to seven compilations to find that policy, and one for each size that is tried.
     """
-    sizes, own = _sizes(step, what), _own_size(step, what)
+    key, sizes = KEYS[what], _sizes(candidate, what)
+    data = candidate.config.data
+    own = {"context": data.seq_len, "batch": data.batch_size, "devices": 1}[what]
     start = min(bisect.bisect_left(sizes, own), len(sizes) - 1)
-    begin = _with_size(step, what, sizes[start])
-    lean, policy, streamed = _leanest(begin, budget)
+    lean, policy = _leanest(candidate.having({key: sizes[start]}), budget)
 
     def fits(index: int) -> bool:
-        name = f"{KEYS[what]} {sizes[index]:,}, {policy!r}"
-        found = _report(_with_size(lean, what, sizes[index]), policy, streamed, name)
-        budget.show_trial(name, found)
+        step = lean.having({key: sizes[index]}, policy)
+        found = budget.compiled(step, f"{key} {sizes[index]:,}, {step.config.remat!r}")
         return found is not None and budget.holds(found)
 
     if what == "devices":
@@ -127,11 +140,11 @@ def find_size(step: StepMemory, what: Found, budget: Budget) -> tuple[int, StepM
     if index is None:
         tried = sizes[0] if what != "devices" else sizes[-1]
         raise BudgetError(
-            f"nothing fits {budget.device} a device with {KEYS[what]} = {tried:,} either, the "
+            f"nothing fits {budget.device} a device with {key} = {tried:,} either, the "
             f"{'most that the mesh allows' if what == 'devices' else 'least'}: raise the budget, freeze "
             f"weights (lora), or make the model smaller."
         )
-    return sizes[index], _with_size(step, what, sizes[index])
+    return sizes[index], candidate.having({key: sizes[index]})
 
 
 def last_that_fits(fits: Callable[[int], bool], start: int, sizes: Sequence[int]) -> int | None:
@@ -160,70 +173,46 @@ def last_that_fits(fits: Callable[[int], bool], start: int, sizes: Sequence[int]
     return None if low < 0 else low
 
 
-def _leanest(step: StepMemory, budget: Budget) -> tuple[StepMemory, ScanCheckpointSpec, bool]:
-    """The step, policy and place of the weights that take the least memory of a device."""
-    found: list[tuple[int, int, StepMemory, ScanCheckpointSpec, bool]] = []
+def _leanest(candidate: Candidate, budget: Budget) -> tuple[Candidate, ScanCheckpointSpec]:
+    """The step, with settings and a policy, that takes the least memory of a device."""
+    found: list[tuple[int, int, Candidate, ScanCheckpointSpec]] = []
 
-    def take(step: StepMemory, policy: ScanCheckpointSpec, streamed: bool) -> None:
-        name = f"{policy!r}{', streamed' if streamed else ''}{step.label}"
-        report = _report(step, policy, streamed, name)
-        budget.show_trial(name, report)
-        if report is not None and (budget.host is None or report.host.total <= parse_bytes(budget.host)):
-            found.append((report.total, len(found), step, policy, streamed))
+    def take(settings: Mapping[str, Any], policy: ScanCheckpointSpec) -> None:
+        step = candidate.having(settings, policy)
+        report = budget.compiled(step, step.name)
+        if report is not None and budget.holds_on_host(report):
+            found.append((report.total, len(found), step, policy))
 
     for policy in _LEAN:
-        take(step, policy, False)
+        take({}, policy)
     policy = min(found)[3] if found else _LEAN[0]  # a TPU's compiler refuses what is too large
-    for other, streamed in itertools.product((step, *step.leaner[-1:]), (False, True)):
-        if (other is not step or streamed) and (other.can_stream or not streamed):
-            take(other, policy, streamed)
-    return min(found)[2:] if found else (step, policy, False)
+    streamed = [STREAMED] if candidate.can_stream else []
+    leaner = candidate.leaner[-1:]
+    for settings in (*streamed, *leaner, *(STREAMED | one for one in leaner if streamed)):
+        take(settings, policy)
+    return min(found)[2:] if found else (candidate, policy)
 
 
-def _report(step: StepMemory, policy: ScanCheckpointSpec, streamed: bool, name: str) -> MemoryReport | None:
-    """The report of a policy; None if the compiler refuses it for want of memory."""
-    try:
-        return step.report(policy, streamed=streamed)
-    except DoesNotFit:
-        return None
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        error.add_note(f"while compiling {name}")
-        raise
-
-
-def _own_size(step: StepMemory, what: Found) -> int:
-    data = step.config.data
-    return {"context": data.seq_len, "batch": data.batch_size, "devices": 1}[what]
-
-
-def _with_size(step: StepMemory, what: Found, size: int) -> StepMemory:
-    if what == "devices":
-        return replace(step, devices=size)
-    field = KEYS[what].removeprefix("data.")
-    data = replace(step.config.data, **{field: size})
-    return replace(step, config=replace(step.config, data=data))
-
-
-def _sizes(step: StepMemory, what: Found) -> Sequence[int]:
+def _sizes(candidate: Candidate, what: Found) -> Sequence[int]:
     """The sizes that can be tried, in order.
 
     Raises:
         ConfigError: the mesh allows none.
     """
-    data, mesh = step.config.data, step.config.trainer.mesh
+    data, trainer = candidate.config.data, candidate.config.trainer
     if what == "devices":
-        found = [
-            count for count in (2**k for k in range(_MOST_DEVICES.bit_length())) if _allowed(step, count)
-        ]
-        if not found:
-            raise ConfigError(
-                f"No number of devices goes with trainer.mesh.axes {mesh.axes} and data.batch_size = "
-                f"{data.batch_size}. Give one axis -1, as in {{data: -1}}, and a batch that can be divided."
-            )
-        return found
-    parts = step.parts_of(what)
-    other = data.batch_size if what == "context" else data.seq_len
-    return list(_rounded(parts, _LARGEST // other))
+        counts = (2**k for k in range(_MOST_DEVICES.bit_length()))
+        if found := [count for count in counts if candidate.having({"devices": count}).is_divided]:
+            return found
+        raise ConfigError(
+            f"No number of devices goes with trainer.mesh.axes {trainer.mesh.axes} and data.batch_size = "
+            f"{data.batch_size}. Give one axis -1, as in {{data: -1}}, and a batch that can be divided."
+        )
+    parts_of = candidate.partitioning.parts_of
+    if what == "context":
+        return list(_rounded(parts_of(POSITION_AXIS), _LARGEST // data.batch_size))
+    rows = parts_of(BATCH_AXIS) * trainer.update.microbatches
+    return list(_rounded(rows, _LARGEST // data.seq_len))
 
 
 def _rounded(unit: int, most: int) -> Iterator[int]:
@@ -232,13 +221,3 @@ def _rounded(unit: int, most: int) -> Iterator[int]:
     while count * unit <= most:
         yield count * unit
         count += max(1, 2 ** (count.bit_length() - 6))
-
-
-def _allowed(step: StepMemory, devices: int) -> bool:
-    """Whether the mesh, the model and the batch can be divided over so many devices."""
-    if find_target(step.target).name == "local" and devices > jax.device_count():
-        return False
-    try:
-        return replace(step, devices=devices).mesh_size() == devices
-    except (ConfigError, TargetError):
-        return False

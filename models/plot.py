@@ -1,6 +1,6 @@
 """Draws the losses of a run, in the terminal and as a PNG.
 
-    python -m models.plot runs/mine [--out losses.png]
+    python -m models.plot --run_dir runs/mine [--out losses.png]
 
 Reads `metrics.jsonl` of a run folder of `models.train_lm`, of a run that is finished or not.
 """
@@ -107,10 +107,10 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(arguments: Sequence[str], _: object) -> int:
         options = _parser().parse_args(arguments)
-        losses, path = read_losses(options.run), options.out or options.run / "losses.png"
+        losses, path = read_losses(options.run_dir), options.out or options.run_dir / "losses.png"
         show(text_plot(losses))
         try:
-            save_plot(losses, path, str(options.run))
+            save_plot(losses, path, str(options.run_dir))
         except ConfigError as error:
             if options.out is not None:
                 raise
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m models.plot", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
-    add("run", type=local_path, metavar="RUN_FOLDER", help="a run folder of models.train_lm")
+    add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
     add("--out", type=local_path, metavar="FILE", help="the PNG (losses.png in the run folder)")
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser

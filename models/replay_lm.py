@@ -27,9 +27,8 @@ from rich.console import Console
 from models.command import local_path, run_command, shown_on
 from models.decoder.config import DecoderConfig
 from models.lm import auxiliary_of_sums, example_losses, next_token_loss
+from models.loading import read_run_config, restored_state
 from models.run_config import LmRunConfig
-from models.run_state import initial_state, present_name, saved_arrays, state_shapes
-from models.trained_run import read_run_config
 from stacked_remat import ghost
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -40,10 +39,8 @@ from stacked_remat.training import (
     TrainingData,
     TrainState,
     build_optimizer,
-    check_unsaved,
     checkpoint_run,
     checkpoint_steps,
-    load_checkpoint,
     load_tokenizer,
     named_examples,
     open_training_data,
@@ -68,7 +65,8 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     progress = ConsoleProgress(console)
     data = open_training_data(config.data, tokenizer, seed=config.trainer.seed, progress=progress)
     try:
-        batches, state = _batches(options.run_dir, data, first, last), _state(config, options.run_dir, first)
+        batches = _batches(options.run_dir, data, first, last)
+        state = restored_state(options.run_dir, config, first)
         held_out = validation_batches(GhostValidationConfig(batches=options.batches), data.held_out, {})
         texts = [one.held_out.batch(one.index) for one in held_out]
     finally:
@@ -151,16 +149,6 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
 
 
-def _state(config: LmRunConfig, run_dir: Path, step: int) -> TrainState:
-    """The state of a checkpoint."""
-    # Frozen weights are in no checkpoint.
-    make = state_shapes if config.lora is None else initial_state
-    folder, like = run_dir / "checkpoints", make(config)
-    saved, rest = eqx.partition(like, saved_arrays(like))
-    check_unsaved(folder, rest, step=step, present_name=present_name)
-    return eqx.combine(load_checkpoint(folder, saved, step=step, present_name=present_name), rest)
-
-
 def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[TokenBatch]:
     """Those of the steps after the first up to the last."""
     data.training.set_state(checkpoint_run(run_dir / "checkpoints", step=first)["position"]["data"])
@@ -178,7 +166,7 @@ def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
 
     def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
         def loss(model: Any, batch: TokenBatch) -> Any:
-            (parts, sums), metrics = example_losses(model, batch)
+            (parts, sums), metrics = example_losses(model, batch, config.z_loss)
             return hax.sum(parts * weights).scalar() + auxiliary_of_sums(model, sums)[0], metrics
 
         options = {"optimizer": optimizer, "gradient_dtype": config.trainer.precision.gradients}

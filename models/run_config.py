@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from haliax import Axis
 
 from models.architectures import Qwen3MoeConfig
-from models.decoder.config import DecoderConfig, differing_fields
+from models.decoder.config import DecoderConfig
+from models.hf_io.formats import differing_fields
 from models.hf_io.hub import model_folder
 from models.hf_io.pretrained import pretrained_config
-from models.lm import LmConfig, check_remat_levels, check_remat_names
+from models.lm import LmConfig, check_remat_levels, check_remat_names, next_token_loss
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
@@ -19,6 +21,7 @@ from stacked_remat.training import (
     ConfigError,
     DataConfig,
     GhostConfig,
+    LossFunction,
     OptimizerConfig,
     TrainerConfig,
     check_remat,
@@ -52,6 +55,8 @@ class LmRunConfig:
         budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.
         host_budget: the same for the host; null for no limit.
         data: the text.
+        z_loss: factor of the squared log-sum-exp of the logits in the loss of training, which keeps them from
+            drifting; that of held-out text lacks it.
         ghost: scores of training sequences against held-out text; null for none.
         distributed: how the processes of a run on several hosts connect: `auto` where JAX finds a cluster
             (Slurm, Open MPI, Kubernetes, Cloud TPU), `off`, or the arguments of `jax.distributed.initialize`.
@@ -68,6 +73,7 @@ class LmRunConfig:
     budget: str | None = None
     host_budget: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
+    z_loss: float = 0.0
     ghost: GhostConfig | None = None
     distributed: bool | str | dict[str, Any] = "auto"
     optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
@@ -79,6 +85,8 @@ class LmRunConfig:
         key = f"remat ({self.remat})" if isinstance(self.remat, str) else "remat"
         check_remat_names(self.model, self.policy, key)
         check_distributed(self.distributed)
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns it off.")
         self._check_streaming()
         self._check_ghost()
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
@@ -144,6 +152,11 @@ class LmRunConfig:
     def policy(self) -> ScanCheckpointPolicy | None:
         """The policy that `remat` stands for; None for `auto`."""
         return check_remat(self.remat, self.budget, self.host_budget, self.model.remat_presets)
+
+    @functools.cached_property
+    def loss(self) -> LossFunction:
+        """The loss to minimise."""
+        return functools.partial(next_token_loss, z_loss=self.z_loss)
 
     @property
     def Vocab(self) -> Axis:

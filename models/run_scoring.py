@@ -1,5 +1,6 @@
 """How a run scores its training sequences: what the `ghost` section of its config says."""
 
+import functools
 import math
 
 import jax
@@ -81,7 +82,7 @@ def run_scoring(
         raise ConfigError(str(error)) from error
     return Scoring(
         config.ghost,
-        losses=example_losses,
+        losses=functools.partial(example_losses, z_loss=config.z_loss),
         auxiliary=config.ghost.auxiliary_losses if _has_auxiliary_losses(config) else "none",
         validation=validation,
         decode=tokenizer.decode,

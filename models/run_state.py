@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import Sharding
 from models.decoder.config import DecoderConfig
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
-from models.lm import LanguageModel, build_model, next_token_loss
+from models.lm import LanguageModel, build_model
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
@@ -25,7 +24,6 @@ from stacked_remat.ops import UnsupportedCallError
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
-    CheckpointMismatchError,
     ConfigError,
     DataConfig,
     FusedOptimizer,
@@ -37,8 +35,6 @@ from stacked_remat.training import (
     build_step,
     cast_parameters,
 )
-
-_OF_STACK = re.compile(r"\bstacks\.(\d+)\.stacked\.")
 
 
 def run_optimizer(config: LmRunConfig) -> optax.GradientTransformation | FusedOptimizer:
@@ -164,38 +160,15 @@ def check_step(config: LmRunConfig, partitioning: Partitioning) -> None:
             if config.trainer.update.fused:  # has rules of its own for the loss
                 step = build_step(
                     config.trainer,
-                    loss_function=next_token_loss,
+                    loss_function=config.loss,
                     optimizer=run_optimizer(config),
                     partitioning=partitioning,
                 )
                 eqx.filter_eval_shape(step, batch, state)
             else:
-                eqx.filter_eval_shape(next_token_loss, state.model, batch)
+                eqx.filter_eval_shape(config.loss, state.model, batch)
     except UnsupportedCallError as error:  # other errors are the model's, whose traceback is wanted
         raise ConfigError(f"The model of this config can't be applied here: {error}") from error
-
-
-def present_name(name: str) -> str:
-    """The path in a state of an array that a checkpoint has under this name.
-
-    In checkpoints of earlier versions decoders have a stack for every run of equal layers.
-
-    Raises:
-        CheckpointMismatchError: the decoder had several of them.
-    """
-    found = _OF_STACK.search(name)
-    if found is not None and found[1] != "0":
-        raise CheckpointMismatchError(
-            f"The checkpoint is of an earlier version, in which this model had several stacks of layers "
-            f"({name}), and can't be read. With that version, write the model with models.export_hf; then "
-            f"begin a new run with that folder as initialize_from_hf."
-        )
-    return _OF_STACK.sub("layers.stacked.", name)
-
-
-def present_target(target: str) -> str:
-    """A target of a run's adapters as it is called now; earlier versions had numbers of stacks in it."""
-    return re.sub(r"^stacks\.(\d+\.)?", "layers.", target)
 
 
 def saved_arrays(state: TrainState) -> TrainState:

@@ -7,7 +7,6 @@ stopped or killed, if `trainer.run_dir` names its folder.
 """
 
 import contextlib
-import dataclasses
 import functools
 import secrets
 import signal
@@ -21,6 +20,7 @@ import equinox as eqx
 import jax
 from rich.console import Console
 
+from models.candidate import STREAMED, Candidate
 from models.command import run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
@@ -28,12 +28,10 @@ from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import (
     check_step,
     initial_state,
-    present_name,
     run_optimizer,
     saved_arrays,
     state_shapes,
 )
-from models.step_memory import StepMemory
 from stacked_remat import check_offload
 from stacked_remat.memory import readable_bytes
 from stacked_remat.ops import backends_taken
@@ -62,7 +60,6 @@ from stacked_remat.training import (
     lock_run_folder,
     open_training_data,
     parse_config,
-    remat_entry,
     train,
 )
 from stacked_remat.training.processes import (
@@ -132,7 +129,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         began, first = time.monotonic(), int(state.step)
         result = train(
             state,
-            loss_function=next_token_loss,
+            loss_function=config.loss,
             optimizer=run_optimizer(config),
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
             training=data.training,
@@ -279,21 +276,18 @@ def _resolved(config: LmRunConfig, progress: Progress, partitioning: Partitionin
 
 
 def _fitting(config: LmRunConfig, progress: Progress) -> LmRunConfig:
-    step = StepMemory(config)
+    step = Candidate(config)
     if config.policy is not None or config.budget is None:
         step.check()
         return config
-    step.check(streamed=step.can_stream)
+    step.check(at_least=True)
     progress.message(f"looking for the remat policy that fits {config.budget}")
-    found = step.plan(budget=config.budget, host_budget=config.host_budget, streamed=step.can_stream)
+    found = step.plan(budget=config.budget, host_budget=config.host_budget)
     progress.message(str(found))
-    config = dataclasses.replace(config, remat=remat_entry(found.policy), budget=None, host_budget=None)
-    if not found.streamed:
-        return config
-    trainer = dataclasses.replace(config.trainer, streaming=True)
-    config = dataclasses.replace(config, trainer=trainer)
-    StepMemory(config).check()  # the memory of this host
-    return config
+    fitting = step.having(STREAMED if found.streamed else {}, found.policy)
+    if found.streamed:
+        fitting.check()  # the memory of this host
+    return fitting.config
 
 
 def _checkpoints(config: LmRunConfig, folder: RunFolder, closing: contextlib.ExitStack) -> Checkpoints:
@@ -303,7 +297,6 @@ def _checkpoints(config: LmRunConfig, folder: RunFolder, closing: contextlib.Exi
         config.trainer.checkpoint,
         run_config=config_as_dict(config),
         saved=saved_arrays,
-        present_name=present_name,
     )
     closing.callback(checkpoints.close)
     return checkpoints
@@ -358,8 +351,8 @@ def _finished(
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
-            f"  {python} -m models.generate --checkpoint {folder.root} --prompt TEXT",
-            f"  {python} -m models.plot {folder.root}",
+            f"  {python} -m models.generate --run_dir {folder.root} --prompt TEXT",
+            f"  {python} -m models.plot --run_dir {folder.root}",
         ]
     )
 

@@ -92,19 +92,18 @@ FOR_ANY_ARCHITECTURE = (
     "models/decoder/",
     "models/hf_io/",
     "models/generation/",
+    "models/candidate.py",
     "models/command.py",
     "models/export_hf.py",
     "models/generate.py",
-    "models/generator_source.py",
     "models/lm.py",
+    "models/loading.py",
     "models/lora.py",
     "models/plan_lm.py",
     "models/plot.py",
     "models/replay_lm.py",
     "models/run_state.py",
-    "models/step_memory.py",
     "models/train_lm.py",
-    "models/trained_run.py",
 )
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 LONGEST_FILE = 500

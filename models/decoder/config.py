@@ -1,6 +1,5 @@
 """Configs of decoders, dense and with experts, and the named axes that they define."""
 
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -21,6 +20,7 @@ from stacked_remat.training.config_checks import check_choices, check_positive
 
 OF_RUN = MappingProxyType({"of_run": True})
 """The metadata of fields that a run decides, not the folder of its weights; null takes the folder's value."""
+SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10_000
 
 
@@ -32,14 +32,15 @@ class AttentionConfig:
         head_dim: width of a head; `hidden_dim / num_heads` if not given.
         bias: whether the four projections have biases.
         window: how many positions a query sees, itself included; null for all up to itself.
-        windowed_layers: numbers of the layers that obey `window`; null for all of them.
+        layer_types: of each layer `sliding_attention`, which obeys `window`, or `full_attention`; a shorter
+            list repeats. Null where all layers obey the window.
         backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention` takes.
     """
 
     head_dim: int | None = None
     bias: bool = False
     window: int | None = None
-    windowed_layers: tuple[int, ...] | None = None
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] | None = None
     backend: Literal["auto", "cudnn", "tokamax", "splash", "blockwise", "exact"] = field(
         default="auto", metadata=OF_RUN
     )
@@ -51,15 +52,17 @@ class AttentionConfig:
                 f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
                 f"position see all before it."
             )
-        if self.windowed_layers == ():
+        types = self.layer_types
+        if not types:
+            return
+        if (SLIDING in types) != (self.window is not None):
             raise ValueError(
-                "model.attention.windowed_layers names no layer. Leave it and model.attention.window out."
+                "model.attention.window is of layers of the type sliding_attention. Give both, or leave "
+                "model.attention.window and model.attention.layer_types out."
             )
-        if self.windowed_layers is not None and self.window is None:
-            raise ValueError(
-                "model.attention.windowed_layers has no effect without model.attention.window. Give the "
-                "window, or leave both out."
-            )
+        # The shortest list that repeats to this one, so that equal patterns are equal configs.
+        size = next(n for n in range(1, len(types) + 1) if types == (types[:n] * len(types))[: len(types)])
+        object.__setattr__(self, "layer_types", None if size == 1 else types[:size])
 
 
 @dataclass(frozen=True)
@@ -139,22 +142,33 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
-class LatentSpec:
-    """Multi-head latent attention.
+class LatentConfig:
+    """Widths of multi-head latent attention.
 
     Attributes:
-        query_rank: width of the vector from which queries are projected; None for the residual stream.
-        key_value_rank: the same for keys and values.
-        rotary_dim: how many coordinates of a head are rotated, the last ones.
-        value_dim: width of a head of values.
+        query_rank: of the vector from which queries are projected; null for none.
+        key_value_rank: of the vector from which keys and values are projected.
+        plain_dim: coordinates of a head of queries and keys that are not rotated.
+        rotary_dim: those that are.
+        value_dim: coordinates of a head of values, at most those of keys.
         interleaved: whether coordinates 2i and 2i + 1 are a pair that is rotated.
     """
 
-    query_rank: int | None
-    key_value_rank: int
-    rotary_dim: int
-    value_dim: int
-    interleaved: bool
+    query_rank: int | None = 1_536
+    key_value_rank: int = 512
+    plain_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
+        check_positive("model.latent", self, *sizes)
+        if self.value_dim > self.plain_dim + self.rotary_dim:
+            raise ValueError(
+                f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
+                f"{self.plain_dim + self.rotary_dim}."
+            )
 
 
 @dataclass(frozen=True)
@@ -163,8 +177,9 @@ class RouterSpec:
 
     Attributes:
         scoring: of its logits.
-        has_bias: whether a bias, which gets no gradient, is added to the scores by which experts are chosen,
-            but not to their gates.
+        bias: whether a bias is added to the scores by which experts are chosen, but not to their gates.
+            `frozen` gets no gradient; `by_load` is raised for experts that fewer tokens than the mean choose,
+            and lowered for others.
         num_groups: experts are in so many groups.
         groups_per_token: the groups with the best two experts in sum, from which a token chooses.
         gate_scale: factor of the gates.
@@ -172,7 +187,7 @@ class RouterSpec:
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    has_bias: bool = False
+    bias: Literal["none", "frozen", "by_load"] = "none"
     num_groups: int = 1
     groups_per_token: int = 1
     gate_scale: float = 1.0
@@ -210,7 +225,7 @@ class LayerSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
-    latent: LatentSpec | None = None
+    latent: LatentConfig | None = None
     sparse: bool = False
     router: RouterSpec = field(default_factory=RouterSpec)
     mlp_bias: bool = False
@@ -271,7 +286,6 @@ class DecoderConfig(LmConfig):
         if self.num_layers > _MOST_LAYERS:
             raise ValueError(f"model.num_layers is {self.num_layers}; at most {_MOST_LAYERS} are supported.")
         self._check_heads()
-        _require_layers("model.attention.windowed_layers", self.attention.windowed_layers, self.num_layers)
         check_choices("model", self)
 
     @property
@@ -356,7 +370,8 @@ class DecoderConfig(LmConfig):
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""
         attention = self.attention
-        windowed = attention.windowed_layers is None or number in attention.windowed_layers
+        types = attention.layer_types or (SLIDING,)
+        windowed = types[number % len(types)] == SLIDING
         return replace(
             self.block,
             window=attention.window if windowed else None,
@@ -444,23 +459,6 @@ class SparseDecoderConfig(DecoderConfig):
     def ExpertDim(self) -> Axis:
         """Inner width of one expert."""
         return Axis("expert_dim", self.experts.intermediate_dim)
-
-
-def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
-    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
-
-    Fields that a run decides are left out.
-    """
-    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
-    if not (alike and dataclasses.is_dataclass(config)):
-        same = config in (found, usual)
-        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
-    lines = []
-    for one in dataclasses.fields(config):
-        own, other, default = (getattr(each, one.name, ...) for each in (config, found, usual))
-        if "of_run" not in one.metadata:
-            lines += differing_fields(f"{path}.{one.name}", own, other, default)
-    return lines
 
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:

@@ -259,7 +259,25 @@ class Decoder(LanguageModel):
         """The losses of the routers from their statistics, none where no layer has experts."""
         if statistics is None or not isinstance(self.config, SparseDecoderConfig):
             return super().auxiliary(statistics)
-        return router_losses(statistics, self.config)
+        found = router_losses(statistics, self.config)
+        if all(spec.router.bias != "by_load" for spec in self.config.kinds):
+            return found
+        return eqx.tree_at(lambda one: one.loss, found, found.loss + self._bias_term(statistics.load))
+
+    def _bias_term(self, load: NamedArray) -> Array:
+        """Zero, with the gradients of the biases of routers; see `RouterSpec.bias`."""
+        sparse = [number for number, spec in enumerate(self.config.specs) if spec.sparse]
+        term, shares = jnp.zeros(()), load.array  # [layers, Experts]
+        for spec in self.config.kinds:
+            if not spec.sparse:
+                continue
+            layers = self.layers
+            stack = layers.stacks[spec.name] if isinstance(layers, StackedPattern) else layers
+            rows = [sparse.index(number) for number in self.config.layers_of(spec.name)]
+            own = shares[np.array(rows)]
+            sign = jax.lax.stop_gradient(jnp.sign(own - jnp.mean(own, axis=-1, keepdims=True)))
+            term += jnp.sum(stack.stacked.mlp.bias.array * sign)
+        return term - jax.lax.stop_gradient(term)
 
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, KeyValueCache]:
         """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.

@@ -98,7 +98,7 @@ class SparseExperts(eqx.Module):
             experts=make_experts(config, spec, config.ExpertDim, key=keys),
             config=config,
             spec=router,
-            bias=hax.zeros(config.Experts) if router.has_bias else None,
+            bias=hax.zeros(config.Experts) if router.bias != "none" else None,
             shared=shared,
         )
 

@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.decoder.attention import CausalAttention, named_heads
-from models.decoder.config import DecoderConfig, LatentSpec, LayerSpec
+from models.decoder.config import DecoderConfig, LatentConfig, LayerSpec
 from models.decoder.layers import linear
 from stacked_remat.ops import RotaryTable, apply_rotary
 
@@ -37,7 +37,7 @@ class LatentAttention(CausalAttention):
 
     @staticmethod
     def init(
-        config: DecoderConfig, spec: LayerSpec, latent: LatentSpec, *, key: PRNGKeyArray
+        config: DecoderConfig, spec: LayerSpec, latent: LatentConfig, *, key: PRNGKeyArray
     ) -> "LatentAttention":
         """Makes the projections from `key`."""
         keys = jax.random.split(key, 5)

@@ -39,6 +39,7 @@ def continued_tokens(
     max_new_tokens: int,
     sampling: Sampling,
     key: PRNGKeyArray,
+    first_row: int = 0,
 ) -> Iterator[Int[np.ndarray, " batch"]]:
     """Continues all prompts as one batch: yields the next token of every one, `max_new_tokens` times.
 
@@ -50,18 +51,19 @@ def continued_tokens(
         max_new_tokens: at most; the caller may stop earlier.
         sampling: how tokens are drawn.
         key: of the random numbers. Row r draws from `jax.random.fold_in(key, r)`.
+        first_row: the number of the first row.
 
     Cost: one forward pass over `prompts x longest prompt`, then a step for each token, which reads the
     weights and the cache once. The cache, for the longest prompt and the new tokens, is updated in place.
-    Compiles twice for each number and length of prompts.
+    Compiles twice for each number of prompts and `padded_length` of the longest.
     """
     assert prompts and all(len(prompt) for prompt in prompts) and max_new_tokens > 0
     lengths = [len(prompt) for prompt in prompts]
-    Batch, Pos = Axis(BATCH_AXIS, len(prompts)), Axis(POSITION_AXIS, max(lengths))
+    Batch, Pos = Axis(BATCH_AXIS, len(prompts)), Axis(POSITION_AXIS, padded_length(max(lengths)))
     padded = np.zeros((Batch.size, Pos.size), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(Batch.size))
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(first_row + jnp.arange(Batch.size))
     slots = Pos.size + max_new_tokens - 1  # the last new token is not read
     named = (hax.named(jnp.asarray(padded), (Batch, Pos)), hax.named(jnp.asarray(lengths, jnp.int32), Batch))
     decoding = first_tokens(model, *named, keys, sampling, slots)
@@ -69,6 +71,12 @@ def continued_tokens(
     for _ in range(max_new_tokens - 1):
         decoding = one_more_token((model, keys), decoding, sampling)
         yield np.asarray(decoding.tokens.array)
+
+
+def padded_length(tokens: int) -> int:
+    """The length to which prompts are padded, at most a quarter more: four of them for each doubling."""
+    unit = max(16, 2 ** (tokens.bit_length() - 3))
+    return -(-tokens // unit) * unit
 
 
 @eqx.filter_jit

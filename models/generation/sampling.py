@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int, Key
 
 Logits = Float[Array, "*batch vocab"]
 _SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)  # smaller numbers are 0 on most devices
-_LARGEST_TOP_K = 2**31 - 1  # tokens are 32-bit numbers
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,8 @@ class Sampling:
             raise ValueError(
                 f"temperature must be 0, for the likeliest token, or positive; got {self.temperature}."
             )
-        if 0 < self.temperature < _SMALLEST_TEMPERATURE:
-            raise ValueError(
-                f"temperature = {self.temperature} is 0 on many devices. Give 0, for the likeliest token, or "
-                f"at least 1.2e-38."
-            )
-        if self.top_k is not None and not 1 <= self.top_k <= _LARGEST_TOP_K:
-            raise ValueError(
-                f"top_k must be a number of tokens from 1 to at most {_LARGEST_TOP_K}; got {self.top_k}."
-            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1 token; got {self.top_k}.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}.")
         for name in ("top_k", "top_p"):
@@ -62,7 +54,7 @@ def next_tokens(
 
     Cost: sorts the vocabulary once for each of `top_k` and `top_p`.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < _SMALLEST_TEMPERATURE:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.float32)
     # So that the likeliest token stays finite, however small the temperature is.
@@ -77,7 +69,7 @@ def next_tokens(
 def keep_top_k(logits: Logits, k: int) -> Logits:
     """The logits with minus infinity for all but the `k` highest; among equals the first remain."""
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-    kept = jnp.arange(logits.shape[-1]) < k
+    kept = jnp.arange(logits.shape[-1]) < min(k, logits.shape[-1])
     return _kept(logits, order, jnp.broadcast_to(kept, logits.shape))
 
 

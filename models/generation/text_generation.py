@@ -1,7 +1,8 @@
 """Generates text from prompts and chats, and streams it."""
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxtyping import PRNGKeyArray
 
@@ -10,6 +11,9 @@ from models.generation.sampling import Sampling
 from models.generation.text_stream import TextStream
 from models.lm import LanguageModel
 from stacked_remat.training import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+"""A turn of a chat, with `role` and `content`."""
 
 Stop: TypeAlias = tuple[int, ...]
 """A sequence of tokens that ends a text."""
@@ -23,16 +27,16 @@ class Piece(NamedTuple):
     last: bool
 
 
-def chat_prompt(tokenizer: Tokenizer, text: str) -> Tokens:
-    """The tokens of a chat with the user's message `text`, up to where the assistant's begins.
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
+) -> Tokens:
+    """The tokens of a chat, up to where the assistant's next message begins.
 
     Raises:
-        DataError, ChatTemplateError: the tokenizer has no template, or it refuses the message.
+        DataError, ChatTemplateError: the tokenizer has no template, or it refuses the messages.
     """
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.encode_chat_beginning(
-        tokenizer.chat_template.render(messages, add_generation_prompt=True)
-    )
+    render = tokenizer.chat_template.render
+    return tokenizer.encode_chat_beginning(render(messages, add_generation_prompt=True, variables=variables))
 
 
 def end_of_turn(tokenizer: Tokenizer) -> Stop:
@@ -56,8 +60,10 @@ def generate_text(
     key: PRNGKeyArray,
     ends: Collection[int],
     stops: Sequence[Stop] = (),
+    stop_texts: Sequence[str] = (),
+    rows: int | None = None,
 ) -> Iterator[Piece]:
-    """Continues all prompts as one batch and streams their text, until all have ended.
+    """Continues prompts, one batch after the other, and streams their text, until all have ended.
 
     Args:
         model: any causal language model.
@@ -68,22 +74,30 @@ def generate_text(
         key: of the random numbers.
         ends: tokens that end a text.
         stops: sequences of tokens that end a text too.
+        stop_texts: texts that end one too, and are not part of it.
+        rows: of every batch; as many as prompts if not given.
 
-    Cost: that of `continued_tokens`.
+    Cost: that of `continued_tokens` for each batch.
     """
     every_stop = [*((end,) for end in sorted(ends)), *stops]
-    streams = [TextStream(tokenizer, prompt.tolist(), every_stop) for prompt in prompts]
-    steps = continued_tokens(model, prompts, max_new_tokens=max_new_tokens, sampling=sampling, key=key)
-    for tokens in steps:
+    rows = rows or len(prompts)
+    for first in range(0, len(prompts), rows):
+        batch = [*prompts[first : first + rows]]
+        streams = [TextStream(tokenizer, prompt.tolist(), every_stop, stop_texts) for prompt in batch]
+        batch += batch[-1:] * (rows - len(batch))  # of as many rows as the others
+        steps = continued_tokens(
+            model, batch, max_new_tokens=max_new_tokens, sampling=sampling, key=key, first_row=first
+        )
+        for tokens in steps:
+            for row, stream in enumerate(streams):
+                if not stream.ended:
+                    text = stream.push(int(tokens[row]))
+                    yield Piece(first + row, text, stream.ended)
+            if all(stream.ended for stream in streams):
+                break
         for row, stream in enumerate(streams):
             if not stream.ended:
-                text = stream.push(int(tokens[row]))
-                yield Piece(row, text, stream.ended)
-        if all(stream.ended for stream in streams):
-            return
-    for row, stream in enumerate(streams):
-        if not stream.ended:
-            yield Piece(row, stream.rest(), True)
+                yield Piece(first + row, stream.rest(), True)
 
 
 def in_order(pieces: Iterator[Piece], rows: int) -> Iterator[Piece]:

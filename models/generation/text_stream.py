@@ -20,11 +20,19 @@ class TextStream:
         ended: whether a stop has come, which is not part of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Iterable[tuple[int, ...]]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Iterable[tuple[int, ...]],
+        stop_texts: Iterable[str] = (),
+    ):
         """Starts after the tokens of `prompt`; each of `stops` is a sequence of tokens."""
         self.ended = False
         self._tokenizer = tokenizer
         self._stops = [stop for stop in stops if stop]
+        self._stop_texts = [stop for stop in stop_texts if stop]
+        self._held = ""  # may begin one of them
         self._tokens = [int(token) for token in prompt[-_CONTEXT:]]
         self._new = len(self._tokens)  # where the new tokens begin
         self._context, self._shown = 0, self._new  # from where to decode, and what has been shown
@@ -37,11 +45,30 @@ class TextStream:
             del self._tokens[-len(stop) :]
             self.ended = True
             return self.rest()
-        return self._release(len(self._tokens) - self._undecided(), whole=False)
+        return self._until_stop(self._release(len(self._tokens) - self._undecided(), whole=False))
 
     def rest(self) -> str:
         """The text that is held back, after the last token."""
-        return self._release(len(self._tokens), whole=True)
+        shown = self._until_stop(self._release(len(self._tokens), whole=True))
+        shown, self._held = shown + self._held, ""
+        return shown
+
+    def _until_stop(self, text: str) -> str:
+        """The text before the first stop, or before what may begin one."""
+        text = self._held + text
+        found = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
+        if found:
+            self.ended, self._held = True, ""
+            return text[: min(found)]
+        begun = (
+            length
+            for stop in self._stop_texts
+            for length in range(1, len(stop))
+            if text.endswith(stop[:length])
+        )
+        until = len(text) - max(begun, default=0)
+        self._held = text[until:]
+        return text[:until]
 
     def _matches(self, stop: tuple[int, ...]) -> bool:
         return len(stop) <= len(self._tokens) - self._new and tuple(self._tokens[-len(stop) :]) == stop

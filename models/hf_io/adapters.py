@@ -11,7 +11,7 @@ import jax
 from haliax import Axis
 from haliax.util import ensure_tuple
 
-from models.decoder.config import DecoderConfig
+from models.decoder.config import DecoderConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.formats import HfFormat, format_of
 from stacked_remat.lora import (
@@ -73,29 +73,29 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
         if parts[0] == "layers" and is_mixed:
             index = (config.layers_of(parts.pop(1))[index[0]], *index[1:])
         if "experts" in parts and experts == "fused" and config.sparse is not None:
-            module = _module(known, parts[:-2], index[:1])
-            return _of_expert(module, parts[-1], index[1], config.sparse.num_experts, bool(known.fused))
+            return _of_expert(known, parts, index, config.sparse)
         module = _module(known, parts, index)
         # PEFT adapts a router as a parameter; beside experts, it takes a module of an MLP for one of theirs.
         beside = config.sparse is not None and "mlp" in parts and "experts" not in parts
-        parameter, (part, widths) = "weight" if beside else "", _part(known, path, linears)
-        if len(widths) > 1:
-            return PeftParameter(module, parameter, part=part, parts=len(widths), widths=widths)
-        return PeftParameter(module, parameter) if beside else module
+        rows = _rows(known, path, linears)
+        if not beside and rows is None:
+            return module
+        return PeftParameter(module, "weight" if beside else "", rows=rows)
 
     return name
 
 
-def _part(known: HfFormat, path: str, linears: Mapping[str, Any]) -> tuple[int, tuple[int, ...]]:
-    """Which of the linear maps that transformers has as one this is, and the numbers of outputs of them."""
+def _rows(known: HfFormat, path: str, linears: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """The rows of this linear map in one that transformers has for several; None where it has this one."""
 
     def module(path: str) -> tuple[str, str]:
         parent, _, own = path.rpartition(".")
         return parent, known.name_of(own)
 
     alike = [other for other in linears if module(other) == module(path)]
-    widths = (math.prod(axis.size for axis in ensure_tuple(linears[other].Out)) for other in alike)
-    return alike.index(path), tuple(widths)
+    widths = [math.prod(axis.size for axis in ensure_tuple(linears[other].Out)) for other in alike]
+    start = sum(widths[: alike.index(path)])
+    return None if len(alike) == 1 else (start, start + widths[alike.index(path)], 1)
 
 
 def _module(known: HfFormat, parts: list[str], index: tuple[int, ...]) -> str:
@@ -104,9 +104,11 @@ def _module(known: HfFormat, parts: list[str], index: tuple[int, ...]) -> str:
 
 
 def _of_expert(
-    module: str, projection: str, expert: int, num_experts: int, interleaved: bool
+    known: HfFormat, parts: list[str], index: tuple[int, ...], experts: ExpertsConfig
 ) -> PeftParameter:
-    if projection == "down_proj":
-        return PeftParameter(module, projection, expert, num_experts, order=1)
-    part = ("gate_proj", "up_proj").index(projection)
-    return PeftParameter(module, "gate_up_proj", expert, num_experts, part, parts=2, interleaved=interleaved)
+    module, wide = _module(known, parts[:-2], index[:1]), experts.intermediate_dim
+    if parts[-1] == "down_proj":
+        return PeftParameter(module, parts[-1], index[1], experts.num_experts, order=1)
+    part = ("gate_proj", "up_proj").index(parts[-1])
+    rows = (part, 2 * wide, 2) if known.fused else (part * wide, (part + 1) * wide, 1)
+    return PeftParameter(module, "gate_up_proj", index[1], experts.num_experts, rows=rows)

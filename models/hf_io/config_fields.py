@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from models.decoder.config import DecoderConfig, RotaryConfig
+from models.decoder.config import FULL, SLIDING, DecoderConfig, RotaryConfig
+from models.hf_io import fp8
 from stacked_remat._messages import printable, shortened, shown
 from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
 
@@ -51,8 +52,8 @@ _MUST_BE_ONE = frozenset(
 """Fields that change logits and that no decoder implements, unless its own table has them."""
 
 _QUANTIZATION = {"quant_method", "modules_to_not_convert", "dequantize"}
+_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [fp8.BLOCK, fp8.BLOCK]}
 _LARGEST = float(np.finfo(np.float32).max)
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ANY_HEAD = 64
 
 Found: TypeAlias = dict[str, Any]
@@ -112,16 +113,15 @@ class ConfigFields:
         """Refuses weights that are quantized in other ways than these; the tensors say which of them are."""
         given = self("quantization_config", None)
         readable = isinstance(given, Mapping) and given.get("quant_method") in quant_methods
-        if given is None or (readable and given.keys() <= _QUANTIZATION):
+        if given is None:
             return
+        if readable:
+            usual = _FP8 if given["quant_method"] == "fp8" else {}
+            rest = {name: value for name, value in given.items() if name not in _QUANTIZATION}
+            if all(usual.get(name) == value for name, value in rest.items()):
+                return
         only = f"quant_method {' or '.join(map(repr, quant_methods))}" if quant_methods else "None"
         raise ValueError(f"quantization_config is {shown(given)}; only {only} is supported.")
-
-    def check_dtype(self) -> None:
-        """Refuses a dtype that no file of weights has."""
-        dtype = agreed("dtype", self("dtype", None), "torch_dtype", self("torch_dtype", None))
-        if dtype is not None and dtype not in _DTYPES:
-            raise ValueError(f"dtype is {shown(dtype)}; one of {', '.join(_DTYPES)} is expected.")
 
     def only(self, name: str, supported: Any) -> None:
         """Refuses a field that has another value than the only one that is supported."""
@@ -221,7 +221,26 @@ class Computed:
         return self.writing(config)
 
 
-FieldTable: TypeAlias = dict[str, Field | Only | Computed]
+@dataclass(frozen=True)
+class Ignored:
+    """A field of any value, which changes nothing here.
+
+    Attributes:
+        written: what is written; `...` for nothing.
+    """
+
+    written: Any = ...
+
+    def read(self, name: str, given: ConfigFields, found: Found) -> None:
+        """Reads it."""
+        given(name, None)
+
+    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
+        """What is written of this config."""
+        return {} if self.written is ... else {name: self.written}
+
+
+FieldTable: TypeAlias = dict[str, Field | Only | Computed | Ignored]
 
 
 def rope(
@@ -299,7 +318,7 @@ def full_every(period: int) -> Usual:
 
 def layer_types(config: DecoderConfig) -> dict[str, Any]:
     """The fields of windows: a number even if no layer has a window, since some classes need one."""
-    kinds = ["full_attention" if spec.window is None else "sliding_attention" for spec in config.specs]
+    kinds = [FULL if spec.window is None else SLIDING for spec in config.specs]
     return {"sliding_window": config.attention.window or 4096, "layer_types": kinds}
 
 
@@ -325,9 +344,9 @@ def windows(
     def read(given: ConfigFields, found: Found) -> None:
         window = given.size("sliding_window", None if "sliding_window" in given else default)
         window, without = usual(given, window, found["num_layers"])
-        names = ["sliding_attention" if one else "full_attention" for one in without]
+        names = [SLIDING if one else FULL for one in without]
         kinds = given.sequence("layer_types", str, names)
-        if strange := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        if strange := sorted(set(kinds) - {SLIDING, FULL}):
             raise ValueError(
                 f"layer_types has {shown(strange)}; full_attention and sliding_attention are supported."
             )
@@ -335,11 +354,10 @@ def windows(
             raise ValueError(
                 f"layer_types has {len(kinds)} entries for {len(names)} layers; give one for each."
             )
-        windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-        if windowed and window is None:
+        if SLIDING in kinds and window is None:
             raise ValueError("layer_types has sliding_attention, but there is no sliding_window.")
-        found["attention.window"] = window if windowed else None
-        found["attention.windowed_layers"] = windowed if 0 < len(windowed) < len(kinds) else None
+        found["attention.window"] = window if SLIDING in kinds else None
+        found["attention.layer_types"] = tuple(kinds) if SLIDING in kinds else None
 
     return Computed(read, write)
 

@@ -8,7 +8,8 @@ axes for them, where its tensor has a single one.
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,17 +30,14 @@ from models.decoder.layers import Norm
 from models.hf_io.formats import config_to_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError, write_safetensors
 from models.hf_io.stacked_weights import (
-    FusedTensor,
-    Place,
-    TensorRows,
+    ExpertsTensor,
+    TensorMap,
     check_tensors,
     pending_tensors,
     read_array,
 )
 from stacked_remat import ScanCheckpointSpec, StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
-
-_FEW_TENSORS = 1000  # that take no time to list, and to name where they are missing
 
 
 def read_decoder(
@@ -68,22 +66,21 @@ def read_decoder(
 
     Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """
-    folder = SafetensorsFolder.open(root)
+    folder = _without_further_layers(SafetensorsFolder.open(root), config)
     _check_separate_experts(folder, config)
     shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
-    places = decoder_places(shapes)
-    _check_size(folder, shapes, places)
-    embedding = places[".embedding.weight"]
+    maps = tensor_maps(shapes)
+    embedding = maps[".embedding.weight"]
     head = replace(embedding, name=f"{format_of(config).name_of('head')}.weight")
     copied = config.tie_word_embeddings and head.name in folder.shapes
-    check_tensors([*places.values(), *([head] if copied else [])], folder)
+    check_tensors([*maps.values(), *([head] if copied else [])], folder)
     if copied:
         _check_equal(folder, head.name, embedding.name)
     default = SingleDeviceSharding(jax.devices()[0])
 
     def read(path: Any, shape: NamedArray) -> NamedArray:
         own = default if sharding is None else sharding(shape)
-        array = read_array(places[jax.tree_util.keystr(path)], folder.read, dtype, own)
+        array = read_array(maps[jax.tree_util.keystr(path)], folder.read, dtype, own)
         return NamedArray(array, shape.axes)
 
     return jax.tree_util.tree_map_with_path(read, shapes, is_leaf=is_named_array)
@@ -118,9 +115,9 @@ def write_decoder(
             f"The decoder has adapters ({', '.join(adapted[:3])}, ...), which this format can't hold. Merge "
             f"them first, with merge_lora, or write them alone, with save_adapters."
         )
-    places = decoder_places(decoder)
+    maps = tensor_maps(decoder)
     leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
-    pending = pending_tensors((places[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves)
+    pending = pending_tensors((maps[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves)
     dtype = decoder.embedding.weight.dtype
     document = config_to_hf(decoder.config, decoder.Vocab.size, dtype=str(dtype)) | dict(fields)
     write_safetensors(
@@ -128,12 +125,12 @@ def write_decoder(
     )
 
 
-def decoder_places(decoder: Decoder) -> dict[str, Place]:
+def tensor_maps(decoder: Decoder) -> dict[str, TensorMap]:
     """The tensors of a checkpoint for every array of a decoder, by the array's path; shapes are enough."""
     known = format_of(decoder.config)
     is_mixed = isinstance(decoder.layers, StackedPattern)
     modules = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_module)
-    places = {}
+    maps = {}
     for keys, module in modules:
         path, layers = jax.tree_util.keystr(keys), None
         parts = re.findall(r"\w+", path)
@@ -145,35 +142,55 @@ def decoder_places(decoder: Decoder) -> dict[str, Place]:
             sizes = tuple(axis.size for axis in named.axes)
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
-            place = Place(f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers)
-            places[place.path] = _in_fused_tensors(place, known.fused)
-    return _in_concatenated_tensors(places)
+            one = TensorMap(f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers)
+            maps[one.path] = _of_all_experts(one, known.fused)
+    return _sharing_tensors(maps, [one.name for one in known.fused.values() if one.interleaved])
 
 
-def _in_fused_tensors(place: Place, fused_tensors: Mapping[str, FusedTensor]) -> Place:
-    """The place, which is of experts' own tensors, in the tensors that an architecture has in their stead."""
-    module, _, own = place.name.rpartition(".{}.")
-    fused = fused_tensors.get(own)
+def _of_all_experts(one: TensorMap, tensors: Mapping[str, ExpertsTensor]) -> TensorMap:
+    """The map to experts' own tensors, in the tensors that an architecture has in their stead."""
+    module, _, own = one.name.rpartition(".{}.")
+    fused = tensors.get(own)
     if fused is None:
-        return place
-    *narrow, wide = place.tensor_shape[::-1] if fused.transposed else place.tensor_shape
-    shape = (place.stacked[-1], *narrow, wide * fused.parts)
-    return replace(place, name=f"{module}.{fused.name}", tensor_shape=shape, fused=fused)
+        return one
+    shape = one.tensor_shape[::-1] if fused.transposed else one.tensor_shape
+    name, shape = f"{module}.{fused.name}", (one.stacked[-1], *shape)
+    return replace(one, name=name, tensor_shape=shape, transposed=fused.transposed)
 
 
-def _in_concatenated_tensors(places: dict[str, Place]) -> dict[str, Place]:
-    """The places, of which those of the same tensors have the rows of these one after the other."""
-    alike: dict[Any, list[Place]] = {}
-    for place in places.values():
-        if place.fused is None:
-            alike.setdefault((place.name, place.layers), []).append(place)
-    found = dict(places)
+def _sharing_tensors(maps: dict[str, TensorMap], interleaved: Sequence[str]) -> dict[str, TensorMap]:
+    """The maps, of which those to tensors of one name have each some outputs of these."""
+    alike: dict[Any, list[TensorMap]] = {}
+    for one in maps.values():
+        alike.setdefault((one.name, one.layers), []).append(one)
+    found = dict(maps)
     for same in (same for same in alike.values() if len(same) > 1):
-        rows = [place.tensor_shape[0] for place in same]
-        for place, own, stop in zip(same, rows, itertools.accumulate(rows), strict=True):
-            shape = (sum(rows), *place.tensor_shape[1:])
-            found[place.path] = replace(place, tensor_shape=shape, fused=TensorRows(stop - own, stop))
+        axis = -1 if same[0].transposed else -len(same[0].matrix_shape)
+        widths = [one.tensor_shape[axis] for one in same]
+        for number, (one, stop) in enumerate(zip(same, itertools.accumulate(widths), strict=True)):
+            shape = [*one.tensor_shape]
+            shape[axis] = sum(widths)
+            outputs = slice(stop - widths[number], stop)
+            if one.name.rpartition(".")[2] in interleaved:
+                outputs = slice(number, None, len(same))
+            found[one.path] = replace(one, tensor_shape=tuple(shape), outputs=outputs)
     return found
+
+
+def _without_further_layers(folder: SafetensorsFolder, config: DecoderConfig) -> SafetensorsFolder:
+    """The folder without the tensors of layers that predict further tokens, with a warning if it has some."""
+    known = format_of(config)
+    layer = re.compile(rf"{re.escape(known.name_of('layers'))}\.(\d+)\.")
+    numbers = {name: int(found[1]) for name in folder.shapes if (found := layer.match(name))}
+    further = {name for name, number in numbers.items() if number >= config.num_layers}
+    if not further or not known.further_layers:
+        return folder
+    warnings.warn(
+        f"{folder.root}: {len(further)} tensors of layers that predict further tokens are not read.",
+        stacklevel=3,
+    )
+    shapes = {name: shape for name, shape in folder.shapes.items() if name not in further}
+    return replace(folder, shapes=shapes)
 
 
 def _is_module(node: Any) -> bool:
@@ -193,24 +210,6 @@ def _tensor_shape(module: Any, kind: str, layer_shape: tuple[int, ...]) -> tuple
         return (math.prod(layer_shape),)
     rows = len(ensure_tuple(module.Out)) if isinstance(module, hnn.Linear) else 1
     return math.prod(layer_shape[:rows]), math.prod(layer_shape[rows:])
-
-
-def _check_size(folder: SafetensorsFolder, shapes: Decoder, places: Mapping[str, Place]) -> None:
-    """Refuses a config of another order of magnitude before a list of its tensors is made."""
-    num_weights = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    found = sum(math.prod(shape) for shape in folder.shapes.values())
-    if num_weights > 100 * (found + 2**20):
-        raise WeightsError(
-            f"The config describes a model of {num_weights:,} weights, and the tensors in {folder.root} have "
-            f"{found:,}. Check that the model's config is the checkpoint's own."
-        )
-    expected = sum(place.num_tensors for place in places.values())
-    there = len(folder.shapes) + len(folder.absent)
-    if expected > 2 * there + _FEW_TENSORS:
-        raise WeightsError(
-            f"The config describes a model of {expected:,} tensors, and {folder.root} has {there:,}. Check "
-            f"that the model's config is the checkpoint's own."
-        )
 
 
 def _check_separate_experts(folder: SafetensorsFolder, config: DecoderConfig) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from models.decoder.config import DecoderConfig, differing_fields
-from models.hf_io.config_fields import ConfigFields, FieldTable, Found
+from models.decoder.config import SLIDING, DecoderConfig
+from models.hf_io.config_fields import ConfigFields, FieldTable, Found, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
-from models.hf_io.stacked_weights import FusedTensor
+from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat._messages import shortened, shown
 
-TensorTable: TypeAlias = dict[str, str | FusedTensor]
+TensorTable: TypeAlias = dict[str, str | ExpertsTensor]
 
 DECODER_TENSORS: TensorTable = {
     "embedding": "model.embed_tokens",
@@ -38,11 +38,13 @@ class HfFormat:
         fields: the entries of its `config.json`, in the order in which they are read: some need what those
             before them have found.
         tensors: names of the parts of a decoder in the names of tensors, where they differ from the
-            attribute's name. Linear maps of one module with one name are in one tensor, which has their rows
-            in the order of the attributes. And by what the tensor of an expert would be called
-            (`down_proj.weight`) the tensor that holds those of all experts.
+            attribute's name. And by what the tensor of an expert would be called (`down_proj.weight`) the
+            tensor that holds those of all experts. Linear maps with one name share its tensors, which have
+            their outputs in the order of the attributes.
         loaded: parts of names that transformers has otherwise in memory, as adapters have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are read.
+        further_layers: whether files may have layers after the last, which predict further tokens, and are
+            not read.
     """
 
     model_type: str
@@ -52,6 +54,7 @@ class HfFormat:
     tensors: TensorTable = field(default_factory=lambda: DECODER_TENSORS)
     loaded: Mapping[str, str] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
+    further_layers: bool = False
 
     def name_of(self, part: str) -> str:
         """What an attribute is called in the names of tensors."""
@@ -60,9 +63,9 @@ class HfFormat:
         return name
 
     @property
-    def fused(self) -> Mapping[str, FusedTensor]:
+    def fused(self) -> Mapping[str, ExpertsTensor]:
         """The tensors that hold all experts of a layer; empty where every expert has its own."""
-        return {part: name for part, name in self.tensors.items() if isinstance(name, FusedTensor)}
+        return {part: name for part, name in self.tensors.items() if isinstance(name, ExpertsTensor)}
 
 
 _FORMATS: dict[str, HfFormat] = {}
@@ -120,7 +123,6 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     known = _FORMATS[model_type]
     given.config_class = known.config_class
     given.check_quantization(known.quant_methods)
-    given.check_dtype()
     vocab_size, found = given.size("vocab_size"), Found()
     for name, entry in known.fields.items():
         entry.read(name, given, found)
@@ -153,14 +155,31 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
     return document
 
 
+def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
+    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
+
+    Fields that a run decides are left out.
+    """
+    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
+    if not (alike and dataclasses.is_dataclass(config)):
+        same = config in (found, usual)
+        return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
+    lines = []
+    for one in dataclasses.fields(config):
+        own, other, default = (getattr(each, one.name, ...) for each in (config, found, usual))
+        if "of_run" not in one.metadata:
+            lines += differing_fields(f"{path}.{one.name}", own, other, default)
+    return lines
+
+
 def _plain(config: DecoderConfig) -> DecoderConfig:
     """The config with sizes and windows written out, so that equal decoders have equal configs."""
-    windowed = tuple(i for i, spec in enumerate(config.specs) if spec.window is not None)
+    types = layer_types(config)["layer_types"]
     attention = dataclasses.replace(
         config.attention,
         head_dim=config.HeadDim.size,
-        window=config.attention.window if windowed else None,
-        windowed_layers=windowed or None,
+        window=config.attention.window if SLIDING in types else None,
+        layer_types=tuple(types) if SLIDING in types else None,
     )
     has_mlp = any(not spec.sparse for spec in config.kinds)
     return dataclasses.replace(config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None)

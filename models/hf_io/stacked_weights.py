@@ -1,7 +1,7 @@
 """Tensors of a checkpoint, of layers, of experts or fused, in and out of the stacked arrays of a model.
 
-A `Place` lists the tensors of one array of the model. From these follow what a checkpoint must have, what is
-written, and how the array is filled on its devices without ever being on the host as a whole.
+A `TensorMap` lists the tensors of one array of the model. From these follow what a checkpoint must have,
+what is written, and how the array is filled on its devices without ever being on the host as a whole.
 """
 
 import itertools
@@ -25,46 +25,23 @@ Tensor: TypeAlias = Shaped[np.ndarray, "..."]
 
 
 @dataclass(frozen=True)
-class FusedTensor:
-    """A tensor that holds the matrices of all experts of a layer, maybe of several linear maps.
+class ExpertsTensor:
+    """A tensor that holds the matrices of all experts of a layer.
 
     Attributes:
-        name: of the tensor, in place of the one that a linear map of one expert would have.
+        name: of the tensor, in one of the one that a linear map of one expert would have.
         transposed: whether its matrices are `[in, out]`, where those of the model are `[out, in]`.
-        part: which of the linear maps this is: its outputs are every `parts`-th, from this one on.
-        parts: how many linear maps it holds.
+        interleaved: whether the outputs of linear maps that are in it alternate, rather than being one after
+            the other.
     """
 
     name: str
     transposed: bool = False
-    part: int = 0
-    parts: int = 1
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view of a tensor `[..., in, out]` that is of one linear map, as the model has it."""
-        own = tensor[..., self.part :: self.parts]
-        return np.swapaxes(own, -1, -2) if self.transposed else own
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
-class TensorRows:
-    """The rows of one linear map in a tensor in which those of several are concatenated.
-
-    Attributes:
-        start: the first one.
-        stop: the first one of the next linear map.
-    """
-
-    start: int
-    stop: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view of a tensor that is of this linear map."""
-        return tensor[self.start : self.stop]
-
-
-@dataclass(frozen=True)
-class Place:
+class TensorMap:
     """One array of a model and the tensors of a checkpoint that it holds.
 
     Attributes:
@@ -75,7 +52,8 @@ class Place:
         tensor_shape: the shape of each tensor in the checkpoint.
         layer_shape: the shape of one entry along the stacking axes, in the array.
         layers: the numbers along the first stacking axis in the names; None for 0, 1, ….
-        fused: how the tensors hold the array; None where an entry is one tensor.
+        outputs: which outputs of the tensor's matrix are of this array; None for all.
+        transposed: whether that matrix is `[in, out]`, and that of the model `[out, in]`.
     """
 
     path: str
@@ -84,13 +62,23 @@ class Place:
     tensor_shape: tuple[int, ...]
     layer_shape: tuple[int, ...]
     layers: tuple[int, ...] | None = None
-    fused: FusedTensor | TensorRows | None = None
+    outputs: slice | None = None
+    transposed: bool = False
 
     def __post_init__(self) -> None:
-        inside = math.prod(self.stacked[self.name.count("{}") :])
-        tensor = np.broadcast_to(np.int8(0), self.tensor_shape)
-        own = tensor if self.fused is None else self.fused.of(tensor)
-        assert own.size == math.prod(self.layer_shape) * inside, self.path
+        matrix = np.broadcast_to(np.int8(0), self.matrix_shape)
+        assert self.part(matrix).size == math.prod(self.layer_shape), self.path
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The shape of the part of a tensor that has one entry along the stacking axes."""
+        return self.tensor_shape[len(self.stacked) - self.name.count("{}") :]
+
+    def part(self, matrix: Tensor) -> Tensor:
+        """The view of a matrix that is of this array, as the model has it."""
+        if self.transposed:
+            return np.swapaxes(matrix[..., self.outputs or slice(None)], -1, -2)
+        return matrix[self.outputs or slice(None)]
 
     def numbered(self) -> Iterator[tuple[tuple[int, ...], str, tuple[int, ...]]]:
         """For every entry: its index along the stacking axes, the name of its tensor, its index in that.
@@ -103,28 +91,30 @@ class Place:
             yield at, self.name.format(*numbers), at[outer:]
 
     @property
-    def num_tensors(self) -> int:
-        """How many tensors have entries of it, those of fused tensors counted for each array."""
-        return math.prod(self.stacked[: self.name.count("{}")])
-
-    @property
     def names(self) -> Iterator[str]:
         """The names of all tensors, each as often as it has entries."""
         return (name for _, name, _ in self.numbered())
 
-    def entry(self, tensor: Tensor) -> Tensor:
-        """One entry along the stacking axes, from the part of a tensor that has it; a view if possible."""
-        return (tensor if self.fused is None else self.fused.of(tensor)).reshape(self.layer_shape)
+    def read(self, read: "Read", name: str, inside: tuple[int, ...]) -> Tensor:
+        """One entry along the stacking axes, of which no more than necessary is read."""
+        rows = self.outputs
+        if rows is None or self.transposed or rows.step not in (None, 1):
+            return self.part(read(name, inside, None)).reshape(self.layer_shape)
+        return read(name, inside, rows).reshape(self.layer_shape)
 
 
-def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
+Read: TypeAlias = Callable[[str, tuple[int, ...], slice | None], Tensor]
+"""(name of a tensor, indices of its first axes, rows) to these rows of that part of the tensor."""
+
+
+def check_tensors(maps: Sequence[TensorMap], folder: SafetensorsFolder) -> None:
     """Refuses a checkpoint that does not have exactly the tensors of a model.
 
     Raises:
         WeightsError: counts and names the tensors that are missing, unknown, of another shape, in the index
             and in no file, or not of a floating dtype, such as those that are quantized.
     """
-    shapes = {name: list(place.tensor_shape) for place in places for name in place.names}
+    shapes = {name: list(one.tensor_shape) for one in maps for name in one.names}
     expected = {name: shape for name, shape in shapes.items() if name not in folder.absent}
     problems = entry_problems(expected, {name: list(shape) for name, shape in folder.shapes.items()})
     problems += [
@@ -139,34 +129,32 @@ def check_tensors(places: Sequence[Place], folder: SafetensorsFolder) -> None:
         )
 
 
-def read_array(
-    place: Place, read: Callable[[str, tuple[int, ...]], Tensor], dtype: DTypeLike, sharding: Sharding
-) -> Shaped[Array, "..."]:
-    """Makes one array of a model from its tensors, in place on the devices that this process addresses.
+def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding) -> Shaped[Array, "..."]:
+    """Makes one array of a model from its tensors, in one on the devices that this process addresses.
 
     Args:
-        place: the array and its tensors.
-        read: maps a tensor's name, and indices of its first axes, to that part of the tensor.
+        one: the array and its tensors.
+        read: reads a part of a tensor.
         dtype: of the array; tensors are cast on the device.
         sharding: of the array, any; every device gets its own part of every entry.
 
     Returns:
-        The array, of shape `(*place.stacked, *place.layer_shape)`.
+        The array, of shape `(*one.stacked, *one.layer_shape)`.
 
-    Cost: one entry in host memory, or of fused tensors the entries of one expert or of all linear maps, and
-    on each device one part of it besides the array.
+    Cost: one entry in host memory, or of a tensor of all experts the matrix of one, and on each device one
+    part of it besides the array.
     """
-    shape = (*place.stacked, *place.layer_shape)
+    shape = (*one.stacked, *one.layer_shape)
     dtype = jnp.dtype(dtype)
     shards = [
         _Shard.empty(SingleDeviceSharding(device, memory_kind=sharding.memory_kind), index, shape, dtype)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
     with jax.set_mesh(None):  # each shard is an array of one device, also where the caller uses a mesh
-        for position, name, inside in place.numbered():
+        for position, name, inside in one.numbered():
             holders = [shard for shard in shards if shard.holds(position)]
             if holders:
-                tensor = place.entry(read(name, inside))
+                tensor = one.read(read, name, inside)
                 for shard in holders:
                     shard.put(position, tensor)
                 jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host
@@ -174,40 +162,39 @@ def read_array(
     return jax.make_array_from_single_device_arrays(shape, sharding, [shard.array for shard in shards])
 
 
-def pending_tensors(arrays: Iterable[tuple[Place, Shaped[Array, "..."]]]) -> dict[str, Pending]:
+def pending_tensors(arrays: Iterable[tuple[TensorMap, Shaped[Array, "..."]]]) -> dict[str, Pending]:
     """The tensors of the arrays of a model by name, each made only when it is written.
 
     Raises:
         WeightsError: parts of an array are on devices of other processes.
     """
     entries: dict[str, list[_Entry]] = {}
-    for place, array in arrays:
+    for one, array in arrays:
         if not array.is_fully_addressable:
             raise WeightsError(
-                f"{place.path} is divided over several processes, and one process writes a checkpoint. "
+                f"{one.path} is divided over several processes, and one process writes a checkpoint. "
                 f"Gather it first, with jax.experimental.multihost_utils.process_allgather."
             )
-        for position, name, inside in place.numbered():
-            entries.setdefault(name, []).append((place, array, position, inside))
+        for position, name, inside in one.numbered():
+            entries.setdefault(name, []).append((one, array, position, inside))
     return {
         name: Pending(math.prod(own[0][0].tensor_shape) * own[0][1].dtype.itemsize, partial(_whole, own))
         for name, own in entries.items()
     }
 
 
-_Entry: TypeAlias = tuple[Place, Array, tuple[int, ...], tuple[int, ...]]
-"""A place, its array, the index of an entry in the array, and in its tensor."""
+_Entry: TypeAlias = tuple[TensorMap, Array, tuple[int, ...], tuple[int, ...]]
+"""A map, its array, the index of an entry in the array, and in its tensor."""
 
 
 def _whole(entries: Sequence[_Entry]) -> Tensor:
     """The tensor that has these entries."""
-    place, array, position, _ = entries[0]
-    if place.fused is None:
-        return _one(array, position).reshape(place.tensor_shape)
-    tensor = np.empty(place.tensor_shape, array.dtype)
-    for place, array, position, inside in entries:
-        assert place.fused is not None
-        view = place.fused.of(tensor[inside])
+    one, array, position, _ = entries[0]
+    if len(entries) == 1 and not one.transposed:
+        return _one(array, position).reshape(one.tensor_shape)
+    tensor = np.empty(one.tensor_shape, array.dtype)
+    for one, array, position, inside in entries:
+        view = one.part(tensor[inside])
         view[...] = _one(array, position).reshape(view.shape)
     return tensor
 
@@ -235,22 +222,22 @@ class _Shard:
     def put(self, position: tuple[int, ...], tensor: Tensor) -> None:
         stacked = len(position)
         part = tensor[tuple(map(slice, self.start[stacked:], self.stop[stacked:]))]
-        place = np.asarray(position, np.int32) - np.asarray(self.start[:stacked], np.int32)
+        at = np.asarray(position, np.int32) - np.asarray(self.start[:stacked], np.int32)
         device = self.array.sharding.with_memory_kind("device")
-        self.array = _put(self.array, part, jax.device_put(place, device))
+        self.array = _put(self.array, part, jax.device_put(at, device))
 
 
 @jax.jit(donate_argnums=0)
-def _put(array: Array, part: Array, place: Array) -> Array:
-    new = part.astype(array.dtype).reshape((1,) * place.size + part.shape)
+def _put(array: Array, part: Array, one: Array) -> Array:
+    new = part.astype(array.dtype).reshape((1,) * one.size + part.shape)
     new = jax.device_put(new, jax.typeof(array).memory_space)
-    zero = jnp.zeros((), place.dtype)
-    return lax.dynamic_update_slice(array, new, [*place, *[zero] * part.ndim])
+    zero = jnp.zeros((), one.dtype)
+    return lax.dynamic_update_slice(array, new, [*one, *[zero] * part.ndim])
 
 
 @jax.jit
-def _take(array: Array, place: Array) -> Array:
-    for index in place:
+def _take(array: Array, one: Array) -> Array:
+    for index in one:
         array = lax.dynamic_index_in_dim(array, index, keepdims=False)
     return array
 

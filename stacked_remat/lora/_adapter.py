@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import zlib
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -57,32 +58,10 @@ class LoraLinear(eqx.Module):
         low = (x @ self.a.astype(x.dtype)) * self.scale
         return whole + (low @ self.b.astype(x.dtype)).astype(whole.dtype)
 
-    @property
-    def In(self) -> Any:
-        """The input axes of a named linear."""
-        return self._wrapped_as(hnn.Linear).In
-
-    @property
-    def Out(self) -> Any:
-        """The output axes of a named linear."""
-        return self._wrapped_as(hnn.Linear).Out
-
-    @property
-    def in_features(self) -> Any:
-        """The input width of a plain linear."""
-        return self._wrapped_as(eqx.nn.Linear).in_features
-
-    @property
-    def out_features(self) -> Any:
-        """The output width of a plain linear."""
-        return self._wrapped_as(eqx.nn.Linear).out_features
-
-    def _wrapped_as(self, kind: type) -> Any:
-        if isinstance(self.wrapped, kind):
-            return self.wrapped
-        if kind is hnn.Linear:
-            raise AttributeError("A linear of Equinox has no named axes; see in_features and out_features.")
-        raise AttributeError("A linear of Haliax has no numbers of features; see In and Out.")
+    In = property(attrgetter("wrapped.In"), doc="The input axes of a named linear.")
+    Out = property(attrgetter("wrapped.Out"), doc="The output axes of a named linear.")
+    in_features = property(attrgetter("wrapped.in_features"), doc="The input width of a plain linear.")
+    out_features = property(attrgetter("wrapped.out_features"), doc="The output width of a plain linear.")
 
     @property
     def weight(self) -> Any:

@@ -27,6 +27,7 @@ from ._peft_layout import (
     Place,
     any_of,
     assemble,
+    num_rows,
     places_of,
     take_apart,
     tensor_keys,
@@ -40,8 +41,6 @@ PeftNames: TypeAlias = Callable[[str, Index], str | PeftParameter]
 or to the part of a parameter."""
 
 TENSORS_FILE = "adapter_model.safetensors"
-# Metadata that PEFT ignores: the ranks of the parts of each target.
-_PART_RANKS = "part_ranks"
 
 
 def save_peft(
@@ -82,18 +81,16 @@ def save_peft(
     members = {target: any_of(places[target]) for target in tensors}
     others = [target for target in places if target not in tensors]
     config = describe(tensors, members, others, base_model, task_type)
-    ranks = {target: tensor.part_ranks for target, tensor in tensors.items() if len(tensor.part_ranks) > 1}
     arrays = {}
     for target, (a, b) in tensor_keys(members).items():
         arrays |= {a: tensors[target].a, b: tensors[target].b}
-    metadata = {"format": "pt", _PART_RANKS: json.dumps(ranks)}
     text = json.dumps(config, indent=2) + "\n"
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with written_safetensors(folder):
             with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
-                safetensors.numpy.save_file(arrays, path, metadata=metadata)
+                safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
             with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
                 path.write_text(text, encoding="utf-8")
     except OSError:
@@ -107,9 +104,9 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
 
     The result computes what PEFT's model computes in evaluation. Existing adapters are replaced, and linears
     without one are adapted if the files have one for them. Where ranks differ between the layers of a stack,
-    they are padded with zeros to the largest. An adapter of a fused parameter (gate and up) becomes two with
-    a copy of A each. Where PEFT stored the weight of an adapted head beside its adapter, it has to be the
-    model's, as far as the less precise of the two dtypes can tell.
+    they are padded with zeros to the largest. An adapter of a fused parameter (gate and up) becomes two, each
+    with a copy of what it uses of A. Where PEFT stored the weight of an adapted head beside its adapter, it
+    has to be the model's, as far as the less precise of the two dtypes can tell.
 
     Args:
         model: the base model, or one with adapters.
@@ -143,13 +140,10 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
                     f"another base model, or this weight was trained too. Load that model, or merge them "
                     f"with PEFT (merge_and_unload) and load the result."
                 )
-        part_ranks = _part_ranks(path, file.metadata() or {})
         pairs: dict[PeftParameter, Pair] = {}
         for target, (a, b) in keys.items():
-            place, one, ranks = places[target], any_of(places[target]), part_ranks.get(target)
-            if ranks is not None and (sum(ranks) != settings.rank(one) or len(ranks) != one.parts):
-                ranks = None  # rewritten by a tool that does not know part_ranks
-            pairs |= take_apart(place, file.get_tensor(a), file.get_tensor(b), settings.scale(one), ranks)
+            scale = settings.scale(any_of(places[target]))
+            pairs |= take_apart(places[target], file.get_tensor(a), file.get_tensor(b), scale)
     found = {linear.path: linear.adapted(pairs, dtype) for linear in linears}
     return replace_linears(model, {path: new for path, new in found.items() if new is not None})
 
@@ -256,20 +250,6 @@ def _linears(model: Any, names: PeftNames) -> list[_Linear]:
     return found
 
 
-def _part_ranks(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Sequence[int]]:
-    text = metadata.get(_PART_RANKS, "{}")
-    try:
-        found = json.loads(text)
-        fits = all(isinstance(rank, int) and rank >= 0 for ranks in found.values() for rank in ranks)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{_PART_RANKS} in the header of {path} can't be read: {text!r}. Save it again."
-        ) from error
-    if not fits:
-        raise ValueError(f"{_PART_RANKS} in the header of {path} are not ranks: {text!r}. Save it again.")
-    return found
-
-
 def _adapted(places: Mapping[str, Place], settings: PeftSettings, keys: set[str]) -> dict[str, PeftParameter]:
     """The targets with adapters: those named by the config, and those with tensors."""
     by_module: dict[str, dict[str, PeftParameter]] = {}
@@ -309,7 +289,7 @@ def _problems(
     for target, (a, b) in keys.items():
         one = any_of(places[target])
         (narrow, wide), rows = sizes[one], settings.rank(one) * one.size
-        expected[a], expected[b] = (rows, narrow), (one.num_rows(wide), rows)
+        expected[a], expected[b] = (rows, narrow), (num_rows(places[target], wide), rows)
     expected |= {key: (linear.wide, linear.narrow) for key, linear in weights.items()}
     problems = entry_problems(expected, shapes)
     for linear in linears:

@@ -4,8 +4,7 @@ import collections
 import math
 import re
 import reprlib
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +59,14 @@ class PeftSettings:
 
         Raises:
             OSError: it is missing or can't be read.
-            ValueError: it is not JSON, has a value of a type that PEFT does not write or an unknown field, or
-                describes anything but plain LoRA.
+            ValueError: it is not JSON, has an unknown field, or describes anything but plain LoRA.
         """
         path = adapter_file(folder, CONFIG_FILE)
         entries = read_json_fields(path)
-        if wrong := [*_ill_typed(entries)]:
-            raise ValueError(f"{path} can't be used: {'; '.join(wrong)}. Correct it, or save it again.")
+        try:
+            _check(entries)
+        except (TypeError, ValueError, AttributeError, re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{path} can't be used: {error}. Correct it, or save it again.") from error
         refused = [
             f"{name} = {reprlib.repr(entries[name])}"
             for name, neutral in {"peft_type": ("LORA",), **_UNSUPPORTED}.items()
@@ -131,48 +131,22 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == [] or value == {}
 
 
-def _ill_typed(entries: Mapping[str, Any]) -> Iterator[str]:
-    """Errors in the fields that are read."""
-    for name, value in _ranks_and_alphas(entries):
-        whole = "alpha" not in name
-        if type(value) not in ((int,) if whole else (int, float)) or not 0 < value <= sys.float_info.max:
-            expected = "whole number" if whole else "number"
-            yield f"{name} is {reprlib.repr(value)}, and a positive {expected} is expected"
-    for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(entries.get(name) or {}, dict):
-            shown = reprlib.repr(entries[name])
-            yield f"{name} is {shown}, and a mapping from patterns to numbers is expected"
-    if not isinstance(entries.get("use_rslora") or False, bool):
-        yield f"use_rslora is {reprlib.repr(entries['use_rslora'])}, and true or false is expected"
-    for name in ("target_modules", "target_parameters"):
-        value = entries.get(name) or []
-        listed = isinstance(value, list) and all(isinstance(one, str) for one in value)
-        if not (listed or (isinstance(value, str) and name == "target_modules")):
-            yield f"{name} is {reprlib.repr(value)}, and a list of names is expected"
-    for pattern, used in _patterns(entries):
-        try:
-            re.compile(used)
-        except (re.error, RecursionError, OverflowError) as error:
-            yield f"{reprlib.repr(pattern)} is not a regular expression ({error})"
-
-
-def _ranks_and_alphas(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in ("r", "lora_alpha"):
-        if name in entries:
-            yield name, entries[name]
-    for name in ("rank_pattern", "alpha_pattern"):
-        if isinstance(entries.get(name), dict):
-            yield from ((f"{name}[{pattern!r}]", value) for pattern, value in entries[name].items())
-
-
-def _patterns(entries: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The text of every regular expression, and the expression that is matched."""
-    for name in ("rank_pattern", "alpha_pattern"):
-        if isinstance(entries.get(name), dict):
-            yield from ((pattern, _as_ending(pattern)) for pattern in entries[name])
-    modules = entries.get("target_modules")
-    if isinstance(modules, str):
-        yield modules, modules
+def _check(entries: Mapping[str, Any]) -> None:
+    """Refuses ranks and scales that are no numbers, and patterns that are no regular expressions."""
+    patterns = [entries.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    numbers = [
+        entries.get("r", 8),
+        entries.get("lora_alpha", 8),
+        *patterns[0].values(),
+        *patterns[1].values(),
+    ]
+    for number in numbers:
+        if not 0 < number < 2**31:
+            raise ValueError("ranks and alphas must be positive numbers below 2**31")
+    modules, parameters = (entries.get(f"target_{name}") or [] for name in ("modules", "parameters"))
+    names = [modules] if isinstance(modules, str) else map(re.escape, modules)
+    for pattern in (*patterns[0], *patterns[1], *names, *map(re.escape, parameters)):
+        re.compile(_as_ending(pattern))
 
 
 def _as_ending(pattern: str) -> str:

@@ -6,8 +6,7 @@ columns of all B interleaved. Adapters of the parts of one fused matrix (gate an
 form one adapter of the summed rank: the A concatenated, the B on the diagonal of a larger B.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,46 +22,29 @@ class PeftParameter:
 
     Attributes:
         module: the module that holds the parameter, `model.layers.0.mlp.experts`.
-        parameter: its name there, `gate_up_proj`.
+        parameter: its name there, `gate_up_proj`; empty for an adapter of the module itself.
         index: which of its matrices this is; an expert's number.
         size: how many matrices it has; 1 for a single matrix.
-        part: which of the parts of that matrix's rows are the linear's outputs.
-        parts: how many parts there are.
         order: the position of the parameter in the order of definition in its module, on which the names of
             tensors depend.
-        interleaved: whether parts alternate row by row, rather than being blocks of rows.
-        widths: how many rows each part has; empty if all have the same number.
+        rows: the rows of that matrix that are the linear's outputs, as `slice` takes them: the first, the one
+            after the last, and the step; None for all of them.
     """
 
     module: str
     parameter: str
     index: int = 0
     size: int = 1
-    part: int = 0
-    parts: int = 1
     order: int = 0
-    interleaved: bool = False
-    widths: tuple[int, ...] = ()
+    rows: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not (0 <= self.index < self.size and 0 <= self.part < self.parts):
-            raise ValueError(f"index and part of {self} must be below size and parts.")
-        if self.widths and (self.interleaved or len(self.widths) != self.parts):
-            raise ValueError(f"widths of {self} must be one for each part, and parts not interleaved.")
+        if not 0 <= self.index < self.size:
+            raise ValueError(f"index of {self} must be below size.")
 
-    def num_rows(self, wide: int) -> int:
-        """How many rows the matrix has if those of the linear are `wide`."""
-        return sum(self.widths) or wide * self.parts
-
-    def rows(self, matrix: np.ndarray) -> np.ndarray:
+    def outputs(self, matrix: np.ndarray) -> np.ndarray:
         """The view of the matrix's rows that are the linear's outputs."""
-        if self.interleaved:
-            return matrix[self.part :: self.parts]
-        if self.widths:
-            first = sum(self.widths[: self.part])
-            return matrix[first : first + self.widths[self.part]]
-        wide = matrix.shape[0] // self.parts
-        return matrix[self.part * wide : (self.part + 1) * wide]
+        return matrix if self.rows is None else matrix[slice(*self.rows)]
 
     @property
     def target(self) -> str:
@@ -85,13 +67,19 @@ class Pair:
     scale: float
 
 
-Place: TypeAlias = Mapping[tuple[int, int], PeftParameter]
-"""The linears whose adapters two tensors hold, by part and index; one if no parameter is shared."""
+Rows: TypeAlias = tuple[int, int, int] | None
+Place: TypeAlias = Mapping[tuple[Rows, int], PeftParameter]
+"""The linears whose adapters two tensors hold, by rows and index; one if no parameter is shared."""
 
 
 def any_of(place: Place) -> PeftParameter:
-    """One of the linears; all have the same target, sizes and order."""
+    """One of the linears; all have the same target, size and order."""
     return next(iter(place.values()))
+
+
+def num_rows(place: Place, wide: int) -> int:
+    """How many rows a matrix has, if a linear that has all of them has so many outputs."""
+    return max(wide if rows is None else rows[1] for rows, _ in place)
 
 
 def places_of(members: Iterable[PeftParameter]) -> dict[str, Place]:
@@ -100,19 +88,16 @@ def places_of(members: Iterable[PeftParameter]) -> dict[str, Place]:
     Raises:
         ValueError: two linears have one position, or members of a target disagree on its layout.
     """
-    places: dict[str, dict[tuple[int, int], PeftParameter]] = {}
+    places: dict[str, dict[tuple[Rows, int], PeftParameter]] = {}
     for one in members:
         place = places.setdefault(one.target, {})
-        if (one.part, one.index) in place:
+        if (one.rows, one.index) in place:
             raise ValueError(f"Two linears are named {one}.")
-        place[one.part, one.index] = one
+        place[one.rows, one.index] = one
     for target, place in places.items():
-        kinds = {(one.size, one.parts, one.order, one.interleaved, one.widths) for one in place.values()}
+        kinds = {(one.size, one.order) for one in place.values()}
         if len(kinds) > 1:
-            raise ValueError(
-                f"The linears named {target} disagree on (size, parts, order, interleaved, widths): "
-                f"{sorted(kinds)}."
-            )
+            raise ValueError(f"The linears named {target} disagree on (size, order): {sorted(kinds)}.")
     return {**places}
 
 
@@ -142,14 +127,12 @@ class Assembled:
         b: the tensor of all B.
         rank: of one matrix, summed over its parts.
         scale: factor of every output.
-        part_ranks: the rank of each part.
     """
 
     a: Float[np.ndarray, "size*rank in"]
     b: Float[np.ndarray, "rows rank*size"]
     rank: int
     scale: float
-    part_ranks: tuple[int, ...]
 
 
 def assemble(place: Place, pairs: Mapping[PeftParameter, Pair]) -> Assembled | None:
@@ -161,51 +144,44 @@ def assemble(place: Place, pairs: Mapping[PeftParameter, Pair]) -> Assembled | N
     own = {at: pairs[member] for at, member in place.items() if member in pairs}
     if not own:
         return None
-    layout, present = any_of(place), sorted({part for part, _ in own})
-    lacking = [(p, i) for p in present for i in range(layout.size) if (p, i) not in own]
+    layout, present = any_of(place), sorted({rows for rows, _ in own}, key=lambda rows: rows or ())
+    lacking = [(rows, i) for rows in present for i in range(layout.size) if (rows, i) not in own]
     scales = {pair.scale for pair in own.values()}
     if lacking or len(scales) > 1:
-        reason = f"(part, index) {lacking} have none" if lacking else f"they have the scales {sorted(scales)}"
+        reason = f"(rows, index) {lacking} have none" if lacking else f"they have the scales {sorted(scales)}"
         raise ValueError(f"The adapters of {layout.target} can't be written as one: {reason}.")
-    ranks = {part: own[part, 0].a.shape[0] for part in present}
-    some = own[present[0], 0]
-    num_rows, rank = layout.num_rows(some.b.shape[0]), sum(ranks.values())
+    some, rank = own[present[0], 0], sum(own[rows, 0].a.shape[0] for rows in present)
     a = np.zeros((layout.size, rank, some.a.shape[1]), np.float32)
-    b = np.zeros((num_rows, rank, layout.size), np.float32)
+    b = np.zeros((num_rows(place, some.b.shape[0]), rank, layout.size), np.float32)
     first = 0
-    for part in present:
-        columns = slice(first, first + ranks[part])
+    for rows in present:
+        columns = slice(first, first + own[rows, 0].a.shape[0])
         for index in range(layout.size):
-            a[index, columns] = own[part, index].a
-            place[part, index].rows(b)[:, columns, index] = own[part, index].b
+            a[index, columns] = own[rows, index].a
+            place[rows, index].outputs(b)[:, columns, index] = own[rows, index].b
         first = columns.stop
-    part_ranks = tuple(ranks.get(part, 0) for part in range(layout.parts))
-    return Assembled(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), rank, scales.pop(), part_ranks)
+    return Assembled(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), rank, scales.pop())
 
 
-def take_apart(
-    place: Place, a: np.ndarray, b: np.ndarray, scale: float, part_ranks: Sequence[int] | None
-) -> dict[PeftParameter, Pair]:
+def take_apart(place: Place, a: np.ndarray, b: np.ndarray, scale: float) -> dict[PeftParameter, Pair]:
     """The inverse of `assemble`.
+
+    A part of a matrix gets the columns of B that are not all zero in its rows, and none has an adapter if all
+    are; in a B of zeros, every part has the whole rank.
 
     Args:
         place: the linears whose adapters the tensors hold.
         a: the tensor of all A.
         b: the tensor of all B.
         scale: of all of them.
-        part_ranks: the rank of each part if they are on the diagonal of B, as `assemble` writes them, 0 for a
-            part without adapter. `None` if the parts share A: each has the whole rank.
     """
-    layout = any_of(place)
-    a = a.reshape(layout.size, -1, a.shape[-1])
-    b = b.reshape(b.shape[0], -1, layout.size)
-    columns = [slice(None)] * layout.parts
-    if part_ranks is not None:
-        ends = itertools.accumulate(part_ranks)
-        columns = [slice(end - rank, end) for rank, end in zip(part_ranks, ends, strict=True)]
-    pairs = {}
-    for (part, index), member in place.items():
-        own = a[index, columns[part]]
-        if len(own):
-            pairs[member] = Pair(own, member.rows(b)[:, columns[part], index], scale)
+    size, parts = any_of(place).size, {rows for rows, _ in place}
+    a = a.reshape(size, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, size)
+    whole, pairs = len(parts) == 1 or not b.any(), {}
+    used = {member.rows: whole or member.outputs(b).any(axis=(0, 2)) for member in place.values()}
+    for (rows, index), member in place.items():
+        columns = np.broadcast_to(used[rows], a.shape[1])
+        if columns.any():
+            pairs[member] = Pair(a[index, columns], member.outputs(b)[:, columns, index], scale)
     return pairs

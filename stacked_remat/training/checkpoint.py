@@ -64,7 +64,6 @@ class Checkpoints:
         *,
         run_config: Mapping[str, Any],
         saved: Callable[[Any], Any] | None = None,
-        present_name: Callable[[str], str] = str,
     ):
         """Opens or makes the folder, and removes unfinished checkpoints of an earlier process.
 
@@ -75,8 +74,6 @@ class Checkpoints:
             saved: maps a state to a tree of booleans that marks the arrays to save; all if not given. The
                 others must never change, and must be given to `restore`: checkpoints have their digests, and
                 are not restored with other arrays.
-            present_name: maps the name of an array in a checkpoint, which may be of an earlier version, to
-                its name in the state; may raise `CheckpointMismatchError`.
         """
         import orbax.checkpoint as ocp
 
@@ -84,7 +81,6 @@ class Checkpoints:
         self._config = config
         self._run_config = dict(run_config)
         self._saved = saved
-        self._present_name = present_name
         self._saving: int | None = None
         self._unsaved: dict[str, list[int]] | None = None
         self._last_save, self._is_late = time.monotonic(), LargestOfAll()
@@ -164,8 +160,8 @@ class Checkpoints:
         self.wait()
         path = _existing(self.folder, None)
         chosen, rest = self._divided(like)
-        check_unsaved(self.folder, rest, present_name=self._present_name)
-        restored, run = _read(path, chosen, "", self._present_name)
+        check_unsaved(self.folder, rest)
+        restored, run = _read(path, chosen, "")
         return with_arrays(like, restored), run["position"]
 
     def wait(self) -> None:
@@ -197,14 +193,7 @@ class Checkpoints:
             raise OSError(number or errno.EIO, problem, str(self.folder)) from error
 
 
-def load_checkpoint(
-    folder: Path,
-    like: State,
-    *,
-    step: int | None = None,
-    part: str = "",
-    present_name: Callable[[str], str] = str,
-) -> State:
+def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part: str = "") -> State:
     """Reads a state, or a part of one, from a run's folder of checkpoints.
 
     Args:
@@ -212,32 +201,27 @@ def load_checkpoint(
         like: a tree of the same structure; its arrays may be `jax.ShapeDtypeStruct`s.
         step: of the checkpoint; the latest if not given.
         part: path of `like` in the state, such as `trained`; all of the state if not given.
-        present_name: as of `Checkpoints`.
 
     Raises:
         CheckpointMismatchError: arrays differ in name, shape or dtype. Or what `checkpoint_run` raises.
     """
-    arrays, _ = _read(_existing(folder, step), like, f"{part}." if part else "", present_name)
+    arrays, _ = _read(_existing(folder, step), like, f"{part}." if part else "")
     return with_arrays(like, arrays)
 
 
-def check_unsaved(
-    folder: Path, rest: Any, *, step: int | None = None, present_name: Callable[[str], str] = str
-) -> None:
+def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
     """Checks that the arrays which a checkpoint leaves out are those of its run.
 
     Args:
         folder: of the checkpoints.
         rest: a state with `None` for all arrays that are saved.
         step: of the checkpoint; the latest if not given.
-        present_name: as of `Checkpoints`.
 
     Raises:
         CheckpointMismatchError: arrays differ; the message names them. Or what `checkpoint_run` raises.
     """
     path = _existing(folder, step)
-    saved = {present_name(name): digest for name, digest in _read_run(path)["unsaved"].items()}
-    found = digests(rest)
+    saved, found = _read_run(path)["unsaved"], digests(rest)
     differing = [name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)]
     if differing:
         raise CheckpointMismatchError(
@@ -286,18 +270,13 @@ def _damaged(path: Path, problem: str) -> CheckpointDamagedError:
     )
 
 
-def _read(
-    path: Path, like: Any, prefix: str, present_name: Callable[[str], str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays of `like`, whose names in the state begin with `prefix`, and the JSON."""
     import orbax.checkpoint as ocp
 
     run = _read_run(path)
-    names = {present_name(name): name for name in run["layout"]}
     saved = {
-        present[len(prefix) :]: run["layout"][name]
-        for present, name in names.items()
-        if present.startswith(prefix)
+        name.removeprefix(prefix): entry for name, entry in run["layout"].items() if name.startswith(prefix)
     }
     differing = differences(saved, layout(like))
     if differing:
@@ -306,7 +285,7 @@ def _read(
             + shortened(differing, "\n  ", most=8)
         )
     wanted = arrays_by_name(like)
-    targets = {names[prefix + name]: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
+    targets = {prefix + name: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
     arguments = ocp.args.PyTreeRestore(
         item=targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
@@ -328,7 +307,7 @@ def _read(
     changed = [name for name, digest in digests(found).items() if digest != written.get(name, digest)]
     if changed:
         raise _damaged(path, f"arrays are not those that were written: {shortened(changed, most=3)}")
-    return {present_name(name).removeprefix(prefix): array for name, array in found.items()} | empty, run
+    return {name.removeprefix(prefix): array for name, array in found.items()} | empty, run
 
 
 def _read_run(path: Path) -> dict[str, Any]:

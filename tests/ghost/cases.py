@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
 
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.gpt_oss import GptOssConfig
 from models.qwen3 import Qwen3MoeConfig
@@ -223,7 +223,7 @@ MIXED = Qwen3MoeConfig(
     **SIZES,
     experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
     tie_word_embeddings=True,
-    attention=AttentionConfig(bias=True, window=2, windowed_layers=(1,)),
+    attention=AttentionConfig(bias=True, window=2, layer_types=(FULL, SLIDING)),
 )
 SINKS = GptOssConfig(
     **SIZES | {"num_layers": 2},

@@ -336,9 +336,7 @@ def test_a_config_takes_a_list_and_is_hashable():
 def test_an_adapted_linear_has_the_axes_or_widths_of_the_wrapped_one():
     named = adapted().layers.stacked.q_proj
     assert (named.In, named.Out) == (named.wrapped.In, named.wrapped.Out)
-    with pytest.raises(AttributeError, match="In and Out"):
-        _ = named.in_features
+    assert not hasattr(named, "in_features")
     plain: Any = with_trained_adapters(Plain(jax.random.key(4)), LoraConfig(2, 3.0, ("linear",))).linear
     assert (plain.in_features, plain.out_features) == (4, 4)
-    with pytest.raises(AttributeError, match="in_features and out_features"):
-        _ = plain.In
+    assert not hasattr(plain, "In")

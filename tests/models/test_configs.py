@@ -56,8 +56,7 @@ def test_it_begins_with_what_it_is_and_what_it_needs(path):
 def toy(config):
     """The config with smaller sizes and tokens that are bytes."""
     model = config.model
-    windowed = None if model.attention.windowed_layers is None else (0, 2)
-    attention = dataclasses.replace(model.attention, head_dim=8, windowed_layers=windowed)
+    attention = dataclasses.replace(model.attention, head_dim=8)
     sizes = dict(hidden_dim=32, num_layers=4, num_heads=8, num_kv_heads=4, attention=attention)
     if model.mlp_dim is not None:
         sizes["mlp_dim"] = 64

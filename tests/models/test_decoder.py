@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from models.decoder.config import AttentionConfig, DecoderConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig, ExpertsConfig
 from models.decoder.decoder import Decoder, router_losses
 from models.decoder.experts import RouterStatistics, SparseExperts
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
@@ -21,6 +21,7 @@ from models.gpt_oss import GptOssConfig
 from models.lm import LmConfig, build_model, next_token_loss
 from models.olmo3 import Olmo3Config
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import rotary_table
@@ -164,10 +165,23 @@ def test_the_z_loss_weight_takes_effect():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
+def test_a_z_loss_is_of_the_logits_and_in_the_loss_of_training_alone():
+    model, batch = make(CONFIG), batch_of_tokens()
+    logits = model.logits(model.hidden_states(batch.tokens)[0])
+    squares = hax.nn.logsumexp(logits, model.Vocab) ** 2 * batch.weights
+    expected = hax.sum(squares).scalar() / hax.sum(batch.weights).scalar()
+    loss, metrics = LmRunConfig(model=CONFIG, z_loss=0.3).loss(model, batch)
+    plain, plain_metrics = loss_of(model, batch)
+    np.testing.assert_allclose(loss - plain, 0.3 * expected, rtol=1e-4)
+    np.testing.assert_allclose(metrics["loss"] - plain_metrics["loss"], 0.3 * expected, rtol=1e-4)
+    with pytest.raises(ValueError, match="z_loss must not be negative or infinite, got -1"):
+        LmRunConfig(z_loss=-1)
+
+
 MIXED = Qwen3MoeConfig(
     hidden_dim=16,
     num_layers=4,
-    attention=AttentionConfig(bias=True, window=3, windowed_layers=(1, 3)),
+    attention=AttentionConfig(bias=True, window=3, layer_types=(FULL, SLIDING)),
     experts=ExpertsConfig(3, 2, 6, dense_layers=(0,)),
 )
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
-from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
 from models.decoder.decoder import Decoder
 from models.lm import LmConfig, check_remat_names
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
@@ -76,10 +76,19 @@ def test_equal_layers_are_of_one_kind():
     assert windowed.kinds == {windowed.layer(0): 2} and windowed.layer(0).window == 16
 
 
+def test_types_of_layers_repeat_and_are_kept_at_their_shortest():
+    sliding, full = "sliding_attention", "full_attention"
+    config = Qwen3Config(num_layers=5, attention=AttentionConfig(window=3, layer_types=(sliding, full)))
+    assert [spec.window for spec in config.specs] == [3, None, 3, None, 3]
+    whole = AttentionConfig(window=3, layer_types=(sliding, full, sliding, full, sliding))
+    assert whole == config.attention
+    assert AttentionConfig(window=3, layer_types=(sliding,) * 4) == AttentionConfig(window=3)
+
+
 def test_layers_may_be_of_several_kinds():
     config = Qwen3MoeConfig(
         num_layers=7,
-        attention=AttentionConfig(window=16, windowed_layers=(3, 4, 5, 6)),
+        attention=AttentionConfig(window=16, layer_types=(FULL,) * 3 + (SLIDING,) * 4),
         experts=ExpertsConfig(dense_layers=(0, 6)),
     )
     assert config.pattern == ("dense", *["sparse"] * 2, *["sliding_sparse"] * 3, "sliding_dense")
@@ -92,7 +101,8 @@ def test_layers_may_be_of_several_kinds():
     ("changes", "message"),
     [
         ({"window": 0}, r"model.attention.window must be at least 1 position, got 0"),
-        ({"windowed_layers": (0,)}, r"has no effect without model.attention.window"),
+        ({"layer_types": ("sliding_attention",)}, r"model.attention.window is of layers of the type"),
+        ({"window": 3, "layer_types": ("full_attention",)}, r"Give both, or leave model.attention.window"),
     ],
 )
 def test_impossible_windows_are_refused(changes, message):
@@ -123,10 +133,6 @@ def test_it_can_be_a_static_field():
         ({"num_layers": 0}, r"model.num_layers must be positive, got 0"),
         ({"num_layers": 10**8}, r"model.num_layers is 100000000; at most 10000 are supported"),
         ({"mlp_dim": 0}, r"model.mlp_dim must be positive, got 0"),
-        (
-            {"attention": AttentionConfig(window=4, windowed_layers=(1, 4))},
-            r"windowed_layers = \[1, 4\] must be numbers of layers from 0 to 3.*no layer 4",
-        ),
         (
             {"experts": ExpertsConfig(dense_layers=(2, 1))},
             r"dense_layers = \[2, 1\] must be .* in increasing order",

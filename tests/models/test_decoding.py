@@ -15,7 +15,7 @@ from haliax import Axis
 
 import models.generation.decoding as decoding
 from models.decoder.attention import Attention
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.gemma3 import Gemma3Config
@@ -38,20 +38,21 @@ MODELS = {
     ),
     "mixed": Qwen3MoeConfig(
         **SIZES | dict(num_layers=3, num_kv_heads=1),
-        attention=AttentionConfig(head_dim=6, window=2, windowed_layers=(2,)),
+        attention=AttentionConfig(head_dim=6, window=2, layer_types=(FULL, FULL, SLIDING)),
         experts=dataclasses.replace(EXPERTS, dense_layers=(0,)),
     ),
     "sinks": GptOssConfig(
         **SIZES | dict(num_layers=2),
         tie_word_embeddings=True,
-        attention=AttentionConfig(bias=True, window=3, windowed_layers=(0,)),
+        attention=AttentionConfig(bias=True, window=3, layer_types=(SLIDING, FULL)),
         experts=EXPERTS,
     ),
 }
 SMALL_LATENT = LatentConfig(query_rank=5, key_value_rank=4, plain_dim=4, rotary_dim=2, value_dim=3)
 MODELS |= {
     "two rotary tables, four norms": Gemma3Config(
-        **SIZES, attention=AttentionConfig(head_dim=6, window=3, windowed_layers=(0, 1))
+        **SIZES,
+        attention=AttentionConfig(head_dim=6, window=3, layer_types=(SLIDING, SLIDING, FULL)),
     ),
     "latent": DeepseekV3Config(
         **SIZES | dict(num_kv_heads=4),
@@ -283,4 +284,4 @@ def test_as_many_slots_as_tokens_are_read(monkeypatch):
     monkeypatch.setattr(decoding, "first_tokens", lambda *args: asked.append(args[-1]) or real(*args))
     assert continued("dense", prompts_of(4, 2), 1).shape == (2, 1)
     assert continued("dense", prompts_of(4, 2), 7).shape == (2, 7)
-    assert asked == [4, 10]
+    assert asked == [16, 22]  # prompts are padded to 16

@@ -1,8 +1,11 @@
 """Trained runs are exported to folders in Hugging Face's format."""
 
+import base64
 import dataclasses
+import http.server
 import json
 import shutil
+import threading
 from typing import Any
 
 import equinox as eqx
@@ -17,14 +20,12 @@ from safetensors.numpy import load_file, save_file
 
 from models.decoder.decoder import Decoder
 from models.export_hf import generation_files, main as export_hf
-from models.generator_source import source_of_run
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
-from models.hf_io.safetensors_folder import WeightsError
+from models.loading import find_model, read_run_config
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.trained_run import read_run_config, trained_model
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, parse_config
 
@@ -62,8 +63,7 @@ def train(workplace, run, *more):
 
 
 def model_of(run):
-    config = read_run_config(run)
-    return trained_model(run, config), config
+    return find_model(str(run)).read(None), read_run_config(run)
 
 
 def export(*arguments):
@@ -135,9 +135,9 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     assert "[7, 256]" in (workplace / "merged/generation_config.json").read_text()
     merged = read_decoder(workplace / "merged", config.model, Vocab)
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
-    found = source_of_run(adapted)
-    np.testing.assert_array_equal(logits(found.read()), logits(merged))
-    assert found.ends == {256, 7}
+    found = find_model(str(adapted))
+    np.testing.assert_array_equal(logits(found.load()), logits(merged))
+    assert found.ends == (256, 7)
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     base: Any = read_decoder(workplace / "base", config.model, Vocab)
     np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
@@ -216,30 +216,19 @@ def test_end_tokens_of_the_config_are_exported(workplace, tmp_path):
     for ends, expected in (([9, 256, 7], [256, 7, 9]), (9, [256, 9]), (256, 256), (None, 256)):
         fields = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
         (folder / "config.json").write_text(json.dumps(fields))
-        assert generation_files(begun_with(workplace, folder)) == ({}, {"eos_token_id": expected})
+        assert generation_files(find_model(str(folder), tokenizer="byte")) == ({}, {"eos_token_id": expected})
         # A file that says other things of how text is made goes along, and changes none of them.
         (folder / "generation_config.json").write_text('{"temperature": 0.6}')
         texts = {"generation_config.json": '{"temperature": 0.6}'}
-        assert generation_files(begun_with(workplace, folder)) == (texts, {"eos_token_id": expected})
+        found = find_model(str(folder), tokenizer="byte")
+        assert generation_files(found) == (texts, {"eos_token_id": expected})
         (folder / "generation_config.json").unlink()
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff", b"[]", b'{"eos_token_id": "</s>"}', b'{"eos_token_id": 260}']
-)
-def test_a_damaged_generation_config_is_not_copied(workplace, tmp_path, content):
-    folder = shutil.copytree(workplace / "base", tmp_path / "base")
-    (folder / "generation_config.json").write_bytes(content)
-    with pytest.raises(WeightsError, match=r"base/generation_config.json"):
-        generation_files(begun_with(workplace, folder))
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
-        monkeypatch.setattr(
-            "models.trained_run.checkpoint_run", lambda *_, saved=saved, **__: {"config": saved}
-        )
+        monkeypatch.setattr("models.loading.checkpoint_run", lambda *_, saved=saved, **__: {"config": saved})
         status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
         assert status == 1 and ".. It is damaged" not in shown
         assert f"The config in the checkpoint {tmp_path / 'checkpoints'} can't be used" in shown
@@ -260,5 +249,80 @@ def test_a_tokenizer_that_is_gone_is_noticed_before_anything_is_written(workplac
     (workplace / "elsewhere.json").rename(workplace / "words.json")
     assert export(*arguments)[0] == 0
     written = {path.name for path in (workplace / "with_words").iterdir()}
-    assert written == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    texts = {"README.md", "tokenizer.json", "tokenizer_config.json"}
+    assert written == {"config.json", "model.safetensors", *texts}
     assert (workplace / "with_words/tokenizer.json").read_text() == (workplace / "words.json").read_text()
+
+
+COMMITTED = {}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What the Hub answers when a repository is made and files are committed to it."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Authorization"] != "Bearer hf_token":
+            self.answer(401, {"error": "no token"})
+        elif self.path == "/api/repos/create":
+            COMMITTED["made"] = json.loads(body)
+            self.answer(200, {"url": "https://huggingface.co/me/tiny"})
+        elif self.path == "/api/validate-yaml":
+            self.answer(200, {"errors": [], "warnings": []})
+        elif self.path == "/api/models/me/tiny/preupload/main":
+            files = [{"path": one["path"], "uploadMode": "regular"} for one in json.loads(body)["files"]]
+            self.answer(200, {"files": [file | {"shouldIgnore": False} for file in files]})
+        elif self.path == "/api/models/me/tiny/commit/main":
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            COMMITTED["files"] = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            self.answer(
+                200,
+                {
+                    "commitUrl": "https://huggingface.co/me/tiny/commit/o",
+                    "commitOid": "o" * 40,
+                    "pullRequestUrl": None,
+                },
+            )
+        else:
+            self.answer(404, {})
+
+    def answer(self, status, document):
+        text = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A server in place of the Hub."""
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever).start()
+        yield COMMITTED
+        server.shutdown()
+
+
+def test_an_export_is_pushed_with_a_card(finished, hub, tmp_path, monkeypatch):
+    options = ("--run_dir", finished, "--push_to_hub", "me/tiny")
+    status, shown = export(*options, "--out", tmp_path / "tiny", "--private")
+    assert status == 0 and "pushed " in shown
+    assert hub["made"]["name"] == "tiny" and hub["made"]["visibility"] == "private"
+    assert hub["files"] == {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
+    _, fields, text = hub["files"]["README.md"].decode().split("---\n", 2)
+    assert yaml.safe_load(fields)["library_name"] == "transformers"
+    assert "- base: none, from random weights" in text and "- data: text\n" in text
+    result = json.loads((finished / "result.json").read_text())
+    assert f"- held_out_after: {json.dumps(result['held_out_after'])}" in text
+    config = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert config["model"]["type"] == "qwen3_moe"
+    monkeypatch.setenv("HF_TOKEN", "another")
+    status, shown = export(*options, "--out", tmp_path / "again")
+    assert status == 1 and "could not be uploaded to me/tiny" in shown and "hf auth login" in shown

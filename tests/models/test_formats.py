@@ -12,7 +12,7 @@ from haliax import Axis
 from safetensors import safe_open
 
 import models.hf_io.formats as formats
-from models.decoder.config import AttentionConfig, DecoderConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.config_fields import DECODER_FIELDS, full_every, windows
@@ -69,7 +69,7 @@ def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
     names = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "wi", "up_proj": "wi"}
     fields = DECODER_FIELDS | {"windows": windows(None, full_every(2))}
     formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, fields, names))
-    attention = AttentionConfig(head_dim=4, window=3, windowed_layers=(1,), bias=True)
+    attention = AttentionConfig(head_dim=4, window=3, layer_types=(FULL, SLIDING), bias=True)
     config = dataclasses.replace(other, num_heads=4, num_kv_heads=2, attention=attention)
     decoder = decoder_of(config)
     write_decoder(tmp_path / "model", decoder)

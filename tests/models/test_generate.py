@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,13 @@ from models.export_hf import main as export_hf
 from models.generate import main
 from models.generation.sampling import Sampling
 from models.generation.text_generation import Piece, chat_prompt, end_of_turn
-from models.generator_source import source_of_folder, source_of_run
+from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
+from models.loading import find_model, read_run_config
 from models.qwen3 import Qwen3Config
-from models.trained_run import read_run_config
 from stacked_remat._placement import is_on_host
-from stacked_remat.lora import LoraConfig
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
 from stacked_remat.training import ConfigError, MeshConfig, UpdateConfig, load_tokenizer
 
 from ..training.data import word_tokenizer
@@ -55,7 +56,7 @@ def generate(*arguments):
 
 
 def test_a_run_continues_what_it_learnt_and_ends_where_texts_end(run):
-    status, shown = generate("--checkpoint", run, "--prompt", "abcdab", "--temperature", 0)
+    status, shown = generate("--run_dir", run, "--prompt", "abcdab", "--temperature", 0)
     assert (status, shown) == (0, "abcdabcdabcd\n")
 
 
@@ -69,7 +70,7 @@ def test_an_exported_folder_gives_the_same(run, exported):
 def test_prompts_come_in_order_and_from_files_too(run, tmp_path):
     (tmp_path / "lines.txt").write_text("abcdabcda\n\nab\n")
     options = ("--prompt", "abcdabcd", "--prompts", tmp_path / "lines.txt", "--temperature", 0)
-    status, shown = generate("--checkpoint", run, *options)
+    status, shown = generate("--run_dir", run, *options)
     each = "abcdabcdabcd\n"
     assert (status, shown) == (0, f"--- 1 of 3\n{each}--- 2 of 3\n{each}--- 3 of 3\n{each}")
 
@@ -89,7 +90,7 @@ def asked(monkeypatch):
 
 def test_options_reach_the_model(run, asked):
     options = ("--temperature", 8, "--top_k", 3, "--top_p", 0.5, "--seed", 7, "--max_new_tokens", 12)
-    assert generate("--checkpoint", run, "--prompt", "ab", *options) == (0, "ab\n")
+    assert generate("--run_dir", run, "--prompt", "ab", *options) == (0, "ab\n")
     (([prompt], found),) = asked
     assert prompt.tolist()[-2:] == list(b"ab")
     assert found["sampling"] == Sampling(8.0, 3, 0.5) and found["max_new_tokens"] == 12
@@ -97,11 +98,44 @@ def test_options_reach_the_model(run, asked):
 
 
 def test_a_chat_goes_into_the_template(run, asked):
-    assert generate("--checkpoint", run, "--chat", "--prompt", "hi") == (0, "hi\n\n")
+    assert generate("--run_dir", run, "--chat", "--prompt", "hi") == (0, "hi\n\n")
     (([prompt], found),) = asked
     tokenizer = load_tokenizer("byte")
-    np.testing.assert_array_equal(prompt, chat_prompt(tokenizer, "hi"))
+    np.testing.assert_array_equal(prompt, chat_prompt(tokenizer, [{"role": "user", "content": "hi"}]))
     assert found["stops"] == (end_of_turn(tokenizer),)
+
+
+def test_a_conversation_keeps_its_history(run, asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(command.sys, "stdin", io.StringIO("hi\nbye\n"))
+    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
+    options = ("--system", "be brief", "--messages", tmp_path / "earlier.json", "--stop", "x")
+    assert generate("--run_dir", run, "--chat", *options) == (0, "\n\n")
+    said = [load_tokenizer("byte").decode(prompt) for ([prompt], _) in asked]
+    turns = ["system\nbe brief", "user\na", "assistant\nb", "user\nhi", "assistant\n", "user\nbye"]
+    for text, last in zip(said, (4, 6), strict=True):
+        expected = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns[:last])
+        assert text == expected + "<|im_start|>assistant\n"
+    assert asked[0][1]["stop_texts"] == ["x"]
+
+
+def test_variables_of_the_template_are_given(places, asked):
+    options = ("--chat", "--chat_template_kwargs", "{enable_thinking: false}", "--prompt", "hi")
+    assert generate("--model", places["thinking"], *options)[0] == 0
+    (([prompt], _),) = asked
+    assert "hello" in find_model(str(places["thinking"])).tokenizer.decode(prompt)
+
+
+def test_adapters_are_found_with_their_base(spoken, tmp_path):
+    base = find_model(str(spoken), dtype="float32").load()
+    adapted: Any = apply_lora(base, LoraConfig(2), key=jax.random.key(0))
+    marks = lora_filter(adapted)
+    adapted = jax.tree.map(lambda leaf, mine: leaf + 0.1 if mine else leaf, adapted, marks)
+    save_adapters(tmp_path / "adapters", adapted, base_model=str(spoken))
+    found = find_model(str(tmp_path / "adapters"), dtype="float32")
+    assert found.base == str(spoken) and found.tokenizer_name == str(spoken)
+    for one, other in zip(jax.tree.leaves(found.load()), jax.tree.leaves(merge_lora(adapted)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -111,7 +145,7 @@ def test_an_interrupted_text_stays_shown(run, monkeypatch, name, status):
         os.kill(os.getpid(), getattr(signal, name))
 
     monkeypatch.setattr(command, "generate_text", interrupted)
-    assert generate("--checkpoint", run, "--prompt", "ab") == (status, f"abcd\nstopped by {name}\n")
+    assert generate("--run_dir", run, "--prompt", "ab") == (status, f"abcd\nstopped by {name}\n")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -126,7 +160,7 @@ def test_text_is_escaped_for_terminals_and_raw_for_pipes(run, monkeypatch, encod
     def written(*options):
         buffer = io.BytesIO()
         console = Console(file=io.TextIOWrapper(buffer, encoding=encoding, newline=""), width=10)
-        assert main(["--checkpoint", str(run), "--prompt", "a\x07", *options], console) == 0
+        assert main(["--run_dir", str(run), "--prompt", "a\x07", *options], console) == 0
         console.file.flush()
         return buffer.getvalue()
 
@@ -145,20 +179,20 @@ def test_errors_are_shown_whatever_the_encoding():
 
 def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, run, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
-    monkeypatch.setattr("models.generator_source.trained_model", None)
-    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 2**30)
+    monkeypatch.setattr("models.loading.load_checkpoint", None)
+    monkeypatch.setattr("models.loading.memory_bytes", lambda _: 2**30)
     model = ("--model", exported, "--tokenizer", "byte")
-    for source in (model, ("--checkpoint", run)):
+    for source in (model, ("--run_dir", run)):
         status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
-        # 2 of keys and values, layers, sequences, numbers of a head, bytes
-        size = 2 * 2 * 2 * (10**9 + 4) * 8 * 4 >> 20
-        assert status == 1 and f"2 x 1000000004 tokens take {size:,} MiB for their keys and" in shown
+        # 2 of keys and values, layers, numbers of a head, bytes; a prompt is padded to 16 tokens
+        size = 2 * 2 * (10**9 + 16) * 8 * 4 >> 20
+        assert status == 1 and f"1000000016 tokens take {size:,} MiB for their keys and" in shown
         assert "has 1,024 MiB. Lower --max_new_tokens" in shown
-    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: 100)
+    monkeypatch.setattr("models.loading.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
     assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
     assert "--max_new_tokens" not in shown
-    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: None)
+    monkeypatch.setattr("models.loading.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
     assert status == 1 and "Lower --max_new_tokens" in shown
 
@@ -168,19 +202,19 @@ def test_layers_that_are_read_to_the_host_count_there(run, monkeypatch, lora):
     trained = read_run_config(run)
     trainer = replace(trained.trainer, streaming=True, update=UpdateConfig(fused=not lora), mesh=MeshConfig())
     config = replace(trained, trainer=trainer, lora=LoraConfig(rank=2) if lora else None)
-    monkeypatch.setattr("models.generator_source.read_run_config", lambda *_: config)
-    source = source_of_run(run)
+    monkeypatch.setattr("models.loading.read_run_config", lambda *_: config)
+    source = find_model(str(run))
     on_host = sum(4 * leaf.size for leaf in jax.tree.leaves(source.weights) if is_on_host(leaf))
     on_device = 4 * config.model.num_weights(config.Vocab.size) - on_host
     assert 0 < on_host and 0 < on_device
     room = on_device + config.model.cache_bytes(1, 8)
-    monkeypatch.setattr("models.generator_source.memory_bytes", lambda _: room)
-    source.check_memory(1, 8)
-    with pytest.raises(ConfigError, match="1 x 9 tokens take"):
-        source.check_memory(1, 9)
+    monkeypatch.setattr("models.loading.memory_bytes", lambda _: room)
+    assert source.rows_that_fit(8) == 1 and source.rows_that_fit(4) == 2
+    with pytest.raises(ConfigError, match="9 tokens take"):
+        source.rows_that_fit(9)
     monkeypatch.setattr("stacked_remat.training.memory_check.available_host_bytes", lambda: on_host - 1)
     with pytest.raises(ConfigError, match="of host memory .*layers are read to the host. Give the process"):
-        source.check_memory(1, 8)
+        source.rows_that_fit(8)
 
 
 @pytest.fixture(scope="module")
@@ -197,19 +231,19 @@ def spoken(tmp_path_factory):
 
 def test_dtype_tokenizer_and_end_tokens_are_read_from_the_folder(spoken):
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    found = source_of_folder(str(spoken))
-    model = found.read()
+    found = find_model(str(spoken))
+    model = found.load()
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
     assert isinstance(model, Decoder) and model.config.compute_dtype == "bfloat16"
-    assert found.ends == {7, 9, found.tokenizer.end}
+    assert found.ends == (found.tokenizer.end, 7, 9)
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    wide = source_of_folder(str(spoken), dtype="float32")
-    model = wide.read()
+    wide = find_model(str(spoken), dtype="float32")
+    model = wide.load()
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
     assert isinstance(model, Decoder) and model.config.compute_dtype == "float32"
-    assert wide.ends == {7, found.tokenizer.end}
+    assert wide.ends == (found.tokenizer.end, 7)
     (spoken / "generation_config.json").unlink()
-    assert source_of_folder(str(spoken)).ends == {found.tokenizer.end}
+    assert find_model(str(spoken)).ends == (found.tokenizer.end,)
     status, shown = generate("--model", spoken, "--chat", "--prompt", "hello", "--max_new_tokens", 3)
     assert status == 0 and shown.startswith("hello\n")
 
@@ -231,11 +265,11 @@ def described(spoken, tmp_path):
 def test_the_ends_of_config_json_count_where_generation_config_json_has_none(described):
     folder = described("config.json", eos_token_id=[3, 5])
     own = load_tokenizer(str(folder)).end
-    assert source_of_folder(str(folder)).ends == {3, 5, own}
+    assert find_model(str(folder)).ends == (own, 3, 5)
     described("generation_config.json", eos_token_id=None)
-    assert source_of_folder(str(folder)).ends == {3, 5, own}
+    assert find_model(str(folder)).ends == (own, 3, 5)
     described("generation_config.json", eos_token_id=7)
-    assert source_of_folder(str(folder)).ends == {7, own}
+    assert find_model(str(folder)).ends == (own, 7)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -243,7 +277,7 @@ def test_the_ends_of_config_json_count_where_generation_config_json_has_none(des
 def test_end_tokens_that_the_model_lacks_are_refused(described, file, ends):
     folder = described(file, eos_token_id=ends)
     with pytest.raises(WeightsError, match=f"{file}: eos_token_id is .*; a token of the model, from 0 to"):
-        source_of_folder(str(folder))
+        find_model(str(folder))
 
 
 def test_another_model_is_named_before_a_tokenizer_that_is_missing(described):
@@ -267,9 +301,10 @@ def test_damaged_generation_configs_are_named(described, content):
 def places(finished, exported, spoken, tmp_path_factory):
     """A run, models, and tokenizers that something is wrong with, by name."""
     folder = tmp_path_factory.mktemp("places")
-    untemplated, refusing, dated = (
-        shutil.copytree(spoken, folder / name) for name in ("untemplated", "refusing", "dated")
+    untemplated, refusing, dated, thinking = (
+        shutil.copytree(spoken, folder / name) for name in ("untemplated", "refusing", "dated", "thinking")
     )
+    word_tokenizer.save(thinking, template="{% if not enable_thinking %}hello{% endif %}")
     word_tokenizer.save(untemplated, template=None)
     word_tokenizer.save(refusing, template="{{ raise_exception('never') }}")
     word_tokenizer.save(dated, template="{{ strftime_now('%d') }}{{ messages[0].content }}")
@@ -278,16 +313,16 @@ def places(finished, exported, spoken, tmp_path_factory):
     definition["added_tokens"].append({**definition["added_tokens"][-1], "id": 5000, "content": "<far>"})
     (large / "tokenizer.json").write_text(json.dumps(definition))
     names = dict(run=finished, exported=exported, spoken=spoken, untemplated=untemplated, large=large)
-    return {**names, "refusing": refusing, "dated": dated}
+    return {**names, "refusing": refusing, "dated": dated, "thinking": thinking}
 
 
 def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(places, asked, monkeypatch):
     config = read_run_config(places["run"])
     config = replace(config, data=replace(config.data, chat_date="2025-06-28"), vocab_size=300)
-    monkeypatch.setattr("models.generator_source.read_run_config", lambda *_: config)
+    monkeypatch.setattr("models.loading.read_run_config", lambda *_: config)
     for given, expected in ((None, "28a"), ("2025-06-30", "30a")):
-        found = source_of_run(places["run"], tokenizer=str(places["dated"]), chat_date=given).tokenizer
-        assert found.decode(chat_prompt(found, "a")) == expected
+        found = find_model(str(places["run"]), tokenizer=str(places["dated"]), chat_date=given).tokenizer
+        assert found.decode(chat_prompt(found, [{"role": "user", "content": "a"}])) == expected
     dated = ("--model", places["dated"], "--chat", "--chat_date", "2025-06-30", "--prompt", "a")
     assert generate(*dated)[0] == 0
     (([prompt], _),) = asked
@@ -297,33 +332,29 @@ def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(places, asked, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--checkpoint", "{run}"), "give --prompt TEXT, or --prompts FILE"),
-        (("--checkpoint", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
+        (("--run_dir", "{run}"), "give --prompt TEXT, or --prompts FILE"),
+        (("--run_dir", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
+        (("--run_dir", "{exported}", "--prompt", "a"), "is not a run folder: it has no checkpoints/"),
+        (("--run_dir", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
+        (("--run_dir", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
         (
-            ("--checkpoint", "{exported}", "--prompt", "a"),
-            "Hugging Face model: use models.generate --model",
-        ),
-        (("--checkpoint", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
-        (("--checkpoint", "{run}", "--dtype", "float32", "--prompt", "a"), "--dtype has no effect with"),
-        (("--checkpoint", "{run}", "--tokenizer", "no/../such", "--prompt", "a"), "'no/../such' is neither"),
-        (
-            ("--checkpoint", "{run}", "--prompts", "nowhere.txt"),
+            ("--run_dir", "{run}", "--prompts", "nowhere.txt"),
             "nowhere.txt: No such file or directory. C",
         ),
-        (("--checkpoint", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p must be above 0"),
-        (("--checkpoint", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
-        (("--checkpoint", "{run}", "--prompt", "a", "--top_k", "1099511627776"), "at most 2147483647; got"),
-        (("--checkpoint", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
-        (("--checkpoint", "{run}", "--prompt", "a", "--tokenizer", "~nosuchuser/x"), "Write the whole path"),
-        (("--checkpoint", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
-        (("--model", "{run}", "--prompt", "a"), "it is a run folder. Use --checkpoint"),
+        (("--run_dir", "{run}", "--prompt", "a", "--top_p", "2"), "--top_p must be above 0"),
+        (("--run_dir", "{run}", "--prompt", "a", "--max_new_tokens", "0"), "--max_new_tokens must be"),
+        (("--run_dir", "{run}", "--prompt", "a", "--top_k", "0"), "--top_k must be at least 1 token; got 0"),
+        (("--run_dir", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
+        (("--run_dir", "{run}", "--prompt", "a", "--tokenizer", "~nosuchuser/x"), "Write the whole path"),
+        (("--run_dir", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
         (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is not a name on the"),
         (("--model", "{exported}", "--prompt", "a"), "There is no tokenizer.json in"),
-        (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with --model"),
+        (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with"),
         (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),
         (("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a"), "Name the model's own with"),
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
-        (("--model", "{dated}", "--chat", "--prompt", "a"), "Give one: data.chat_date"),
+        (("--model", "{spoken}", "--chat_template_kwargs", "{{a: 1}}", "--prompt", "a"), "no effect without"),
+        (("--model", "{spoken}", "--chat", "--chat_template_kwargs", "[", "--prompt", "a"), "is not YAML"),
         (("--model", "{dated}", "--chat_date", "2025-06-30", "--prompt", "a"), "no effect without --chat"),
         (("--model", "{dated}", "--chat", "--chat_date", "today", "--prompt", "a"), "must be a date such as"),
         (
@@ -339,9 +370,9 @@ def test_user_errors_are_one_line(places, arguments, message):
 
 
 def test_exactly_one_source_is_required(capsys):
-    for arguments in ((), ("--checkpoint", "a", "--model", "b")):
+    for arguments in ((), ("--run_dir", "a", "--model", "b")):
         with pytest.raises(SystemExit):
             main(["--prompt", "a", *arguments])
     shown = capsys.readouterr().err
-    assert "one of the arguments --checkpoint --model is required" in shown
+    assert "one of the arguments --run_dir --model is required" in shown
     assert "not allowed with argument" in shown

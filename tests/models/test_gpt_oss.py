@@ -11,7 +11,7 @@ import pytest
 from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.gpt_oss import GptOssConfig
 from models.hf_io.adapters import peft_names
@@ -73,7 +73,7 @@ CONFIG = GptOssConfig(
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    attention=AttentionConfig(head_dim=6, bias=True, window=3, windowed_layers=(0,)),
+    attention=AttentionConfig(head_dim=6, bias=True, window=3, layer_types=(SLIDING, FULL)),
     experts=ExpertsConfig(3, 2, 64, load_balance_weight=0.001),
 )
 
@@ -123,8 +123,6 @@ def test_what_a_gpt_oss_has_not_is_refused(change):
 def test_sizes_without_effect_are_refused():
     with pytest.raises(ValueError, match="mlp_dim = 8 has no effect"):
         dataclasses.replace(CONFIG, mlp_dim=8)
-    with pytest.raises(ValueError, match="windowed_layers names no layer"):
-        AttentionConfig(window=3, windowed_layers=())
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +214,7 @@ def test_adapters_of_experts_are_in_two_parameters():
     assert name("layers.sparse.*.mlp.router", (0,)) == PeftParameter("model.layers.1.mlp.router", "weight")
     module = "model.layers.1.mlp.experts"
     assert name("layers.sparse.*.mlp.experts.*.up_proj", (0, 2)) == PeftParameter(
-        module, "gate_up_proj", 2, 3, part=1, parts=2, interleaved=True
+        module, "gate_up_proj", 2, 3, rows=(1, 128, 2)
     )
     assert name("layers.sparse.*.mlp.experts.*.down_proj", (0, 2)) == PeftParameter(
         module, "down_proj", 2, 3, order=1

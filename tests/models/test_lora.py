@@ -12,13 +12,13 @@ import pytest
 from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
+from models.candidate import Candidate
 from models.decoder.config import ExpertsConfig
 from models.hf_io.adapters import load_adapters, peft_names, save_adapters
 from models.lm import build_model, next_token_loss
 from models.lora import with_adapters
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.step_memory import StepMemory
 from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_linears, merge_lora, save_peft
 from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TokenBatch, TrainerConfig
 
@@ -151,7 +151,7 @@ def test_the_planner_counts_no_gradients_and_no_moments_of_the_base(standard_pro
         trainer=TrainerConfig(mesh=MeshConfig(axes={"data": 1})),
     )
     whole, adapters = (
-        StepMemory(dataclasses.replace(config, lora=lora).resolved()).report(True)
+        Candidate(dataclasses.replace(config, lora=lora).resolved()).report()
         for lora in (None, LoraConfig(1, 1.0))
     )
     weights = whole.arguments / 3

@@ -12,7 +12,7 @@ import pytest
 from haliax import Axis
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.lm import build_model, next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
@@ -27,7 +27,7 @@ DENSE = Qwen3Config(**SIZES, mlp_dim=6, attention=AttentionConfig(head_dim=HEAD_
 WINDOWS = Qwen3Config(
     **SIZES | {"num_layers": 2 * LAYERS},
     mlp_dim=6,
-    attention=AttentionConfig(head_dim=HEAD_DIM, window=7, windowed_layers=tuple(range(0, 2 * LAYERS, 2))),
+    attention=AttentionConfig(head_dim=HEAD_DIM, window=7, layer_types=(SLIDING, FULL)),
 )
 EXPERTS, INNER = 8, 6
 SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(EXPERTS, 3, INNER, z_loss_weight=0.01))

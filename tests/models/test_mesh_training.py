@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.candidate import Candidate
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig
 from tests.models.mesh_steps import ROWS, assert_same, compiled_on, on_one_device
@@ -24,7 +24,7 @@ CONFIGS = {
     "windows": Qwen3MoeConfig(
         **SIZES | {"num_layers": 2 * LAYERS},
         experts=EXPERTS,
-        attention=AttentionConfig(window=4, windowed_layers=tuple(range(0, 2 * LAYERS, 2))),
+        attention=AttentionConfig(window=4, layer_types=(SLIDING, FULL)),
     ),
 }
 POLICIES = {
@@ -123,7 +123,7 @@ def test_a_report_is_of_one_device_of_the_mesh():
             data=DataConfig(seq_len=16, batch_size=8),
             trainer=TrainerConfig(mesh=MeshConfig({"data": devices})),
         )
-        return StepMemory(config.resolved()).report("nested")
+        return Candidate(config.resolved()).having({}, "nested").report()
 
     whole, share = report_on(1), report_on(8)
     assert share.devices == 8 and share.arguments < 0.25 * whole.arguments

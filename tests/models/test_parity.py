@@ -203,15 +203,20 @@ def check_that_we_read(reference, decoder, folder, **targets):
     close(logits(load_adapters(decoder, folder)), expected, 2e-5)
 
 
-def check_that_peft_reads(reference, decoder, folder, targets):
-    """What we write of random adapters of these targets, which we read back too."""
+def adapted_at_random(decoder, targets):
+    """The decoder with random adapters of these targets, A and B."""
     shapes = apply_lora(decoder, LoraConfig(3, 2.0, targets), key=jax.random.key(0))
     rng = np.random.default_rng(1)
-    adapted = jax.tree.map(
+    return jax.tree.map(
         lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32) if own else leaf,
         shapes,
         lora_filter(shapes),
     )
+
+
+def check_that_peft_reads(reference, decoder, folder, targets):
+    """What we write of random adapters of these targets, which we read back too."""
+    adapted = adapted_at_random(decoder, targets)
     save_adapters(folder, adapted)
     expected = logits(adapted)
     assert np.abs(expected - logits(decoder)).max() > 1e-2

@@ -4,17 +4,18 @@ import dataclasses
 import io
 import json
 import re
+from types import MappingProxyType
 
 import jax
 import pytest
 from rich.console import Console
 
+import models.candidate as candidate
 import models.plan_lm as plan_lm
-import models.step_memory as step_memory
-from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table, saving
+from models.candidate import STREAMED, Candidate
+from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table
 from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes
-from models.step_memory import StepMemory
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.lora import LoraConfig
@@ -48,10 +49,15 @@ def cache_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+def under(config, policy, settings=MappingProxyType({})):
+    """The report of a step under a policy."""
+    return config.candidate.having(settings, policy).report()
+
+
 @pytest.fixture(scope="module")
 def reports():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return {name: CONFIG.step.report(compared(CONFIG)[name]) for name in ("False", "True", "nested")}
+        return {name: under(CONFIG, compared(CONFIG)[name]) for name in ("False", "True", "nested")}
 
 
 def test_keeping_less_takes_less_memory_and_more_arithmetic(reports):
@@ -103,22 +109,6 @@ def test_the_table_has_a_row_a_policy_and_names_that_of_the_config(reports):
     assert table.rstrip().endswith(f"True: {reports['True'].flops.matmul / 1e6:.3g} M")
 
 
-def test_a_sentence_says_what_the_policy_of_the_config_saves(reports):
-    saved, plain, times = saving(CONFIG, reports), reports["False"].total, reports["nested"].flops.matmul
-    unit = 2**20 if plain < 2**30 else 2**30
-    assert saved is not None and re.findall(r"\d+\.\d+", saved) == [
-        f"{reports['nested'].total / unit:.2f}",
-        f"{plain / unit:.2f}",
-        f"{times / reports['True'].flops.matmul:.2f}",
-    ]
-    huge = {name: dataclasses.replace(one, temporaries=2**52) for name, one in reports.items()}
-    assert "takes 4096.00 TiB where" in (saving(CONFIG, huge) or "")
-    full = saving(dataclasses.replace(CONFIG, remat=True), reports)
-    assert full is not None and full.startswith("`True` takes") and full.endswith("arithmetic of `False`.")
-    assert saving(dataclasses.replace(CONFIG, remat=False), reports) is None
-    assert saving(CONFIG, {name: reports[name] for name in ("True", "nested")}) is None
-
-
 def test_there_is_a_row_for_every_alias():
     rows = [remat_policy(remat) for remat in POLICIES.values()]
     assert len(set(rows)) == len(rows)
@@ -126,11 +116,11 @@ def test_there_is_a_row_for_every_alias():
 
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
-    def report(self, remat, **_):
+    def report(self):
         choose_backend("attention", {"kernel": Backend(None)}, "auto", None, "window 4")
         return reports["True"]
 
-    monkeypatch.setattr(StepMemory, "report", report)
+    monkeypatch.setattr(Candidate, "report", report)
     monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
     monkeypatch.setattr(
         Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(save_block_internals=True)}
@@ -162,7 +152,7 @@ def test_what_the_model_names_itself_is_compared_too(reports):
     policies = compared(CONFIG)
     assert list(policies) == [*POLICIES, *CONFIG.model.remat_presets]
     named = dataclasses.replace(CONFIG, remat="attention_saved")
-    found = named.step.report(policies["attention_saved"])
+    found = under(named, policies["attention_saved"])
     plain = reports["True"]
     assert found.temporaries > plain.temporaries and found.flops.matmul < plain.flops.matmul
     console = Console(file=io.StringIO(), width=200)
@@ -178,19 +168,19 @@ FUSED = dataclasses.replace(CONFIG, trainer=FUSED_TRAINER)
 @pytest.mark.parametrize(("config", "copies"), [(ADAPTERS, 1), (FUSED, 3)], ids=["adapters", "fused"])
 def test_matrices_of_layers_go_to_the_host_with_what_updates_them(config, copies, monkeypatch):
     called = {}
-    monkeypatch.setattr(step_memory, "report", lambda fn, *args, **_: called.update(args=args))
-    assert config.step.can_stream and not CONFIG.step.can_stream
-    config.step.report("nested", streamed=True)
+    monkeypatch.setattr(candidate, "report", lambda fn, *args, **_: called.update(args=args))
+    assert config.candidate.can_stream and not CONFIG.candidate.can_stream
+    under(config, "nested", STREAMED)
     shapes = jax.tree.leaves(called["args"])
     on_host = [leaf.shape for leaf in shapes if leaf.sharding and leaf.sharding.memory_kind == "pinned_host"]
     weights = jax.tree.leaves(state_shapes(CONFIG).trained)
     matrices = [leaf.shape for leaf in weights if leaf.ndim > 2 and leaf.shape[0] == CONFIG.model.num_layers]
     monkeypatch.setattr(
-        step_memory,
+        candidate,
         "plan",
         lambda _, *args, streamed, **__: called.update(args=arguments_on_host(streamed, args)),
     )
-    config.step.plan(budget="1GiB", streamed=True)
+    config.candidate.plan(budget="1GiB")
     assert jax.tree.leaves(called["args"]) == shapes
     assert sorted(on_host) == sorted(copies * matrices)  # with both of AdamW's moments where they are trained
 
@@ -198,13 +188,13 @@ def test_matrices_of_layers_go_to_the_host_with_what_updates_them(config, copies
 def test_weights_that_could_be_on_the_host_are_said_to_be():
     small = dataclasses.replace(TARGETS["local"], memory=1000)
     for config, said in ((CONFIG, False), (FUSED, True), (ADAPTERS, True)):
-        step = StepMemory(config, small)
+        step = Candidate(config, small)
         with pytest.raises(ConfigError) as caught:
             step.check()
         assert ("keep the layers on the host (trainer.streaming" in str(caught.value)) == said
         if said:
             with pytest.raises(ConfigError) as caught:
-                step.check(streamed=True)
+                step.check(at_least=True)
             assert "trainer.streaming" not in str(caught.value)
 
 
@@ -212,19 +202,19 @@ def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatc
     unsized = dataclasses.replace(TARGETS["local"], name="two_gpus")
     monkeypatch.setattr(type(unsized), "sizes_host_arguments", False)
     trainer = dataclasses.replace(FUSED_TRAINER, streaming=True, mesh=MeshConfig(axes={"data": 2}))
-    step = StepMemory(dataclasses.replace(CONFIG, trainer=trainer), unsized, 2)
+    step = Candidate(dataclasses.replace(CONFIG, trainer=trainer), unsized, 2)
     with pytest.raises(ConfigError, match="for 2 devices of target 'two_gpus' .* Give devices: 1, with"):
         step.check()
     # Nothing asks for memory of the host where nothing is there.
     monkeypatch.setattr(Partitioning, "_on_host", None)
     resident = dataclasses.replace(trainer, streaming=None)
-    StepMemory(dataclasses.replace(CONFIG, trainer=resident), unsized, 2).check()
+    Candidate(dataclasses.replace(CONFIG, trainer=resident), unsized, 2).check()
 
 
 @pytest.mark.deep
 def test_matrices_on_the_host_are_read_forward_and_backward():
     matrices = sum(4 * leaf.size for leaf in jax.tree.leaves(state_shapes(CONFIG).trained) if leaf.ndim > 2)
-    resident, streamed = (ADAPTERS.step.report(True, streamed=streamed) for streamed in (False, True))
+    resident, streamed = (under(ADAPTERS, True, settings) for settings in ({}, STREAMED))
     assert resident.flops.bytes_from_host == 0
     assert (streamed.flops.bytes_from_host, streamed.flops.bytes_to_host) == (2 * matrices, 0)
     assert streamed.flops.matmul == resident.flops.matmul
@@ -235,8 +225,8 @@ def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
     path = tmp_path / "plan.yaml"
     path.write_text("model: {type: qwen3, hidden_dim: 8, num_layers: 2}\ntrainer: {mesh: {axes: {data: 1}}}")
 
-    def report(step, remat, **_):
-        if remat.is_nested:
+    def report(step):
+        if step.config.policy.is_nested:
             raise error("not with this\nreally")
         return reports["True"]
 
@@ -249,8 +239,8 @@ def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
         assert main(["--config_path", str(path), "--json", "true", *arguments], console) == 0
         return json.loads(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
 
-    monkeypatch.setattr(StepMemory, "report", report)
-    monkeypatch.setattr(StepMemory, "plan", plan)
+    monkeypatch.setattr(Candidate, "report", report)
+    monkeypatch.setattr(Candidate, "plan", plan)
     table = printed("--only", "offload.*|nested")
     assert table["tokens_per_step"] == 16 * 256
     assert [(row["name"], row["model.tiles"]) for row in table["rows"]] == [
@@ -287,8 +277,8 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
     path = small_config(tmp_path, "qwen3")
     compiled, budgets = [], []
 
-    def report(step, remat, **_):
-        compiled.append((step.config.model.tiles, str(remat)))
+    def report(step):
+        compiled.append((step.config.model.tiles, str(step.config.remat)))
         return reports["True"]
 
     def plan(step, **_):
@@ -297,8 +287,8 @@ def test_layers_in_tiles_are_compared_and_tried_where_nothing_fits_without(monke
             raise BudgetError("no candidate fits")
         return Plan("nested", reports["nested"], Comparison((Trial("nested", reports["nested"]),)), 2**30)
 
-    monkeypatch.setattr(StepMemory, "report", report)
-    monkeypatch.setattr(StepMemory, "plan", plan)
+    monkeypatch.setattr(Candidate, "report", report)
+    monkeypatch.setattr(Candidate, "plan", plan)
     assert main(["--config_path", str(path)], console) == 0
     assert [remat for tiles, remat in compiled if tiles == 2] and {tiles for tiles, _ in compiled} == {1, 2}
     compiled.clear()
@@ -324,9 +314,9 @@ def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, tmp_
             raise BudgetError("no candidate fits")
         return Plan("nested", reports["nested"], Comparison((Trial("nested", reports["nested"]),)), 2**30)
 
-    monkeypatch.setattr(StepMemory, "report", lambda step, remat, **_: reports["True"])
-    monkeypatch.setattr(StepMemory, "plan", plan)
-    monkeypatch.setattr(step_memory, "expert_backend", lambda dtype, device: "tokamax")
+    monkeypatch.setattr(Candidate, "report", lambda step: reports["True"])
+    monkeypatch.setattr(Candidate, "plan", plan)
+    monkeypatch.setattr(candidate, "expert_backend", lambda dtype, device: "tokamax")
     assert main(["--config_path", str(path), "--remat", "auto", "--budget", "1GiB"], console) == 0
     assert planned == [(1, "auto"), (1, "block"), (2, "auto"), (2, "block")]
     assert main(["--config_path", str(path), "--only", "nested.*"], console) == 0
@@ -354,7 +344,7 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(mo
         compiled.append((fn, on_host))
         return reports["True"]
 
-    monkeypatch.setattr(step_memory, "report", report)
+    monkeypatch.setattr(candidate, "report", report)
     monkeypatch.setattr(plan_lm, "POLICIES", {"nested": "nested"})
     model = "{type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}"
     small = ["--model", model, "--data.batch_size", "2", "--data.seq_len", "8", "--remat", json.dumps(remat)]

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from rich.console import Console
 
+from models.candidate import Candidate
 from models.decoder.config import ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
 from models.plan_mesh import find_divisions, meshes
 from models.plan_search import Budget
 from models.qwen3 import Qwen3MoeConfig
 from models.run_state import state_shapes
-from models.step_memory import StepMemory
 from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import BudgetError, Flops, HostBytes, MemoryReport
 from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TrainerConfig, UpdateConfig
@@ -36,7 +36,7 @@ CONFIG = PlanLmConfig(
     trainer=TrainerConfig(mesh=MeshConfig()),
     devices=4,
 ).resolved()
-REPORT = StepMemory.report
+REPORT = Candidate.report
 SENT = {"data": 400, "expert": 300, "context": 200, "tensor": 100}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -54,7 +54,7 @@ def shapes_are_traced_once():
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("models.step_memory.state_shapes", once)
+        patch.setattr("models.candidate.state_shapes", once)
         yield
 
 
@@ -63,10 +63,10 @@ def compiled(monkeypatch):
     """What was asked for: steps take 90,000 bytes a microbatch under `False`, less with recomputation."""
     asked = []
 
-    def report(step, remat, *, streamed=False):
-        mesh, policy = step.config.trainer.mesh, resolve_policy(remat)
+    def report(step):
+        mesh, policy = step.config.trainer.mesh, step.config.policy
         microbatches = step.config.trainer.update.microbatches
-        asked.append((dict(mesh.axes), microbatches, remat))
+        asked.append((dict(mesh.axes), microbatches, step.config.remat))
         parts = 3 if policy.is_nested else 1 if policy == resolve_policy(False) else 2
         host = HostBytes(temporaries=10 if policy.offloads else 0)
         sent = sum(SENT[axis] for axis, size in mesh.axes.items() if size > 1)
@@ -74,17 +74,21 @@ def compiled(monkeypatch):
         total = 90_000 // parts // microbatches - 100 * policy.offloads
         return MemoryReport("local", total, 0, 0, 0, host, flops, 0.0, devices=4, sent=sent)
 
-    monkeypatch.setattr(StepMemory, "report", report)
+    monkeypatch.setattr(Candidate, "report", report)
     return asked
 
 
+def policy_of(division):
+    config = division.step.config
+    return config.remat, config.trainer.update.microbatches
+
+
 def found(budget, config=CONFIG, host=None):
-    return find_divisions(StepMemory(config, "local", 4), 4, Budget(budget, host))
+    return find_divisions(config.candidate, Budget(budget, host))
 
 
 def test_meshes_are_those_that_the_model_and_the_batch_allow():
-    step = StepMemory(CONFIG, "local", 4)
-    named = [(mesh.axes, mesh.compute_mapping) for mesh in meshes(step, 4)]
+    named = [(mesh.axes, mesh.compute_mapping) for mesh in meshes(CONFIG.candidate)]
     assert [axes for axes, _ in named] == [
         {"data": 4},
         {"data": 1, "expert": 4},
@@ -94,49 +98,48 @@ def test_meshes_are_those_that_the_model_and_the_batch_allow():
         {"data": 2, "tensor": 2},
     ]  # two key-value heads can't be divided by four
     assert "mlp" not in named[-1][1] and named[-1][1]["kv_heads"] == "tensor"
-    own = dataclasses.replace(CONFIG.trainer, mesh=MeshConfig({"rows": -1}, {"batch": "rows"}, {}))
-    assert meshes(dataclasses.replace(step, config=dataclasses.replace(CONFIG, trainer=own)), 4)[0].axes == {
-        "rows": 4
-    }
+    own = with_trainer(mesh=MeshConfig({"rows": -1}, {"batch": "rows"}, {}))
+    assert meshes(own.candidate)[0].axes == {"rows": 4}
 
 
 def test_on_gpus_experts_are_divided_by_their_number_too(monkeypatch):
     gpu = SimpleNamespace(devices=lambda count: [SimpleNamespace(platform="gpu")])
     monkeypatch.setattr("models.plan_mesh.find_target", lambda name: gpu)
-    found = [mesh.param_mapping for mesh in meshes(StepMemory(CONFIG, "local", 4), 4)]
+    found = [mesh.param_mapping for mesh in meshes(CONFIG.candidate)]
     assert [list(mapping) for mapping in found[:2]] == [["embed"], ["experts", "embed"]]
 
 
 def test_the_least_arithmetic_comes_first_and_of_equals_what_sends_less(compiled):
     divisions = found("1MB")
-    assert {(one.policy, one.microbatches) for one in divisions} == {(False, 1)}
+    assert {policy_of(one) for one in divisions} == {(False, 1)}
     assert [one.report.sent for one in divisions] == sorted(one.report.sent for one in divisions)
     assert len(compiled) == 2 * len(divisions) == 12
 
 
 def test_more_microbatches_are_tried_where_they_save_arithmetic_or_memory(compiled):
-    divisions = [one for one in found("30KB") if "expert" in one.mesh.axes and one.mesh.axes["expert"] == 4]
-    assert [(one.policy, one.microbatches) for one in divisions] == [(True, 2), ("nested", 1)]
+    divisions = [one for one in found("30KB") if one.step.config.trainer.mesh.axes.get("expert") == 4]
+    assert [policy_of(one) for one in divisions] == [(True, 2), ("nested", 1)]
     of_one_mesh = [ask[1:] for ask in compiled if ask[0] == {"data": 1, "expert": 4}]
     assert of_one_mesh == [(1, True), (1, "offload"), (1, "nested"), (2, True), (2, False)]
-    assert {(one.policy, one.microbatches) for one in found("44.95KB")} == {("offload", 1)}
+    assert {policy_of(one) for one in found("44.95KB")} == {("offload", 1)}
     with pytest.raises(BudgetError, match="no mesh of 4 devices fits 1KB"):
         found("1KB")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("positions", "first"), [(16, "expert"), (256, "data")])
 def test_experts_are_divided_first_where_tokens_are_few(monkeypatch, positions, first):
     config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, seq_len=positions))
-    tried = [mesh for mesh in meshes(StepMemory(config, "local", 4), 4) if 4 in mesh.axes.values()][:2]
+    tried = [mesh for mesh in meshes(config.candidate) if 4 in mesh.axes.values()][:2]
     assert [{axis for axis, size in mesh.axes.items() if size > 1} for mesh in tried] == [
         {"data"},
         {"expert"},
     ]
-    monkeypatch.setattr(StepMemory, "report", REPORT)
+    monkeypatch.setattr(Candidate, "report", REPORT)
     monkeypatch.setattr("models.plan_mesh.meshes", lambda *_: tried)
     monkeypatch.setattr("models.plan_mesh._POLICIES", ("nested",))
     monkeypatch.setattr("models.plan_mesh._MORE_MICROBATCHES", (1,))
-    assert found("1GB", config)[0].mesh.axes[first] == 4
+    assert found("1GB", config)[0].step.config.trainer.mesh.axes[first] == 4
 
 
 def with_trainer(**fields):
@@ -145,23 +148,22 @@ def with_trainer(**fields):
 
 def test_fused_updates_are_planned_with_one_microbatch(compiled):
     fused = with_trainer(update=UpdateConfig(fused=True))
-    assert {(one.policy, one.microbatches) for one in found("30KB", fused)} == {("nested", 1)}
+    assert {policy_of(one) for one in found("30KB", fused)} == {("nested", 1)}
     assert {microbatches for _, microbatches, _ in compiled} == {1}
 
 
 @pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
 def test_where_no_mesh_is_allowed_or_none_compiles_the_reason_is_raised(monkeypatch, error):
-    step = StepMemory(CONFIG, "local", 7)
     with pytest.raises(ConfigError, match="no mesh of 7 devices divides data.batch_size = 8"):
-        find_divisions(step, 7, Budget("1MB", None))
+        find_divisions(dataclasses.replace(CONFIG.candidate, devices=7), Budget("1MB", None))
 
-    def refuse(step, remat, *, streamed=False):
+    def refuse(step):
         raise error("it runs on TPUs")
 
-    monkeypatch.setattr(StepMemory, "report", refuse)
+    monkeypatch.setattr(Candidate, "report", refuse)
     shown = []
     with pytest.raises(error, match="it runs on TPUs"):
-        find_divisions(StepMemory(CONFIG, "local", 4), 4, Budget("1MB", None, shown.append))
+        find_divisions(CONFIG.candidate, Budget("1MB", None, shown.append))
     assert shown[:2] == [
         "what is divided, and into how many parts; two to nine compilations each:",
         " 1  batch, embed: 4",

@@ -8,12 +8,10 @@ import jax
 import pytest
 from rich.console import Console
 
+from models.candidate import Candidate
 from models.plan_lm import PlanLmConfig, main
 from models.plan_search import Budget, find_size, last_that_fits
 from models.qwen3 import Qwen3Config
-from models.step_memory import StepMemory
-from stacked_remat import ScanCheckpointPolicy
-from stacked_remat._policy import resolve_policy
 from stacked_remat.memory import (
     BudgetError,
     Comparison,
@@ -35,7 +33,7 @@ CONFIG = PlanLmConfig(
     devices=1,
 ).resolved()
 WEIGHTS = 100_000
-LEAN = ScanCheckpointPolicy(nested=True, save_carries="offload")  # takes the least below
+LEAN = {"save_carries": "offload", "nested": True}  # takes the least below
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -45,22 +43,22 @@ def compiled(monkeypatch):
     """The steps that were asked for, each of which takes its weights and so many bytes a token."""
     asked = []
 
-    def report(step, remat, *, streamed=False):
+    def report(step):
         asked.append(step)
-        data, devices, policy = step.config.data, step.devices or 1, resolve_policy(remat)
+        data, devices, policy = step.config.data, step.devices or 1, step.config.policy
         a_token = 10 if policy.offloads and policy.is_nested else 20 if policy.max_carries else 40
         total = (WEIGHTS + a_token * data.batch_size * data.seq_len) // devices
         host = HostBytes(temporaries=7 if policy.offloads else 0)
         return MemoryReport("local", total, 0, 0, 0, host, Flops(1), 0.0, devices=devices)
 
-    monkeypatch.setattr(StepMemory, "report", report)
+    monkeypatch.setattr(Candidate, "report", report)
     return asked
 
 
 def found(what, config=CONFIG, budget="1MB", host=None):
     shown = []
     devices = None if what == "devices" else config.devices
-    step = StepMemory(config, "local", devices)
+    step = dataclasses.replace(config.candidate, devices=devices)
     size, sized = find_size(step, what, Budget(budget, host, shown.append))
     return size, sized, shown
 
@@ -104,23 +102,23 @@ def test_the_fewest_devices_that_the_mesh_allows(compiled):
 
 
 def test_only_a_refusal_for_want_of_memory_counts_as_too_large(monkeypatch):
-    computed = StepMemory.report
+    computed = Candidate.report
 
     def failing_beyond(error):
-        def report(step, remat, *, streamed=False):
+        def report(step):
             if step.config.data.seq_len > 1000:
                 raise error
-            return computed(step, remat, streamed=streamed)
+            return computed(step)
 
         return report
 
-    monkeypatch.setattr(StepMemory, "report", failing_beyond(DoesNotFit("too large")))
+    monkeypatch.setattr(Candidate, "report", failing_beyond(DoesNotFit("too large")))
     assert 960 < found("context")[0] <= 1000
     for error in (jax.errors.JaxRuntimeError("INTERNAL: a bug"), ValueError("no such length")):
-        monkeypatch.setattr(StepMemory, "report", failing_beyond(error))
+        monkeypatch.setattr(Candidate, "report", failing_beyond(error))
         with pytest.raises(type(error), match=str(error)) as raised:
             found("context")
-        assert raised.value.__notes__ == [f"while compiling data.seq_len 1,024, {LEAN!r}"]
+        assert raised.value.__notes__ == [f"while compiling data.seq_len 1,024, {LEAN}"]
 
 
 def test_indices_are_found_wherever_the_search_begins():
@@ -147,13 +145,13 @@ def test_the_command_says_what_was_found(monkeypatch, tmp_path):
         "remat: auto\nbudget: 1MB\ntrainer: {mesh: {axes: {data: 1}}}"
     )
 
-    def plan(step, *, budget, host_budget, streamed, show):
-        trials = tuple(Trial(policy, step.report(policy)) for policy in (True, "nested"))
+    def plan(step, *, budget, host_budget, show):
+        trials = tuple(Trial(policy, step.having({}, policy).report()) for policy in (True, "nested"))
         for trial in trials:
             show(trial)
         return Plan("nested", trials[-1].report, Comparison(trials), 10**6)
 
-    monkeypatch.setattr(StepMemory, "plan", plan)
+    monkeypatch.setattr(Candidate, "plan", plan)
 
     def printed(*arguments):
         console = Console(file=io.StringIO(), width=80)

@@ -29,7 +29,7 @@ def test_the_losses_and_nothing_else_are_drawn(run, capsys):
     losses = read_losses(run)
     assert list(losses) == ["loss", "held_out_loss", "held_out/web_loss"]
     assert len(losses["loss"]) == 399 and losses["held_out_loss"] == [(0, 3.0), (400, 3.0)]
-    assert main([str(run)]) == 0
+    assert main(["--run_dir", str(run)]) == 0
     *plot, axis, names, wrote = capsys.readouterr().out.splitlines()
     assert names == "* loss   o held_out_loss   + held_out/web_loss" and max(map(len, plot)) <= 80
     assert axis.split() == ["0", "step", "400"] and wrote == f"wrote {run / 'losses.png'}"
@@ -53,7 +53,7 @@ def test_the_losses_and_nothing_else_are_drawn(run, capsys):
 def test_user_errors_are_one_message(tmp_path, lines, message, capsys):
     if lines is not None:
         write(tmp_path / "run", lines)
-    assert main([str(tmp_path / "run")]) == 1
+    assert main(["--run_dir", str(tmp_path / "run")]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("error: ") and message in shown and shown.count("\n") == 1
 
@@ -62,8 +62,8 @@ def test_without_matplotlib_the_plot_is_drawn_and_the_extra_named(run, capsys, m
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     message = "The PNG needs matplotlib: pip install 'stacked_remat[plot]'."
-    assert main([str(run)]) == 0
+    assert main(["--run_dir", str(run)]) == 0
     shown = capsys.readouterr().out
     assert "step 400" in shown and f"\n{message}" in shown and "wrote" not in shown
-    assert main([str(run), "--out", str(run / "other.png")]) == 1
+    assert main(["--run_dir", str(run), "--out", str(run / "other.png")]) == 1
     assert f"error: {message}" in capsys.readouterr().out

@@ -5,14 +5,20 @@ import json
 
 import pytest
 
-from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig, differing_fields
+from models.decoder.config import (
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ExpertsConfig,
+    RotaryConfig,
+)
 from models.gpt_oss import GptOssConfig
-from models.hf_io.formats import config_to_hf
+from models.hf_io.formats import config_to_hf, differing_fields
 from models.hf_io.pretrained import pretrained_config
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat.ops import YarnRotary
 
-WINDOWED = AttentionConfig(head_dim=8, window=5, windowed_layers=(0, 2))
+WINDOWED = AttentionConfig(head_dim=8, window=5, layer_types=(SLIDING, FULL))
 SIZES = dict(hidden_dim=32, num_heads=8, num_kv_heads=4, attention=WINDOWED, rotary=RotaryConfig(100.0))
 EXPERTS = ExpertsConfig(load_balance_weight=0.2)
 CONFIGS = [
@@ -33,7 +39,7 @@ OTHER = {
     "attention.head_dim": 2,
     "attention.bias": True,
     "attention.window": 4,
-    "attention.windowed_layers": (1,),
+    "attention.layer_types": (FULL, SLIDING),
     "rotary.theta": 50.0,
     "rotary.scaling": YarnRotary(2.0, 64),
     "rotary.max_position_embeddings": 64,
@@ -57,7 +63,7 @@ OF_RUN = {
 }
 """The same for each that a run decides."""
 FIXED = {  # in no folder of that architecture
-    Qwen3MoeConfig: ("attention.windowed_layers",),
+    Qwen3MoeConfig: ("attention.layer_types",),
     GptOssConfig: ("mlp_dim", "experts.norm_topk_prob", "experts.dense_layers"),
 }
 

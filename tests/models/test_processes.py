@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import models.train_lm as train_lm
+from models.loading import read_run_config
 from models.run_config import LmRunConfig
 from models.run_state import state_shapes
 from models.train_lm import _trackers, main
-from models.trained_run import read_run_config
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     ConfigError,

@@ -105,7 +105,7 @@ DEEPSEEK |= {"moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "
 DEEPSEEK |= {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
 DEEPSEEK |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"}
 DEEPSEEK |= {"topk_method": "noaux_tc", "rms_norm_eps": 1e-6, "rope_theta": 10_000}
-DEEPSEEK |= {"tie_word_embeddings": False, "num_nextn_predict_layers": 0}
+DEEPSEEK |= {"tie_word_embeddings": False, "num_nextn_predict_layers": 1}
 DEEPSEEK["rope_scaling"] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 DEEPSEEK["rope_scaling"] |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 PUBLISHED["DeepSeek V3"] = DEEPSEEK | sizes(7168, 18432, 61, 128, 128, 129_280), 671_026_419_200
@@ -143,8 +143,7 @@ def test_layers_are_what_the_papers_say():
         ("Gemma 3 1B", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("Llama 3.1 8B", {"mlp_bias": True}, "mlp_bias is True; this is not supported"),
         ("Llama 3.1 8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1"),
-        ("DeepSeek V3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
-        ("DeepSeek V3", {"quantization_config": {"quant_method": "fp8"}}, "only None is supported"),
+        ("DeepSeek V3", {"quantization_config": {"quant_method": "awq"}}, "only quant_method 'fp8'"),
         ("Phi-4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75; only 1"),
         ("Phi-4", {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
         ("Phi-4", {"rope_scaling": LLAMA3}, "model.rotary.scaling is llama3: .* no scaling but longrope"),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
 from models.hf_io.formats import config_from_hf, config_to_hf, read_hf_config
 from models.hf_io.safetensors_folder import WeightsError
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
@@ -75,12 +75,15 @@ def test_dense_layers_of_sparse_models(fields, expected):
     assert config_from_hf(MOE | fields)[0].sparse.dense_layers == expected
 
 
+LATER = ("full_attention", *["sliding_attention"] * 3)
+
+
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
         (DENSE | {"sliding_window": 8}, (None, None)),
         (DENSE | {"sliding_window": 8, "use_sliding_window": True}, (None, None)),  # from layer 28 on
-        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, (1, 2, 3))),
+        (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, LATER)),
         (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8, None)),
         (MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, None)),
         (MOE | {"use_sliding_window": True}, (4096, None)),
@@ -91,7 +94,7 @@ def test_dense_layers_of_sparse_models(fields, expected):
 )
 def test_windows(document, expected):
     attention = config_from_hf(document)[0].attention
-    assert (attention.window, attention.windowed_layers) == expected
+    assert (attention.window, attention.layer_types) == expected
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,6 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
         ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and these are two names"),
-        ({"dtype": "float32", "torch_dtype": "float16"}, "dtype is 'float32' and torch_dtype is 'float16'"),
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
             "rope_theta is 5.0 and rope_parameters",
@@ -172,7 +174,6 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
         ({"use_qk_norm": 1}, "use_qk_norm is 1; only True is supported"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
-        ({"torch_dtype": "x"}, "dtype is 'x'; one of float32, bfloat16"),
     ],
 )
 def test_unsupported_fields_are_refused(fields, message):
@@ -184,7 +185,7 @@ def test_unsupported_fields_are_refused(fields, message):
     "config",
     [
         Qwen3Config(tie_word_embeddings=True, rms_norm_eps=1e-5, initializer_range=0.1),
-        Qwen3Config(attention=AttentionConfig(6, True, window=9, windowed_layers=(0, 2))),
+        Qwen3Config(attention=AttentionConfig(6, True, window=9, layer_types=(SLIDING, FULL))),
         Qwen3MoeConfig(
             rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128),
             experts=ExpertsConfig(load_balance_weight=0.5),
@@ -204,8 +205,8 @@ def test_a_config_round_trips(config):
 
 
 def test_sparse_models_with_windows_in_some_layers_cannot_be_written():
-    config = Qwen3MoeConfig(attention=AttentionConfig(window=9, windowed_layers=(0,)))
-    with pytest.raises(WeightsError, match="has no such model.attention.window"):
+    config = Qwen3MoeConfig(attention=AttentionConfig(window=9, layer_types=(SLIDING, FULL)))
+    with pytest.raises(WeightsError, match="has no such model.attention.layer_types"):
         config_to_hf(config, 77, dtype="float32")
 
 

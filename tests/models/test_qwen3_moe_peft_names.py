@@ -22,7 +22,7 @@ CONFIG = Qwen3MoeConfig(num_layers=5, experts=ExpertsConfig(3, 2, 6, dense_layer
         (
             "layers.sparse.*.mlp.experts.*.up_proj",
             (2, 2),
-            PeftParameter("model.layers.4.mlp.experts", "gate_up_proj", 2, 3, 1, parts=2),
+            PeftParameter("model.layers.4.mlp.experts", "gate_up_proj", 2, 3, rows=(6, 12, 1)),
         ),
         ("head", (), "lm_head"),
     ],

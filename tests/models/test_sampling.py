@@ -82,13 +82,14 @@ def test_temperature_zero_takes_the_first_of_the_likeliest():
 
 def test_the_smallest_temperature_takes_the_likeliest():
     logits = jnp.array([[-7.0, 100.0, 1.0, 200.0]])
-    for temperature in (float(np.finfo(np.float32).tiny), 1e-30):
+    for temperature in (float(np.finfo(np.float32).tiny), 1e-30, 1e-300):
         drawn = next_tokens(logits, Sampling(temperature), jax.random.split(jax.random.key(0), 1))
         assert drawn.tolist() == [3]
 
 
 @pytest.mark.parametrize(
-    ("k", "expected"), [(1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4]), (9, [0, 1, 2, 3, 4])]
+    ("k", "expected"),
+    [(1, [1]), (2, [1, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4]), (2**40, [0, 1, 2, 3, 4])],
 )
 def test_top_k_keeps_exactly_k(k, expected):
     """Tokens 2 and 4 are alike, and the first is kept."""
@@ -134,10 +135,7 @@ def test_a_row_depends_on_its_own_key_alone():
     [
         (dict(temperature=-1.0), "temperature must be 0, for the likeliest token, or positive; got -1.0"),
         (dict(temperature=float("nan")), "got nan"),
-        (dict(temperature=1e-38), "temperature = 1e-38 is 0 on many devices. Give 0"),
-        (dict(temperature=1e-300), "temperature = 1e-300"),
-        (dict(top_k=0), "top_k must be a number of tokens from 1 to at most 2147483647; got 0"),
-        (dict(top_k=2**40), "got 1099511627776"),
+        (dict(top_k=0), "top_k must be at least 1 token; got 0"),
         (dict(top_p=0.0), "top_p must be above 0 and at most 1; got 0.0"),
         (dict(top_p=1.5), "got 1.5"),
         (dict(temperature=0.0, top_k=3), "top_k has no effect with temperature 0"),

@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 import models.train_lm as train_lm
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.candidate import Candidate
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.export_hf import main as export_hf
 from models.generate import main as generate
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import check_step, initial_state, run_optimizer, state_shapes
-from models.step_memory import StepMemory
 from stacked_remat.lora import LoraConfig, merge_lora
 from stacked_remat.training import (
     AdamWConfig,
@@ -48,7 +48,7 @@ EXPERTS = Qwen3MoeConfig(
 )
 MIXED = dataclasses.replace(
     EXPERTS,
-    attention=AttentionConfig(window=4, windowed_layers=(1, 3)),
+    attention=AttentionConfig(window=4, layer_types=(FULL, SLIDING)),
     experts=dataclasses.replace(EXPERTS.experts, dense_layers=(0,)),
 )
 FUSED = UpdateConfig(fused=True)
@@ -184,7 +184,7 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
             assert export_hf(["--run_dir", str(workplace / run), "--out", str(out)]) == 0
             text = io.StringIO()
             prompts = ["--prompt", "ab", "--max_new_tokens", "4", "--temperature", "0"]
-            assert generate(["--checkpoint", str(workplace / run), *prompts], Console(file=text)) == 0
+            assert generate(["--run_dir", str(workplace / run), *prompts], Console(file=text)) == 0
         files.append((out / "model.safetensors").read_bytes())
         texts.append(text.getvalue())
     assert files[0] == files[1] and texts[0] == texts[1] != ""
@@ -215,10 +215,10 @@ def test_what_cannot_be_combined_with_streaming_is_refused(options, message):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(("update", "streaming"), [(FUSED, True), (UpdateConfig(), False)])
 def test_auto_streams_where_nothing_else_fits_and_the_run_can(update, streaming, monkeypatch):
-    def plan(step, *, streamed, **_):
-        return SimpleNamespace(policy="offload", streamed=streamed)
+    def plan(step, **_):
+        return SimpleNamespace(policy="offload", streamed=step.can_stream)
 
-    monkeypatch.setattr(StepMemory, "plan", plan)
+    monkeypatch.setattr(Candidate, "plan", plan)
     config = config_of(False, update=update, remat="auto", budget="1GiB")
     found = train_lm._resolved(config, ConsoleProgress(), Partitioning.of(config.trainer.mesh))
     assert (found.remat, found.budget, found.trainer.streaming) == ("offload", None, streaming)

@@ -1,5 +1,7 @@
 """From prompts to text: what goes in, when each row ends, in which order pieces are shown."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from stacked_remat.training import ByteTokenizer, load_tokenizer
 from ..training.data import word_tokenizer
 
 BYTES = ByteTokenizer()
+HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -21,9 +24,10 @@ def written(monkeypatch):
     def write(*texts):
         steps = []
 
-        def tokens(model, prompts, *, max_new_tokens, sampling, key):
-            assert len(prompts) == len(texts)
-            for letters in zip(*(text[:max_new_tokens] for text in texts), strict=True):
+        def tokens(model, prompts, *, max_new_tokens, sampling, key, first_row):
+            rows = len(prompts)
+            own = [*texts[first_row : first_row + rows], *["."] * rows][:rows]
+            for letters in itertools.zip_longest(*(text[:max_new_tokens] for text in own), fillvalue="."):
                 steps.append(1)
                 yield np.array([BYTES.end if letter == "." else ord(letter) for letter in letters])
 
@@ -33,7 +37,7 @@ def written(monkeypatch):
     return write
 
 
-def pieces_of(*texts, stops=(), max_new_tokens=99, ends=(BYTES.end,)):
+def pieces_of(*texts, stops=(), max_new_tokens=99, ends=(BYTES.end,), **options):
     prompts = [BYTES.encode_beginning("so") for _ in texts]
     found = generate_text(
         None,
@@ -44,6 +48,7 @@ def pieces_of(*texts, stops=(), max_new_tokens=99, ends=(BYTES.end,)):
         key=jax.random.key(0),
         ends=ends,
         stops=stops,
+        **options,
     )
     return list(found)
 
@@ -76,6 +81,23 @@ def test_every_end_and_every_stop_ends(written):
     assert [text_of(pieces, row) for row in range(2)] == ["ab", "abc"]
 
 
+def test_prompts_are_continued_in_batches_of_as_many_rows():
+    texts = ("ab.", "abcd.", "x", "uv.w", "abc.")
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = []
+
+        def tokens(model, prompts, *, first_row, **_):
+            sizes.append((first_row, len(prompts)))
+            own = [*texts[first_row:], "."][: len(prompts)]
+            for letters in itertools.zip_longest(*own, fillvalue="."):
+                yield np.array([BYTES.end if letter == "." else ord(letter) for letter in letters])
+
+        patch.setattr(text_generation, "continued_tokens", tokens)
+        pieces = pieces_of(*texts, rows=2, stop_texts=["cd"])
+    assert sizes == [(0, 2), (2, 2), (4, 2)]
+    assert [text_of(pieces, row) for row in range(5)] == ["ab", "ab", "x", "uv", "abc"]
+
+
 def test_the_first_row_is_streamed_and_the_others_follow():
     pulled = []
 
@@ -96,9 +118,9 @@ def test_the_first_row_is_streamed_and_the_others_follow():
 
 
 def test_chat_prompts_and_ends_follow_the_template(tmp_path):
-    shown = BYTES.decode(chat_prompt(BYTES, "hi"))
+    shown = BYTES.decode(chat_prompt(BYTES, HI))
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert chat_prompt(BYTES, "hi")[0] == BYTES.end
+    assert chat_prompt(BYTES, HI)[0] == BYTES.end
     assert bytes(end_of_turn(BYTES)) == b"<|im_end|>"
     words = load_tokenizer(str(word_tokenizer.save(tmp_path)))
     assert end_of_turn(words) == (word_tokenizer.word_tokenizer().token_to_id("</turn>"),)

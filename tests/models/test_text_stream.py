@@ -13,9 +13,9 @@ BYTES = ByteTokenizer()
 END = (BYTES.end,)
 
 
-def streamed(text, *stops, tokenizer=BYTES, prompt="so "):
+def streamed(text, *stops, tokenizer=BYTES, prompt="so ", stop_texts=()):
     """The pieces, with what is left at the end, and the stream."""
-    stream = TextStream(tokenizer, tokenizer.encode_beginning(prompt).tolist(), stops)
+    stream = TextStream(tokenizer, tokenizer.encode_beginning(prompt).tolist(), stops, stop_texts)
     pieces = []
     for token in tokenizer.encode(text) if isinstance(text, str) else text:
         if stream.ended:
@@ -53,6 +53,16 @@ def test_a_possible_stop_is_held_back():
     assert pieces[2:6] == ["", "", "", "<|e "]
     pieces, stream = streamed("a <|en", END, stop)
     assert "".join(pieces) == "a <|en" and not stream.ended
+
+
+def test_texts_that_stop_may_begin_within_tokens(tmp_path):
+    pieces, stream = streamed("one, two", stop_texts=[", ", "o w"])
+    assert "".join(pieces) == "one" and stream.ended and pieces[3] == ""
+    pieces, stream = streamed("one,", stop_texts=[", "])
+    assert "".join(pieces) == "one," and not stream.ended
+    words = load_tokenizer(str(word_tokenizer.save(tmp_path)))
+    pieces, stream = streamed("never odd or even", tokenizer=words, prompt="hello", stop_texts=["dd o"])
+    assert "".join(pieces) == "never o" and stream.ended
 
 
 def test_a_stop_that_overlaps_itself_is_found():

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, final
 
 from ..errors import DataError
@@ -55,19 +56,26 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self.date = date
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The text of a chat.
 
         Args:
             messages: turns with `role`, `content` and any other fields that the program reads.
             add_generation_prompt: whether to end with the beginning of an answer.
+            variables: further ones of the program, such as `enable_thinking`.
 
         Raises:
             ChatTemplateError: the template raised an error for these messages.
             DataError: Jinja is not installed, or the template is not valid Jinja, asks for a date that is not
                 given, or writes too much.
         """
-        return _MARKS.sub("", self._run(messages, add_generation_prompt))
+        return _MARKS.sub("", self._run(messages, add_generation_prompt, variables))
 
     def render_with_answers(self, messages: Sequence[Mapping[str, Any]]) -> RenderedChat:
         """The text of a chat, and the positions of the assistant's answers in it.
@@ -97,13 +105,19 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         return self.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def _run(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _run(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         values = {
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
             **self.special_tokens,
+            **variables,
         }
         if self.date is not None:
             values["strftime_now"] = datetime.datetime.fromisoformat(self.date).strftime
@@ -117,8 +131,7 @@ class ChatTemplate:
             if str(error) == "'strftime_now' is undefined":
                 raise DataError(
                     "The tokenizer's chat template writes today's date (strftime_now), with which runs would "
-                    "not repeat. Give one: data.chat_date (--chat_date of models.generate), such as "
-                    "2025-06-30."
+                    "not repeat. Give one: data.chat_date, such as 2025-06-30."
                 ) from error
             raise ChatTemplateError(str(error)[:_SHOWN]) from error
         if len(text) > _LONGEST:

@@ -21,6 +21,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     Attributes:
         vocab_size: one more than the largest token; a model's embedding may be larger.
+        begin: the `bos_token` of its config, whether or not it begins documents.
         end: the `eos_token` of its config.
         fingerprint: a hash of its files, and of the date of its chat template.
     """
@@ -43,8 +44,8 @@ class HuggingFaceTokenizer(Tokenizer):
             if key.endswith("_token") and isinstance(text, str) and text:
                 specials[key] = text
         self.end = _find_end(name, specials.get("eos_token"), vocabulary)
-        begin = specials.get("bos_token") if config.get("add_bos_token") else None
-        self._begin = None if begin is None else vocabulary.get(begin)
+        self.begin = vocabulary.get(specials.get("bos_token", ""))
+        self._begin = self.begin if config.get("add_bos_token") else None
         self._template = None if template is None else ChatTemplate(template, specials, chat_date)
         parts = [definition, self._begin, self.end, template, specials]
         dated = [] if chat_date is None else [chat_date]

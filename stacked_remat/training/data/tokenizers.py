@@ -19,11 +19,13 @@ class Tokenizer(abc.ABC):
 
     Attributes:
         vocab_size: one more than the largest token.
+        begin: the token that can begin a document; None if there is none.
         end: the token that ends a document.
         fingerprint: changes whenever the same text would give other tokens.
     """
 
     vocab_size: int
+    begin: int | None
     end: int
     fingerprint: str
 
@@ -86,6 +88,7 @@ class ByteTokenizer(Tokenizer):
     """Tokens 0 to 255 are the bytes of UTF-8 text; 256 begins and ends a document."""
 
     vocab_size: ClassVar[int] = 257
+    begin: ClassVar[int] = 256
     end: ClassVar[int] = 256
     fingerprint: ClassVar[str] = "bytes, 1"
 

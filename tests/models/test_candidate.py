@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 import pytest
 
-from models.decoder.config import AttentionConfig, ExpertsConfig
+from models.candidate import Candidate
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.gpt_oss import GptOssConfig
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from models.step_memory import StepMemory
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import count_flops
 from stacked_remat.ops import backends_taken
@@ -32,7 +32,7 @@ SIZES = dict(hidden_dim=128, num_layers=2, num_heads=2, num_kv_heads=1, compute_
 EXPERTS = ExpertsConfig(4, 2, 128)
 
 
-WINDOWED = dataclasses.replace(ATTENTION, bias=True, window=64, windowed_layers=(0,))
+WINDOWED = dataclasses.replace(ATTENTION, bias=True, window=64, layer_types=(SLIDING, FULL))
 MODELS = {
     "qwen3": Qwen3Config(**SIZES, attention=ATTENTION),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, attention=ATTENTION, experts=EXPERTS),
@@ -54,7 +54,7 @@ def config_of(kind):
 def compiled(kind, target):
     """The report of a step with several documents, and the kernels that it takes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
-        return StepMemory(config_of(kind), target).report(True), taken
+        return Candidate(config_of(kind), target).report(), taken
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -1,0 +1,264 @@
+"""A training step as a run could take it, and the memory that it needs, found by compiling it."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models.decoder.config import DecoderConfig, SparseDecoderConfig
+from models.run_config import LmRunConfig
+from models.run_state import batch_shapes, run_optimizer, state_shapes
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
+from stacked_remat.memory import MemoryReport, Plan, Target, TargetError, Trial, find_target, plan, report
+from stacked_remat.ops import expert_backend
+from stacked_remat.training import (
+    ConfigError,
+    Partitioning,
+    TokenBatch,
+    TrainState,
+    build_step,
+    check_fits,
+    check_host_fits,
+    remat_entry,
+)
+
+STREAMED = {"trainer.streaming": True}
+"""The setting with which the layers' weights are on the host."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One training step of a config, its state updated in place: its policy, mesh, microbatches and sizes.
+
+    Attributes:
+        config: of the run, resolved.
+        target: the device to compile for.
+        devices: how many of them; all of `local`, one of another target, if not given.
+        cache: folder for what compilations find, as `stacked_remat.memory.report` takes it.
+    """
+
+    config: LmRunConfig
+    target: str | Target = "local"
+    devices: int | None = None
+    cache: Path | None = None
+
+    def having(self, settings: Mapping[str, Any], remat: ScanCheckpointSpec = True) -> "Candidate":
+        """The step under a policy, with other values of some keys: `devices`, or of the config."""
+        # Without the config's own policy, which may not go with the settings.
+        config = replace(self.config, remat=remat_entry(remat), budget=None, host_budget=None)
+        for key, value in settings.items():
+            config = config if key == "devices" else _replaced(config, key.split("."), value)
+        return replace(self, config=config, devices=settings.get("devices", self.devices))
+
+    @property
+    def policy(self) -> ScanCheckpointPolicy:
+        """The policy; of any but a step of `remat: auto`."""
+        assert self.config.policy is not None
+        return self.config.policy
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What `leaner` changes: keys of the config, and their values."""
+        model = self.config.model
+        tiles = model.tiles if isinstance(model, DecoderConfig) else 1
+        blocks = {}
+        if isinstance(model, SparseDecoderConfig):
+            blocks = {"model.experts.backend": model.experts.backend}
+        return {"model.tiles": tiles, **blocks}
+
+    @property
+    def label(self) -> str:
+        """The settings with which the step takes less memory, to be written after a policy."""
+        tiles, *backend = self.settings.values()
+        named = f", {tiles} tiles" if tiles > 1 else ""
+        return f"{named}, experts in blocks" if backend == ["block"] else named
+
+    @property
+    def name(self) -> str:
+        """The policy, where the weights are, and the settings: `'nested', streamed, 2 tiles`."""
+        streamed = ", streamed" if self.config.trainer.streaming else ""
+        return f"{self.config.remat!r}{streamed}{self.label}"
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether the step could run, and be sized here, with its layers' weights on the host too.
+
+        False with `trainer.streaming`, where they are.
+        """
+        trainer = self.config.trainer
+        combines = self.config.lora is not None or trainer.update.fused
+        return not trainer.streaming and combines and self._sizes_host
+
+    @property
+    def leaner(self) -> list[dict[str, Any]]:
+        """Settings with which the step takes less memory and more time, the fastest first.
+
+        Experts block by block where `auto` takes kernels, layers in as many tiles as attention can have, and
+        both.
+        """
+        model, blocks, tiles = self.config.model, {}, {}
+        if not isinstance(model, DecoderConfig):
+            return []
+        if self.settings.get("model.experts.backend") == "auto":
+            device = find_target(self.target).devices()[0]
+            if expert_backend(model.compute_dtype, device) != "block":
+                blocks = {"model.experts.backend": "block"}
+        if model.tiles == 1:
+            tiles = {"model.tiles": max(2, model.num_kv_heads)}
+        return [one for one in (blocks, tiles, blocks | tiles if blocks and tiles else {}) if one]
+
+    @functools.cached_property
+    def partitioning(self) -> Partitioning:
+        """The mesh.
+
+        Raises:
+            ConfigError, TargetError: it does not fit the devices.
+        """
+        chosen, devices = find_target(self.target), self.devices
+        if devices is None:
+            devices = jax.device_count() if chosen.name == "local" else 1
+        return Partitioning.of(self.config.trainer.mesh, chosen.devices(devices))
+
+    @functools.cached_property
+    def shapes(self) -> tuple[TokenBatch, TrainState]:
+        """The shapes of the step's arguments.
+
+        Raises:
+            ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
+        """
+        self.check_batch()
+        if self.config.trainer.streaming and not self._sizes_host:
+            raise ConfigError(
+                f"Layers on the host can't be sized for {self.partitioning.mesh.size} devices of target "
+                f"{find_target(self.target).name!r} that are not attached. Give devices: 1, with a "
+                f"trainer.mesh for one, or a TPU target."
+            )
+        state = state_shapes(self.config, self.partitioning)
+        return batch_shapes(self.config.data, self.partitioning), state
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the mesh takes all devices, and divides the model and the batch."""
+        try:
+            return bool(self.shapes) and self.partitioning.mesh.size == self.devices
+        except (ConfigError, TargetError):
+            return False
+
+    def check_batch(self) -> None:
+        """Checks that the mesh divides the batch, and each of its microbatches.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        data, update = self.config.data, self.config.trainer.update
+        self.partitioning.check_batch(data.batch_size, data.seq_len, update.microbatches)
+
+    def report(self) -> MemoryReport:
+        """The memory of the step; costs one compilation."""
+        with self.partitioning.activations():
+            return report(
+                self._train_step, *self.shapes, donate="state", target=self.target, cache=self.cache
+            )
+
+    def plan(
+        self,
+        *,
+        budget: int | str,
+        host_budget: int | str | None = None,
+        show: Callable[[Trial], None] | None = None,
+    ) -> Plan:
+        """The policy with the least arithmetic under which the step fits, as `stacked_remat.memory.plan`.
+
+        Where none fits, with the layers' weights on the host, if they can be there.
+
+        Args:
+            budget: memory of each device for the whole step.
+            host_budget: the same for the host.
+            show: called with each policy that was compiled.
+
+        Raises:
+            BudgetError: no policy fits.
+        """
+
+        def of_policy(remat: ScanCheckpointSpec) -> Callable[..., Any]:
+            structure = jax.tree.structure(state_shapes(self.config, self.partitioning, remat=remat))
+
+            def step(batch: TokenBatch, state: TrainState) -> Any:
+                # The same arrays under this policy.
+                return self._train_step(batch, jax.tree.unflatten(structure, jax.tree.leaves(state)))
+
+            return step
+
+        with self.partitioning.activations():
+            return plan(
+                of_policy,
+                *self.having({}).shapes,
+                budget=budget,
+                host_budget=host_budget,
+                target=self.target,
+                donate="state",
+                layers=self.config.model.num_layers,
+                streamed=(lambda *_: self.having(STREAMED).shapes) if self.can_stream else None,
+                cache=self.cache,
+                show=show,
+            )
+
+    def check(self, *, at_least: bool = False) -> None:
+        """Refuses a step whose weights, optimizer state and one batch are larger than a device's memory.
+
+        With `trainer.streaming`, where the device is attached, also what is in host memory and larger than
+        what is left of that. All of it is there under every policy. Costs one tracing of how the model is
+        made, whatever its size.
+
+        Args:
+            at_least: whether to leave out layers that could be on the host.
+
+        Raises:
+            ConfigError: with the size of each and the memory.
+        """
+        config, target, can_stream = self.config, find_target(self.target), self.can_stream
+        at_least = at_least and can_stream
+        batch, state = self.having(STREAMED if at_least else {}).shapes
+        stream = ", or keep the layers on the host (trainer.streaming: true)"
+        weights = {
+            "trained weights": state.trained,
+            "frozen weights": state.frozen,
+            "optimizer state": state.optimizer_state,
+        }
+        if config.trainer.streaming and target.name == "local":
+            saved = {"a checkpoint that is being written": (state.trained, state.optimizer_state)}
+            check_host_fits(
+                weights | saved,
+                "Give the process more, store less (trainer.precision, or optimizer.type: adafactor), train "
+                "adapters (lora), or divide the arrays over more hosts (trainer.mesh).",
+            )
+        check_fits(
+            weights | {"a batch": batch},
+            f"Now model.num_layers = {config.model.num_layers:,}, vocab_size = {config.Vocab.size:,}, "
+            f"data.batch_size = {config.data.batch_size:,} and data.seq_len = {config.data.seq_len:,}: lower "
+            f"what is too large, divide the arrays over more devices "
+            f"(trainer.mesh){stream if can_stream and not at_least else ''}.",
+            limit=target.memory,
+        )
+
+    @property
+    def _sizes_host(self) -> bool:
+        """Whether what is on the host can be sized for these devices."""
+        return find_target(self.target).sizes_host_arguments or self.partitioning.mesh.size == 1
+
+    @functools.cached_property
+    def _train_step(self) -> Callable[..., Any]:
+        return build_step(
+            self.config.trainer,
+            loss_function=self.config.loss,
+            optimizer=run_optimizer(self.config),
+            partitioning=self.partitioning,
+        )
+
+
+def _replaced(section: Any, keys: Sequence[str], value: Any) -> Any:
+    own, *below = keys
+    return replace(section, **{own: _replaced(getattr(section, own), below, value) if below else value})

@@ -1,0 +1,280 @@
+"""Evaluates a model with EleutherAI's lm-eval.
+
+    python -m models.eval_lm --run_dir runs/mine --tasks hellaswag,arc_easy --num_fewshot 5
+    python -m models.eval_lm --model Qwen/Qwen3-0.6B --tasks gsm8k --apply_chat_template --out scores.json
+
+Texts are scored and continued in batches, with a cache, and divided over devices with `--mesh`. Scores are
+those of lm-eval's own `hf` model, up to rounding.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from haliax import Axis, NamedArray
+from jaxtyping import Array
+from rich.console import Console
+
+from models.command import local_path, run_command, shown_on
+from models.decoder.config import DecoderConfig
+from models.generation.decoding import padded_length
+from models.generation.sampling import Sampling
+from models.generation.text_generation import generate_text
+from models.lm import LanguageModel
+from models.loading import FoundModel, add_model_arguments, model_of_arguments
+from stacked_remat.training import (
+    BATCH_AXIS,
+    POSITION_AXIS,
+    ConfigError,
+    MeshConfig,
+    Partitioning,
+    lasting_console,
+    parse_config,
+)
+
+_POSITIONS_AT_ONCE = 64  # whose logits exist at the same time
+
+
+class ModelToEvaluate:
+    """What lm-eval's `TemplateLM` asks of a model; `lm_class` makes it one.
+
+    Attributes:
+        max_length: the most tokens of a text and what continues it; earlier ones are left out.
+        batch_size: rows of a batch.
+    """
+
+    backend = "causal"
+
+    def __init__(
+        self,
+        found: FoundModel,
+        model: LanguageModel,
+        *,
+        batch_size: int = 16,
+        max_length: int | None = None,
+        partitioning: Partitioning | None = None,
+    ):
+        super().__init__()
+        self.tokenizer, self._found, self._model = found.tokenizer, found, model
+        self._partitioning = partitioning or Partitioning.of(MeshConfig({"data": 1}, {}, {}))
+        rows = self._partitioning.parts_of(BATCH_AXIS)
+        self.batch_size = -(-batch_size // rows) * rows
+        known = (
+            found.config.rotary.max_position_embeddings if isinstance(found.config, DecoderConfig) else 2048
+        )
+        self.max_length = max_length or known
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.tokenizer.end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text of which all is scored."""
+        return self.tokenizer.end if self.tokenizer.begin is None else self.tokenizer.begin
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text, after those that begin one unless it has them."""
+        tokens = self.tokenizer.encode(string)
+        if add_special_tokens is not False and tokens[:1] != self.prefix_token_id:
+            tokens = self.tokenizer.encode_beginning(string)
+        return [int(token) for token in tokens]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For caches of requests."""
+        return self._found.tokenizer_name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template, if it is to be used."""
+        return self.tokenizer.chat_template.source if chat_template else None
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a chat."""
+        return self.tokenizer.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """For each continuation its log-likelihood, and whether all of its tokens are the likeliest."""
+        texts = [(context + own)[-(self.max_length + 1) :] for _, context, own in requests]
+        order, found = sorted(range(len(texts)), key=lambda at: -len(texts[at])), {}
+        for first in range(0, len(order), self.batch_size):
+            batch = order[first : first + self.batch_size]
+            tokens = np.zeros((self.batch_size, padded_length(len(texts[batch[0]]) - 1) + 1), np.int32)
+            for row, at in enumerate(batch):
+                tokens[row, : len(texts[at])] = texts[at]
+            with self._partitioning.active():
+                likelihoods, greedy = map(np.asarray, _scores(self._model, tokens[:, :-1], tokens[:, 1:]))
+            for row, at in enumerate(batch):
+                end = len(texts[at]) - 1
+                own = slice(end - min(len(requests[at][2]), end), end)
+                found[at] = (float(likelihoods[row, own].sum()), bool(greedy[row, own].all()))
+        return [found[at] for at in range(len(texts))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, of which every window of `max_length` is scored once."""
+        windows = []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            for first in range(0, len(tokens), self.max_length):
+                own = tokens[first : first + self.max_length]
+                known = tokens[max(0, first + len(own) - self.max_length - 1) : first] if first else []
+                context = known or [self.prefix_token_id]
+                windows.append((number, (None, context, own)))
+        scores = self._loglikelihood_tokens([window for _, window in windows])
+        found = [0.0] * len(requests)
+        for (number, _), (likelihood, _) in zip(windows, scores, strict=True):
+            found[number] += likelihood
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continues each text up to a stop."""
+        groups: dict[str, list[int]] = {}
+        for at, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1]), []).append(at)
+        found = [""] * len(requests)
+        for options, members in groups.items():
+            most, sampling, until = _generation(json.loads(options))
+            if most >= self.max_length:
+                raise ConfigError(
+                    f"--max_length {self.max_length} has no room for a prompt before {most} new tokens."
+                )
+            kept = slice(most - self.max_length, None)
+            prompts = {at: np.asarray(self.tok_encode(requests[at].args[0])[kept]) for at in members}
+            members.sort(key=lambda at: -len(prompts[at]))
+            with self._partitioning.active():
+                for piece in generate_text(
+                    self._model,
+                    self.tokenizer,
+                    [prompts[at] for at in members],
+                    max_new_tokens=most,
+                    sampling=sampling,
+                    key=jax.random.key(0),
+                    ends=self._found.ends,
+                    stop_texts=until,
+                    rows=self.batch_size,
+                ):
+                    found[members[piece.row]] += piece.text
+        return found
+
+
+def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
+    """The most new tokens, how they are drawn, and the texts that end one, by lm-eval's `gen_kwargs`."""
+    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    most = next((int(options[name]) for name in names if options.get(name)), 256)
+    temperature, until = float(options.get("temperature", 0.0)), options.get("until") or []
+    sampling = Sampling(0.0)
+    if options.get("do_sample", temperature > 0):
+        sampling = Sampling(temperature or 1.0, options.get("top_k"), options.get("top_p"))
+    return most, sampling, [until] if isinstance(until, str) else until
+
+
+@eqx.filter_jit
+def _scores(model: LanguageModel, tokens: Any, targets: Any) -> tuple[Array, Array]:
+    """The log-likelihood of every target `[batch, position]`, and whether it is the likeliest token."""
+    Batch, Pos = Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1])
+    hidden, _ = model.hidden_states(hax.named(tokens, (Batch, Pos)))
+    (Embed,) = (axis for axis in hidden.axes if axis not in (Batch, Pos))
+
+    def of_position(given: tuple[Array, Array]) -> tuple[Array, Array]:
+        own, target = given
+        logits = model.logits(NamedArray(own, (Batch, Embed))).rearrange((Batch, model.Vocab)).array
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1), chosen == jnp.max(logits, axis=-1)
+
+    by_position = hidden.rearrange((Pos, Batch, Embed)).array, targets.T
+    likelihoods, greedy = jax.lax.map(of_position, by_position, batch_size=_POSITIONS_AT_ONCE)
+    return likelihoods.T, greedy.T
+
+
+def lm_class() -> Any:
+    """`ModelToEvaluate` as a class of lm-eval.
+
+    Raises:
+        ConfigError: lm-eval is not installed; names the extra.
+    """
+    try:
+        from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError("models.eval_lm needs lm-eval: pip install 'stacked_remat[eval]'.") from error
+    return type("EvaluatedModel", (ModelToEvaluate, TemplateLM), {})
+
+
+def main(arguments: Sequence[str], console: Console | None = None) -> int:
+    """The command: returns the exit status."""
+    show = shown_on(lasting_console() if console is None else console)
+    return run_command(lambda arguments, _: _evaluate(arguments, show), arguments, show)
+
+
+def _evaluate(arguments: Sequence[str], show: Callable[[str], None]) -> int:
+    options = _parser().parse_args(arguments)
+    make = lm_class()
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    import lm_eval.tasks  # pyright: ignore[reportMissingImports]
+    import lm_eval.utils  # pyright: ignore[reportMissingImports]
+
+    tasks, known = options.tasks.split(","), lm_eval.tasks.TaskManager(include_path=options.include_path)
+    if unknown := [task for task in tasks if not known.match_tasks([task])]:
+        raise ConfigError(f"--tasks: lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them.")
+    found, partitioning = model_of_arguments(options), None
+    if options.mesh is not None:
+        partitioning = Partitioning.of(parse_config(MeshConfig, _entries(options.mesh)))
+    else:
+        found.rows_that_fit(1)
+    sizes = {"batch_size": options.batch_size, "max_length": options.max_length}
+    results = lm_eval.simple_evaluate(
+        make(found, found.load(partitioning), partitioning=partitioning, **sizes),
+        tasks=tasks,
+        task_manager=known,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+        log_samples=False,
+    )
+    show(lm_eval.utils.make_table(results))
+    if options.out is not None:
+        options.out.write_text(json.dumps(results["results"], indent=1, default=str) + "\n", encoding="utf-8")
+        show(f"wrote {options.out}")
+    return 0
+
+
+def _entries(text: str) -> list[str]:
+    """The entries of a YAML mapping as arguments."""
+    found = yaml.safe_load(text)
+    if not isinstance(found, dict):
+        raise ConfigError(f"--mesh {text!r} is no mapping: write '{{axes: {{data: 8}}}}'.")
+    return [f"--{key}={yaml.safe_dump(value)}" for key, value in found.items()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.eval_lm", description=(__doc__ or "").splitlines()[0]
+    )
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--tasks", required=True, help="names of lm-eval's tasks, with commas between them")
+    add("--include_path", help="a folder with further tasks, in lm-eval's YAML")
+    add("--num_fewshot", type=int, help="examples before each question; the task's own if not given")
+    add("--limit", type=int, help="the first so many documents of each task")
+    add("--apply_chat_template", action="store_true", help="put prompts into the chat template")
+    add("--batch_size", type=int, default=16, help="rows of a batch (default 16)")
+    add("--max_length", type=int, help="most tokens of a row; what the model was made for if not given")
+    add("--mesh", help="devices, as trainer.mesh has them: '{axes: {data: 8}}'; one if not given")
+    add("--out", type=local_path, metavar="FILE", help="JSON for the scores")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

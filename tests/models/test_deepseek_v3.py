@@ -1,0 +1,91 @@
+"""DeepSeek V3's files in 8-bit floats, layers that predict further tokens, and biases of routers."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+from ml_dtypes import float8_e4m3fn
+from safetensors.numpy import load_file, save_file
+
+from models.decoder.config import ExpertsConfig
+from models.decoder.decoder import Decoder
+from models.deepseek_v3 import DeepseekV3Config, LatentConfig
+from models.hf_io.decoder_weights import read_decoder, write_decoder
+from models.hf_io.formats import read_hf_config
+from models.hf_io.safetensors_folder import SINGLE, WeightsError
+from models.lm import next_token_loss
+from stacked_remat.training import TokenBatch
+
+from .random_weights import random_weights
+
+Vocab = Axis("vocab", 10)
+CONFIG = DeepseekV3Config(
+    hidden_dim=132,  # two blocks, of which the second is not full
+    num_layers=2,
+    latent=LatentConfig(query_rank=5, key_value_rank=4, plain_dim=4, rotary_dim=2, value_dim=3),
+    experts=ExpertsConfig(2, 1, 6, dense_layers=(0,), router_dtype="float32"),
+)
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in the published form, and one with the same weights, which are not quantized."""
+    write_decoder(tmp_path / "plain", random_weights(Decoder.init, CONFIG, Vocab))
+    write_decoder(tmp_path / "published", random_weights(Decoder.init, CONFIG, Vocab))
+    tensors, exact = load_file(tmp_path / "plain" / SINGLE), {}
+    for name in [name for name in tensors if "proj" in name]:
+        blocks = tuple(-(-size // 128) for size in tensors[name].shape)
+        scales = np.arange(1, 1 + np.prod(blocks), dtype=np.float32).reshape(blocks) / 8
+        wide = np.kron(scales, np.ones((128, 128), np.float32))[tuple(map(slice, tensors[name].shape))]
+        small = (tensors[name] / wide).astype(float8_e4m3fn)
+        exact[name] = small.astype(np.float32) * wide
+        tensors |= {name: small, f"{name}_scale_inv": scales}
+    save_file(load_file(tmp_path / "plain" / SINGLE) | exact, tmp_path / "plain" / SINGLE)
+    tensors["model.layers.2.eh_proj.weight"] = np.zeros((3, 3), np.float32)
+    save_file(tensors, tmp_path / "published" / SINGLE)
+    change(tmp_path / "published", quantization_config=FP8, num_nextn_predict_layers=1)
+    return tmp_path
+
+
+def change(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_files_in_8_bits_are_read(folder):
+    config, rows = read_hf_config(folder / "published")
+    assert rows == 10 and config.num_layers == 2
+    with pytest.warns(UserWarning, match="1 tensors of layers that predict further tokens are not read"):
+        found = read_decoder(folder / "published", config, Vocab)
+    expected = read_decoder(folder / "plain", config, Vocab)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_other_blocks_are_refused(folder):
+    change(folder / "published", quantization_config=FP8 | {"weight_block_size": [64, 64]})
+    with pytest.raises(WeightsError, match="quantization_config is .*only quant_method 'fp8' is supported"):
+        read_hf_config(folder / "published")
+
+
+def test_biases_of_routers_follow_the_load():
+    experts = ExpertsConfig(4, 2, 6, dense_layers=(0,), router_dtype="float32", load_balance_weight=0.0)
+    frozen = dataclasses.replace(CONFIG, hidden_dim=16, num_layers=3, experts=experts)
+    tokens = hax.random.randint(jax.random.key(1), (Axis("batch", 2), Axis("position", 9)), 0, Vocab.size)
+    batch = TokenBatch(tokens, tokens, hax.ones(tokens.axes))
+    found = {}
+    for bias in ("frozen", "by_load"):
+        model = random_weights(Decoder.init, dataclasses.replace(frozen, bias=bias), Vocab)
+        of_model = eqx.filter_value_and_grad(lambda model: next_token_loss(model, batch)[0])
+        loss, gradient = eqx.filter_jit(of_model)(model)
+        found[bias] = loss, gradient.layers.stacks["sparse"].stacked.mlp.bias.array
+    load = eqx.filter_jit(lambda model: model.layer_states(tokens)[1].load.array)(model)
+    assert found["frozen"][0] == found["by_load"][0] and not np.any(found["frozen"][1])
+    np.testing.assert_array_equal(found["by_load"][1], np.sign(load - load.mean(axis=-1, keepdims=True)))
+    assert np.any(found["by_load"][1])

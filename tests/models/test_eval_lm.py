@@ -1,0 +1,130 @@
+"""Scores and continuations for lm-eval: on a mesh as on one device, and those of its own `hf` model."""
+
+import json
+import re
+import sys
+import warnings
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+from rich.console import Console
+
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
+from models.decoder.decoder import Decoder
+from models.eval_lm import ModelToEvaluate, lm_class, main
+from models.gpt_oss import GptOssConfig
+from models.hf_io.decoder_weights import write_decoder
+from models.loading import find_model
+from stacked_remat.training import MeshConfig, Partitioning
+
+from ..training.data import word_tokenizer
+
+LENGTH = 12
+SIZES = dict(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, initializer_range=0.4)
+SIZES["rotary"] = RotaryConfig(max_position_embeddings=LENGTH)
+CONFIG = GptOssConfig(
+    **SIZES,
+    attention=AttentionConfig(bias=True, window=3, layer_types=(SLIDING, FULL)),
+    experts=ExpertsConfig(4, 2, 8),
+)
+PAIRS = [
+    ("never odd or", " even"),
+    ("never odd or ", "even or odd"),
+    ("", "hello"),
+    ("hello", " never odd or even" * 2),
+    ("odd " * 20, "even"),
+]
+TEXTS = ["hello", "never odd or even " * 7, "odd"]
+STOPS = {"until": ["\n"], "max_gen_toks": 6}
+PROMPTS = [
+    ("never odd or even", STOPS),
+    ("hello " * 9, {"until": [], "max_gen_toks": 6}),
+    (" hello", STOPS),
+    ("odd", STOPS),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small random model with a tokenizer of words."""
+    folder = tmp_path_factory.mktemp("eval") / "model"
+    Vocab = Axis("vocab", word_tokenizer.word_tokenizer().get_vocab_size())
+    write_decoder(folder, eqx.filter_jit(Decoder.init)(CONFIG, Vocab, key=jax.random.key(3)))
+    specials = {"eos_token": "</s>", "bos_token": "<s>"}
+    word_tokenizer.save(folder, config={"tokenizer_class": "PreTrainedTokenizerFast", **specials})
+    return folder
+
+
+def requests(arguments):
+    return [SimpleNamespace(args=own) for own in arguments]
+
+
+def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
+    found = find_model(str(folder))
+    partitioning = Partitioning.of(MeshConfig({"data": 4}))
+    one = ModelToEvaluate(found, found.load(), batch_size=2)
+    many = ModelToEvaluate(found, found.load(partitioning), batch_size=2, partitioning=partitioning)
+    assert many.batch_size == 4
+    texts = requests((text,) for text in TEXTS)
+    np.testing.assert_allclose(one.loglikelihood_rolling(texts), many.loglikelihood_rolling(texts), rtol=1e-5)
+    assert one.generate_until(requests(PROMPTS)) == many.generate_until(requests(PROMPTS))
+
+
+def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    console = Console(record=True, width=200)
+    assert main(["--model", "a", "--tasks", "b"], console) == 1
+    assert "pip install 'stacked_remat[eval]'" in console.export_text()
+
+
+@pytest.mark.torch
+def test_scores_are_those_of_its_own_model(folder):
+    pytest.importorskip("torch")
+    pytest.importorskip("lm_eval")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+        theirs = HFLM(str(folder), dtype="float32", device="cpu", batch_size=2, max_length=LENGTH)
+        found = find_model(str(folder))
+        ours = lm_class()(found, found.load(), batch_size=2)
+        assert ours.max_length == LENGTH
+        for name, arguments in (("loglikelihood", PAIRS), ("loglikelihood_rolling", [(t,) for t in TEXTS])):
+            expected = getattr(theirs, name)(requests(arguments))
+            actual = getattr(ours, name)(requests(arguments))
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+        free = theirs.generate_until(requests(PROMPTS))
+        stopped = [(text, {"until": [free[0][2:4], "\n"], "max_gen_toks": 6}) for text, _ in PROMPTS]
+        expected = theirs.generate_until(requests(stopped))
+        assert ours.generate_until(requests(PROMPTS)) == free and len({*"".join(free)}) > 4
+        assert ours.generate_until(requests(stopped)) == expected and len(expected[0]) < len(free[0])
+
+
+@pytest.mark.torch
+def test_a_task_is_evaluated(folder, tmp_path):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "own.yaml").write_text(
+        "task: own\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'data.jsonl'}}}}}\n"
+        "test_split: test\noutput_type: loglikelihood_rolling\n"
+        "doc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        "metric_list: [{metric: word_perplexity}]\n"
+    )
+    console = Console(record=True, width=200)
+    options = ["--model", str(folder), "--include_path", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main([*options, "--tasks", "own"], console) == 0
+        assert main([*options, "--tasks", "owned"], console) == 1
+    found = json.loads((tmp_path / "out.json").read_text())["own"]["word_perplexity,none"]
+    model = find_model(str(folder))
+    own = ModelToEvaluate(model, model.load()).loglikelihood_rolling(requests((text,) for text in TEXTS))
+    words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
+    np.testing.assert_allclose(found, np.exp(-sum(own) / words), rtol=1e-4)
+    shown = console.export_text()
+    assert "word_perplexity" in shown and "no task 'owned'" in shown

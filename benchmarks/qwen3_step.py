@@ -1,14 +1,16 @@
 """Runs Qwen3-30B-A3B at long context: gradients checked, then time, throughput and allocated memory.
 
     python -m benchmarks.qwen3_step --tokens 16384 65536 --minutes 10 --profile
+    python -m benchmarks.qwen3_step --jobs gradients step --tokens 65536 --overrides --model.num_layers 4
 
 For a GPU that holds the weights (an H200), which are random. First the kernels of attention are compared with
 its definition, with documents, a window and sinks; then attention and experts of one layer are timed. At a
-context where all policies fit, the gradients of each are compared with those of the first, and a policy whose
-gradients differ is not timed. Last, forward and backward of the model are timed. Medians, tokens per second,
-the share of the measured bf16 matrix-product peak and the peak of allocated memory are written to
-`results/qwen3_step_<device>.json` after every job. Each job runs in its own process, so that peaks of memory
-are separate, and is stopped when `--minutes` are over; what it has found until then is kept.
+context where all policies fit, the gradients of each are compared with those in float32 by plain loops. A
+policy that is farther from these than the first one is, by more than rounding explains, is not timed. Last,
+forward and backward of the model are timed. Medians, tokens per second, the share of the measured bf16
+matrix-product peak and the peak of allocated memory are written to `results/qwen3_step_<device>.json` after
+every job. Each job runs in its own process, so that peaks of memory are separate, and is stopped when
+`--minutes` are over; what it has found until then is kept.
 
 Utilisation counts three forward passes and no recomputation, 96 GFLOP per token at 65,536 tokens.
 """
@@ -45,7 +47,7 @@ from . import attention_layer, expert_layer
 from .qwen3_context import CONFIG, POLICIES, forward_and_backward
 from .record import RESULTS, allocate_as_needed, write_results
 
-_TOLERANCE = 1e-2  # of gradients in bfloat16: other fusions round otherwise
+_TOLERANCE = 1.2  # times the first policy's difference from float32: other fusions round otherwise
 _LONGEST_ROUNDS = 20  # seconds, after which no other round begins
 
 

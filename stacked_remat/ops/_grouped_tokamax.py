@@ -9,7 +9,7 @@ from jaxtyping import Array
 from ._grouped_linear import Kernels
 from ._tokamax import calling_tokamax, why_not_tokamax
 
-_TILE = 64  # elements of 16 bits, of which tiles are multiples
+_COPIED, _TILE = 8, 64  # elements of 16 bits: the least that a kernel copies, and a tile
 
 
 def against_tokamax() -> str | None:
@@ -28,7 +28,7 @@ def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
     # The kernel takes one order. Without a layout XLA transposes the stack that these are a slice of.
     w = layout.with_layout_constraint(w, layout.Layout((0, 1, 2)))
     names = base.TRANS_RHS_RAGGED_DOT_DIM_NUMS if transposed else base.DEFAULT_RAGGED_DOT_DIM_NUMS
-    found = _ragged_dot(_in_tiles(x, 1), _in_tiles(w, 2), sizes, names)
+    found = _ragged_dot(_aligned(x, 1, _COPIED), _aligned(w, 2, _COPIED), sizes, names)
     return found[:, : w.shape[1 if transposed else 2]]
 
 
@@ -38,7 +38,7 @@ def _outer(x: Array, y: Array, sizes: Array) -> Array:
 
     is_real = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
     # Rows of other experts in a tile are multiplied by zero, and those of none may hold anything.
-    wide = [_in_tiles(jnp.where(is_real, one, jnp.zeros((), one.dtype)), 1) for one in (x, y)]
+    wide = [_aligned(jnp.where(is_real, one, jnp.zeros((), one.dtype)), 1, _TILE) for one in (x, y)]
     tiles = [2 * _TILE if one.shape[1] % (2 * _TILE) == 0 else _TILE for one in wide]
     with calling_tokamax():
         found = transposed_ragged_dot_mgpu.transposed_ragged_dot(
@@ -53,9 +53,9 @@ def _outer(x: Array, y: Array, sizes: Array) -> Array:
     return found[:, : x.shape[1], : y.shape[1]]
 
 
-def _in_tiles(x: Array, axes: int) -> Array:
-    """With zeros to whole tiles in the last axes, as adapters are narrower."""
-    widths = [(0, -size % _TILE if axis >= x.ndim - axes else 0) for axis, size in enumerate(x.shape)]
+def _aligned(x: Array, axes: int, multiple: int) -> Array:
+    """With zeros to multiples of a number in the last axes."""
+    widths = [(0, -size % multiple if axis >= x.ndim - axes else 0) for axis, size in enumerate(x.shape)]
     return jnp.pad(x, widths)
 
 

@@ -80,6 +80,18 @@ TABLES = {
     "long-context-presets": Table(
         ("qwen3_presets_h200.json",), rows=("backend", "policy", "temporaries", "total", "host", _TO_TRUE)
     ),
+    "long-context-steps": Table(
+        ("qwen3_step_nvidia_h200.json",),
+        rows=("num_layers", "policy", "backends: experts", "seconds"),
+        only={"job": "step", "seconds": r"\d.*"},
+    ),
+    "long-context-kernels": Table(
+        ("qwen3_step_nvidia_h200.json",),
+        rows=("kind",),
+        columns=("policy",),
+        cells=("profiled_seconds",),
+        only={"job": "step", "kind": ".*[a-z]"},
+    ),
     "long-loops-time": Table(
         ("long_loops_cpu.json",), rows=("name",), columns=("case",), cells=("milliseconds",)
     ),

@@ -159,7 +159,7 @@ sum_of_rows.defvjp(
 
 def rows_of_pairs(x: Float[Array, "token choice"], groups: Groups) -> Float[Array, " row"]:
     """The pair of each row, zero for those that are not real."""
-    return x.reshape(-1).at[jnp.where(groups.real, groups.pair, x.size)].get(mode="fill", fill_value=0)
+    return rows_of_tokens(x.reshape(-1), groups._replace(row=groups.row.reshape(-1, 1)))
 
 
 def _rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Array, "row ..."]:

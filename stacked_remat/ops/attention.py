@@ -139,18 +139,18 @@ def _attend(
     Pos = Row.resize(Row.size * math.prod(jax.sharding.get_abstract_mesh().shape[one] for one in context))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
-        platform(),
-        query.dtype,
-        Pos.size,
-        HeadDim.size,
-        documents is not None,
-        blocks,
-        size,
-        devices_left_to_the_compiler(query.array),
-        bool(context),
+        platform=platform(),
+        dtype=query.dtype,
+        devices=devices_left_to_the_compiler(query.array),
+        position=Pos.size,
+        head_dim=HeadDim.size,
+        has_documents=documents is not None,
+        blocks=blocks,
+        batch=size,
+        has_rows=bool(context),
     )
     kind = "" if blocks.window is None else f"window {blocks.window}"
-    kernel = choose_backend("attention", BACKENDS, backend, call, kind).kernel
+    kernel = choose_backend("attention", BACKENDS, backend, call, kind)
     whole, shape = (*batch, Row, KVHeads, *group, HeadDim), (size, Row.size, KVHeads.size)
     query_array = query.rearrange(whole).array.reshape(*shape, groups, HeadDim.size)
     key_array, value_array = (

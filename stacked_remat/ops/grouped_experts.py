@@ -152,14 +152,16 @@ def grouped_experts(
     rebuild = functools.partial(layout.layer, shared=shared)
     x, choices, gates, arrays = divided_alike("grouped_experts", (x, choices, gates, arrays))
     facts = ExpertsFacts(
-        platform(),
-        x.dtype,
-        any(map(is_on_host, arrays)),
-        devices_left_to_the_compiler(x),
-        bool(jax.typeof(x).manual_axis_type.varying),
-        all("linear" in inspect.signature(fn).parameters for fn in (expert, saved) if fn is not None),
+        platform=platform(),
+        dtype=x.dtype,
+        devices=devices_left_to_the_compiler(x),
+        on_host=any(map(is_on_host, arrays)),
+        is_varying=bool(jax.typeof(x).manual_axis_type.varying),
+        takes_linear=all(
+            "linear" in inspect.signature(fn).parameters for fn in (expert, saved) if fn is not None
+        ),
     )
-    kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts).kernels
+    kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
     whole = functools.partial(layout.stacked, shared=shared)
     call = ExpertsCall(expert, saved, rebuild, Experts, block_size, blocks_at_once, kernels, whole)
     if exchange is not None:

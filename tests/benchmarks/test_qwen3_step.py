@@ -10,9 +10,10 @@ from benchmarks.attention_layer import CASES, differences
 from benchmarks.qwen3_context import CONFIG
 from benchmarks.qwen3_step import JOBS, heads_of, main, model_flops, random_parts
 from models.train_lm import LmRunConfig
-from stacked_remat.ops._attention_backends import BACKENDS, Backend
+from stacked_remat.ops._attention_backends import BACKENDS
 from stacked_remat.ops._attention_blockwise import BLOCKWISE
 from stacked_remat.ops._attention_rule import Kernel
+from stacked_remat.ops._backends import Backend
 from stacked_remat.training import parse_config
 
 from ..jaxprs import equations_of

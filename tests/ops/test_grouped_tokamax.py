@@ -50,7 +50,7 @@ def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
     hopper.compute_capability = capability
     call = ExpertsFacts(**(dict(platform="cuda", dtype=jnp.dtype("bfloat16")) | change))
     expected = "block" if message else "tokamax"
-    assert choose_backend("backend", EXPERT_BACKENDS, "auto", call) is EXPERT_BACKENDS[expected]
+    assert choose_backend("backend", EXPERT_BACKENDS, "auto", call) is EXPERT_BACKENDS[expected].kernel
     if message:
         with pytest.raises(ValueError, match=message):
             choose_backend("backend", EXPERT_BACKENDS, "tokamax", call)

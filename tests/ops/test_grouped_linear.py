@@ -272,9 +272,7 @@ def test_experts_divided_over_devices(plain):
 
     def local(weights, x, choices, gates):
         All = Axis("experts", 8)
-        return grouped_experts(
-            swiglu, weights, All, x, choices, gates, backend=plain, over=("expert",), block_size=2
-        )
+        return grouped_experts(swiglu, weights, All, x, choices, gates, backend=plain, over=("expert",))
 
     @jax.jit
     def gradients(weights, x, gates):

@@ -1,14 +1,16 @@
 """Runs Qwen3-30B-A3B at long context: gradients checked, then time, throughput and allocated memory.
 
     python -m benchmarks.qwen3_step --tokens 16384 65536 --minutes 10 --profile
+    python -m benchmarks.qwen3_step --jobs gradients step --tokens 65536 --overrides --model.num_layers 4
 
 For a GPU that holds the weights (an H200), which are random. First the kernels of attention are compared with
 its definition, with documents, a window and sinks; then attention and experts of one layer are timed. At a
-context where all policies fit, the gradients of each are compared with those of the first, and a policy whose
-gradients differ is not timed. Last, forward and backward of the model are timed. Medians, tokens per second,
-the share of the measured bf16 matrix-product peak and the peak of allocated memory are written to
-`results/qwen3_step_<device>.json` after every job. Each job runs in its own process, so that peaks of memory
-are separate, and is stopped when `--minutes` are over; what it has found until then is kept.
+context where all policies fit, the gradients of each are compared with those in float32 by plain loops. A
+policy that is farther from these than the first one is, by more than rounding explains, is not timed. Last,
+forward and backward of the model are timed. Medians, tokens per second, the share of the measured bf16
+matrix-product peak and the peak of allocated memory are written to `results/qwen3_step_<device>.json` after
+every job. Each job runs in its own process, so that peaks of memory are separate, and is stopped when
+`--minutes` are over; what it has found until then is kept.
 
 Utilisation counts three forward passes and no recomputation, 96 GFLOP per token at 65,536 tokens.
 """
@@ -35,7 +37,7 @@ from haliax import Axis
 
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from stacked_remat import OffloadError, check_offload
+from stacked_remat import OffloadError, ScanCheckpointSpec, check_offload
 from stacked_remat._placement import platform_of
 from stacked_remat.ops import backends_taken
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, parse_config
@@ -45,13 +47,23 @@ from . import attention_layer, expert_layer
 from .qwen3_context import CONFIG, POLICIES, forward_and_backward
 from .record import RESULTS, allocate_as_needed, write_results
 
-_TOLERANCE = 1e-2  # of gradients in bfloat16: other fusions round otherwise
+_TOLERANCE = 1.2  # times the difference of the first policy from float32: other fusions round otherwise
 _LONGEST_ROUNDS = 20  # seconds, after which no other round begins
+_LOOPS = ("--model.experts.backend", "block", "--model.attention.backend", "blockwise")
+_KINDS = {
+    "attention": "sdpa|fmha|flash|cudnn|attention",
+    "experts": "ragged_dot|mosaic",
+    "dense products": "nvjet|gemm|cutlass|cublas",
+    "copies": "transpose|[Mm]emcpy|copy",
+}
+"""Of kernels, by what their names have."""
 
 
 def main(arguments: list[str] | None = None) -> Path | None:
     options = _parser().parse_args(arguments)
-    config = parse_config(LmRunConfig, ["--config_path", str(options.config), *options.overrides])
+    config = _config(options)
+    if unknown := [name for name in options.policies if name not in _policies(config)]:
+        raise SystemExit(f"--policies {unknown[0]!r} is none of {', '.join(_policies(config))}")
     if options.alone:
         for row in JOBS[options.alone](config, options):
             print(json.dumps(row), flush=True)
@@ -76,15 +88,17 @@ def main(arguments: list[str] | None = None) -> Path | None:
         write_results(path, check_tokens=options.check, **device, rows=rows)
 
     for name in ("kernels", "attention", "experts", "gradients"):
-        keep(name, job(name, options.policies, options.layers))
-    agreeing = [
-        row["policy"] for row in rows if row["job"] == "gradients" and row.get("off", 1) <= _TOLERANCE
-    ]
-    for tokens in options.tokens:
+        if name in options.jobs:
+            keep(name, job(name, options.policies, options.layers))
+    compared = {row["policy"]: row["off"] for row in rows if row["job"] == "gradients" and "off" in row}
+    agreeing = [name for name, off in compared.items() if off <= _TOLERANCE * next(iter(compared.values()))]
+    if "gradients" not in options.jobs:
+        agreeing = options.policies
+    for tokens in options.tokens if "step" in options.jobs else ():
         for policy in agreeing:
             found = job("step", [policy], [tokens])
             for row in found:
-                row |= {"tokens": tokens, "policy": policy}
+                row |= {"tokens": tokens, "policy": policy, "num_layers": config.model.num_layers}
                 if "seconds" in row:
                     useful = model_flops(config, tokens) * tokens / row["seconds"]
                     row["utilisation_of_matmul_peak"] = useful / device["matmul_peak"]
@@ -97,6 +111,14 @@ def main(arguments: list[str] | None = None) -> Path | None:
         reasons = [row["refused"] for row in rows if row["job"] == "gradients" and "refused" in row]
         raise SystemExit(f"gradients differ or are missing, not timed: {', '.join([*wrong, *reasons])}")
     return path
+
+
+def _config(options: argparse.Namespace, *more: str) -> LmRunConfig:
+    return parse_config(LmRunConfig, ["--config_path", str(options.config), *options.overrides, *more])
+
+
+def _policies(config: LmRunConfig) -> dict[str, ScanCheckpointSpec]:
+    return {"False": False, **POLICIES, **config.model.remat_presets}
 
 
 def model_flops(config: LmRunConfig, tokens: int) -> float:
@@ -224,23 +246,33 @@ def _experts(config: LmRunConfig, options: argparse.Namespace) -> Rows:
 
 
 def _gradients(config: LmRunConfig, options: argparse.Namespace) -> Rows:
-    """The relative difference between the gradients of each policy and of the first.
+    """The relative difference between the gradients of each policy and those in float32, by plain loops.
 
     Raises:
-        ArithmeticError: the gradients of the first are zero or not finite.
+        ArithmeticError: these are zero or not finite.
     """
-    reference = None
     parts = random_parts(forward_and_backward(config, options.check)[1][1])
-    for name in options.policies:
+
+    def gradients(config: LmRunConfig, name: str) -> list[Any]:
         run, batch = _compiled(config, options.check, name)
-        gradients = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(run(batch, parts)[1])]
-        reference = gradients if reference is None else reference
-        squares = [(jnp.sum((a - b) ** 2), jnp.sum(b**2)) for a, b in zip(gradients, reference, strict=True)]
-        off, whole = (float(sum(column)) ** 0.5 for column in zip(*squares, strict=True))
-        if not 0 < whole < float("inf"):
-            raise ArithmeticError(f"the norm of the gradients of {name} is {whole}")
-        # NaN can't be written as JSON.
-        yield {"policy": name, "off": off / whole if off < float("inf") else 1e300}
+        return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(run(batch, parts)[1])]
+
+    with jax.default_matmul_precision("highest"):
+        exact = gradients(_config(options, "--model.compute_dtype", "float32", *_LOOPS), "True")
+    first = None
+    for name in options.policies:
+        found = gradients(config, name)
+        first = found if first is None else first
+        yield {"policy": name, "off": _off(found, exact), "off_first": _off(found, first)}
+
+
+def _off(found: list[Any], wanted: list[Any]) -> float:
+    """The norm of the difference, relative."""
+    squares = [(jnp.sum((a - b) ** 2), jnp.sum(b**2)) for a, b in zip(found, wanted, strict=True)]
+    off, whole = (float(sum(column)) ** 0.5 for column in zip(*squares, strict=True))
+    if not 0 < whole < float("inf"):
+        raise ArithmeticError(f"the norm of the gradients to compare with is {whole}")
+    return off / whole if off < float("inf") else 1e300  # NaN can't be written as JSON
 
 
 def _offload_check() -> str:
@@ -256,7 +288,7 @@ def _compiled(config: LmRunConfig, tokens: int, name: str) -> tuple[Callable[...
     axes = (Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, tokens))
     ids = hax.random.randint(jax.random.key(1), axes, 0, config.resolved(check_folder=False).Vocab.size)
     batch = TokenBatch(ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
-    return eqx.filter_jit(fn(POLICIES[name])), batch
+    return eqx.filter_jit(fn(_policies(config)[name])), batch
 
 
 def _step(config: LmRunConfig, options: argparse.Namespace) -> Rows:
@@ -285,7 +317,7 @@ def _step(config: LmRunConfig, options: argparse.Namespace) -> Rows:
 
 
 def _longest(call: Callable[[], Any]) -> Rows:
-    """The programs of a device, or on a CPU the operations, in which a call spends most time."""
+    """The time of a call by kinds of kernels, and those with most of it; of operations on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(call())
@@ -297,6 +329,11 @@ def _longest(call: Callable[[], Any]) -> Rows:
     for event in events:
         if "dur" in event and re.match("Stream|tf_XLA", threads.get((event["pid"], event["tid"]), "")):
             took[event["name"]] += event["dur"]
+    of_kinds: Counter[str] = Counter()
+    for name, spent in took.items():
+        found = (kind for kind, pattern in _KINDS.items() if re.search(pattern, name))
+        of_kinds[next(found, "others")] += spent
+    yield from ({"kind": name, "profiled_seconds": spent / 1e6} for name, spent in of_kinds.most_common())
     yield from ({"longest": name, "profiled_seconds": spent / 1e6} for name, spent in took.most_common(20))
 
 
@@ -322,8 +359,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--tokens", type=_at_least_one, nargs="+", default=[8_192, 32_768, 65_536])
     parser.add_argument(
-        "--policies", nargs="+", default=["True", "nested", "offload"], choices=list(POLICIES)
+        "--policies", nargs="+", default=["True", "nested", "offload"], help="and presets of the model"
     )
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
     parser.add_argument(
         "--check", type=_at_least_one, default=4_096, help="context at which gradients are compared"
     )

@@ -1,6 +1,5 @@
 """Implementations of causal attention, and which calls each supports."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -13,47 +12,19 @@ from ._attention_cudnn import CUDNN
 from ._attention_rule import Blocks, Kernel, Key, Query, Sight, Sinks
 from ._attention_splash import splash_block_size, splash_kernel
 from ._attention_tokamax import TOKAMAX, against_tokamax
-from ._backends import ELSEWHERE
+from ._backends import HALVES, Backend, Call
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """What decides whether a backend supports a call.
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(Call):
+    """See `Call`; `position` and `batch` are sizes; with `has_rows` queries are of some positions only."""
 
-    Attributes:
-        platform: of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`.
-        dtype: of queries, keys and values.
-        position: number of positions.
-        head_dim: width of a head.
-        has_documents: whether there are document boundaries.
-        blocks: scale, block size and window.
-        batch: number of sequences.
-        devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
-        has_rows: whether the queries are those of some positions only.
-    """
-
-    platform: str
-    dtype: jnp.dtype
     position: int
     head_dim: int
     has_documents: bool
     blocks: Blocks
     batch: int = 1
-    devices: int = 1
     has_rows: bool = False
-
-
-@dataclass(frozen=True)
-class Backend:
-    """An implementation of causal grouped-query attention.
-
-    Attributes:
-        kernel: None for the definition, with all scores in memory at once.
-        reason_against: why a call is not supported; None if it is.
-    """
-
-    kernel: Kernel | None
-    reason_against: Callable[[AttentionCall], str | None] = lambda call: None
 
 
 def exact_attention(
@@ -77,12 +48,7 @@ def exact_attention(
     return checkpoint_name(attended.astype(query.dtype), "attention_output")
 
 
-def _against_gpu(call: AttentionCall, widest: int) -> str | None:
-    """Why a kernel for NVIDIA GPUs, for heads up to so wide, does not support a call."""
-    if call.platform != "cuda":
-        return f"{ELSEWHERE}NVIDIA GPUs, and the program is for {call.platform!r}"
-    if call.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16, not {call.dtype}"
+def _against_width(call: AttentionCall, widest: int) -> str | None:
     if call.head_dim > widest or call.head_dim % 8:
         return f"it takes head widths that are multiples of 8 up to {widest}, not {call.head_dim}"
     return None
@@ -91,7 +57,7 @@ def _against_gpu(call: AttentionCall, widest: int) -> str | None:
 def _against_cudnn(call: AttentionCall) -> str | None:
     # 256 on GPUs from Hopper on. JAX too asks the attached GPU, even in a compilation for another.
     capability = float(getattr(jax.local_devices()[0], "compute_capability", "0"))
-    if reason := _against_gpu(call, 256 if capability >= 9.0 else 128):
+    if reason := _against_width(call, 256 if capability >= 9.0 else 128):
         return reason
     if call.has_documents:
         return "it has no document boundaries: its statistics would take memory for documents x positions"
@@ -102,43 +68,22 @@ def _against_cudnn(call: AttentionCall) -> str | None:
     return None
 
 
-def _against_tokamax(call: AttentionCall) -> str | None:
-    if reason := _against_gpu(call, 256) or against_tokamax():
-        return reason
-    return _against_compiler(call)
-
-
-def _against_compiler(call: AttentionCall) -> str | None:
-    if call.devices == 1:
-        return None
-    return (
-        f"the compiler can't divide it among {call.devices} devices: call it inside "
-        "jax.shard_map(..., check_vma=False)"
-    )
-
-
 def _against_splash(call: AttentionCall) -> str | None:
-    if call.platform != "tpu":
-        return f"{ELSEWHERE}TPUs, and the program is for {call.platform!r}"
     if call.has_rows:
         return "the axis of positions is divided over devices, and its table of blocks is for all queries"
-    if call.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 and float32, not {call.dtype}"
     if call.head_dim > 512:
         return f"its blocks fit a TPU's vector memory for heads up to 512 wide, not {call.head_dim}"
-    if reason := _against_compiler(call):
-        return reason
     sequences = call.batch if call.has_documents else 1
     row_bytes = call.head_dim * call.dtype.itemsize
     size = splash_block_size(call.position, sequences, call.blocks.window, row_bytes)
     return size if isinstance(size, str) else None
 
 
-BACKENDS: dict[str, Backend] = {
-    "cudnn": Backend(CUDNN, _against_cudnn),  # NVIDIA's fused kernels
-    "tokamax": Backend(TOKAMAX, _against_tokamax),  # on Hopper and Blackwell GPUs
-    "splash": Backend(splash_kernel(), _against_splash),  # JAX's kernels for TPUs
+BACKENDS: dict[str, Backend[Kernel | None]] = {
+    "cudnn": Backend(CUDNN, "cuda", HALVES, _against_cudnn, is_partitioned=True),
+    "tokamax": Backend(TOKAMAX, "cuda", HALVES, lambda call: _against_width(call, 256) or against_tokamax()),
+    "splash": Backend(splash_kernel(), "tpu", (jnp.bfloat16, jnp.float32), _against_splash),
     "blockwise": Backend(BLOCKWISE),
-    "exact": Backend(None),
+    "exact": Backend(None),  # the definition, with all scores in memory at once
 }
 """By name, in the order in which `"auto"` tries them."""

@@ -4,29 +4,73 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array
+
+K = TypeVar("K")
+_DEVICES = {"cuda": "NVIDIA GPUs", "tpu": "TPUs"}
+HALVES = (jnp.bfloat16, jnp.float16)
 
 
 class UnsupportedCallError(ValueError):
     """An operation can't do what a call asks for on this device or mesh; the message names the fix."""
 
 
-class Backend(Protocol):
-    """An implementation of an operation."""
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What decides whether a backend supports a call.
 
-    @property
-    def reason_against(self) -> Callable[[Any], str | None]:
+    Attributes:
+        platform: of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`.
+        dtype: of what is computed.
+        devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
+    """
+
+    platform: str
+    dtype: Any
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Backend(Generic[K]):
+    """An implementation of an operation.
+
+    Attributes:
+        kernel: what computes it.
+        platform: which one it is for; None for all.
+        dtypes: those that it takes, where it is for one platform.
+        against: why a call is not supported, besides these; None if it is.
+        is_partitioned: whether the compiler divides it among devices.
+    """
+
+    kernel: K
+    platform: str | None = None
+    dtypes: tuple[Any, ...] = ()
+    against: Callable[[Any], str | None] = lambda call: None
+    is_partitioned: bool = False
+
+    def reason_against(self, call: Call) -> str | None:
         """Why a call is not supported; None if it is."""
-        ...
-
-
-B = TypeVar("B", bound=Backend)
-ELSEWHERE = "it runs on "
-"""How a reason begins that is the platform."""
+        if self.platform is None:
+            return None
+        if call.platform != self.platform:
+            return f"it runs on {_DEVICES[self.platform]}, and the program is for {call.platform!r}"
+        if call.dtype not in self.dtypes:
+            names = " and ".join(jnp.dtype(one).name for one in self.dtypes)
+            return f"it takes {names}, not {call.dtype}"
+        if reason := self.against(call):
+            return reason
+        if call.devices == 1 or self.is_partitioned:
+            return None
+        return (
+            f"the compiler can't divide it among {call.devices} devices: call it inside "
+            "jax.shard_map(..., check_vma=False)"
+        )
 
 
 _taken = ContextVar[dict[str, str] | None]("taken", default=None)
@@ -48,30 +92,30 @@ def backends_taken() -> Iterator[dict[str, str]]:
         _taken.reset(token)
 
 
-def first_supported(backends: Mapping[str, Backend], call: Any) -> tuple[str, list[str]]:
-    """The name of what `"auto"` is for a call, and why not those before it that run on this platform.
+def first_supported(backends: Mapping[str, Backend[Any]], call: Call) -> tuple[str, list[str]]:
+    """The name of what `"auto"` is for a call, and why not those before it that are for this platform.
 
     Args:
         backends: by name, in the order in which they are tried; the last supports every call.
-        call: what their `reason_against` takes.
+        call: what is computed.
     """
     reasons: list[str] = []
     for name, backend in backends.items():
         if (reason := backend.reason_against(call)) is None:
             return name, reasons
-        if not reason.startswith(ELSEWHERE):
+        if backend.platform == call.platform:
             reasons.append(f"not {name}: {reason}")
     raise AssertionError("the last backend supports every call")
 
 
-def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any, kind: str = "") -> B:
-    """The backend of that name, or for `"auto"` the first that supports the call.
+def choose_backend(of: str, backends: Mapping[str, Backend[K]], name: str, call: Call, kind: str = "") -> K:
+    """The kernel of the backend of that name, or for `"auto"` of the first that supports the call.
 
     Args:
         of: the operation, as in `"attention"`.
         backends: by name, in the order in which `"auto"` tries them.
         name: one of them, or `"auto"`.
-        call: what their `reason_against` takes.
+        call: what is computed.
         kind: of the call, as in `"window 128"`, for `backends_taken`.
 
     Raises:
@@ -90,7 +134,7 @@ def choose_backend(of: str, backends: Mapping[str, B], name: str, call: Any, kin
     if (taken := _taken.get()) is not None:
         why = f" ({'; '.join(reasons)})" if reasons else ""
         taken[f"{of}, {kind}" if kind else of] = name + why
-    return backends[name]
+    return backends[name].kernel
 
 
 def devices_left_to_the_compiler(x: Array) -> int:

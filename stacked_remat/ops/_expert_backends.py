@@ -1,7 +1,6 @@
 """Implementations of grouped experts, and which calls each supports."""
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,61 +9,32 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._placement import compiled_for, platform
-from ._backends import ELSEWHERE, first_supported
+from ._backends import HALVES, Backend, Call, first_supported
 from ._grouped_linear import Kernels
 from ._grouped_tokamax import against_tokamax, tokamax_kernels
 
 
-@dataclass(frozen=True)
-class ExpertsFacts:
-    """What decides whether a backend supports a call.
+@dataclass(frozen=True, kw_only=True)
+class ExpertsFacts(Call):
+    """See `Call`.
 
     Attributes:
-        platform: of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`.
-        dtype: of the tokens.
         on_host: whether some weights are in host memory.
-        devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
         is_varying: whether types say over which devices values vary, as with `check_vma=True`.
         takes_linear: whether the expert applies its maps by a function that it is given.
     """
 
-    platform: str
-    dtype: Any
     on_host: bool = False
-    devices: int = 1
     is_varying: bool = False
     takes_linear: bool = True
 
 
-@dataclass(frozen=True)
-class ExpertsBackend:
-    """An implementation of grouped experts.
-
-    Attributes:
-        kernels: its grouped products; None for the walk over blocks.
-        reason_against: why a call is not supported; None if it is.
-    """
-
-    kernels: Kernels | None
-    reason_against: Callable[[ExpertsFacts], str | None] = lambda call: None
-
-
-def against_kernels(call: ExpertsFacts, platform: str, name: str, dtypes: Sequence[Any]) -> str | None:
-    """Why kernels for some dtypes, on a platform that users know by this name, do not support a call."""
-    if call.platform != platform:
-        return f"{ELSEWHERE}{name}, and the program is for {call.platform!r}"
-    if call.dtype not in dtypes:
-        *some, last = (jnp.dtype(one).name for one in dtypes)
-        return f"it takes {', '.join(some)} and {last}, not {call.dtype}"
+def _against_products(call: ExpertsFacts) -> str | None:
+    """Why no kernels of grouped products support a call."""
     if not call.takes_linear:
         return "its expert has no argument `linear`, by which it would map the rows of all experts at once"
     if call.on_host:
         return "weights are in host memory, from which the block walk alone reads the experts that are chosen"
-    if call.devices > 1:
-        return (
-            f"the compiler can't divide it among {call.devices} devices: call it inside "
-            "jax.shard_map(..., check_vma=False)"
-        )
     if call.is_varying:
         return (
             "its kernels do not say over which devices results vary: use jax.shard_map with check_vma=False"
@@ -110,18 +80,12 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
     return Kernels(product, outer, _ROWS_OF_TILE)
 
 
-EXPERT_BACKENDS: dict[str, ExpertsBackend] = {
-    "megablox": ExpertsBackend(
-        megablox_kernels(),
-        lambda call: against_kernels(call, "tpu", "TPUs", (jnp.bfloat16, jnp.float32)),
+EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
+    "megablox": Backend(megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _against_products),
+    "tokamax": Backend(
+        tokamax_kernels(), "cuda", HALVES, lambda call: _against_products(call) or against_tokamax()
     ),
-    "tokamax": ExpertsBackend(
-        tokamax_kernels(),
-        lambda call: (
-            against_kernels(call, "cuda", "NVIDIA GPUs", (jnp.bfloat16, jnp.float16)) or against_tokamax()
-        ),
-    ),
-    "block": ExpertsBackend(None),  # supports every call
+    "block": Backend(None),  # the walk over blocks
 }
 """By name, in the order in which `"auto"` tries them."""
 
@@ -134,4 +98,4 @@ def expert_backend(dtype: Any, device: Any) -> str:
         device: as `stacked_remat.memory.find_target(...).devices()` has them.
     """
     with compiled_for(device):
-        return first_supported(EXPERT_BACKENDS, ExpertsFacts(platform(), jnp.dtype(dtype)))[0]
+        return first_supported(EXPERT_BACKENDS, ExpertsFacts(platform=platform(), dtype=jnp.dtype(dtype)))[0]

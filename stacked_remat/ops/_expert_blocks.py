@@ -36,10 +36,9 @@ class BlockPlan(NamedTuple):
     real: Bool[Array, "iteration block row"]
 
 
-def block_plans(
-    choices: Int[Array, "token choice"], experts: int, size: int, at_once: int
-) -> list[BlockPlan]:
-    """The blocks of `size` rows; on a CPU also of half as many, an expert's last one if its rows fit."""
+def block_plans(choices: Int[Array, "token choice"], experts: int) -> list[BlockPlan]:
+    """The blocks; on a CPU also some of half as many rows, an expert's last one if its rows fit."""
+    size, at_once = sizes_of_blocks(choices.size, experts)
     flat = choices.reshape(-1).astype(jnp.int32)
     # Out-of-range choices are sorted last and not counted.
     flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
@@ -84,12 +83,14 @@ def _blocks(
     )
 
 
-def default_block_size(pairs: int, experts: int) -> int:
-    # A CPU skips blocks that are all padding.
-    size, padding = 8, 2 if platform() == "cpu" else 8
+def sizes_of_blocks(pairs: int, experts: int) -> tuple[int, int]:
+    """The rows of a block, and the blocks of an iteration: on a CPU, where batched products are slow, one."""
+    # A CPU skips blocks that are all padding, so that devices that send each other data within an expert must
+    # have the same choices.
+    size, padding, at_once = (8, 2, 1) if platform() == "cpu" else (8, 8, 8)
     while size < 256 and size * 2 * padding * experts <= pairs:
         size *= 2
-    return size
+    return size, at_once
 
 
 class BlockLoop(ExpertLoop):

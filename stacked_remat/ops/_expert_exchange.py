@@ -28,57 +28,19 @@ _PARTS = 8  # rounds of an even routing, and about one more where it is uneven
 _MOST_BYTES = 2**29  # of the rows of a round
 
 
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """How rows are exchanged.
+def devices_along(over: Sequence[str]) -> int:
+    """How many devices there are along axes of the mesh.
 
-    Attributes:
-        over: the axes of the mesh over which experts are divided.
-        devices: how many there are along these.
-        slots: rows that a device sends to each other one in a round.
-        even_rounds: how many an even routing takes.
+    Raises:
+        ValueError: it is not called inside of `jax.shard_map` over these.
     """
-
-    over: tuple[str, ...]
-    devices: int
-    slots: int
-    even_rounds: int
-
-    @staticmethod
-    def of(over: Sequence[str], pairs: int, row_bytes: int) -> "Exchange":
-        """For so many (token, expert) pairs on each device.
-
-        Raises:
-            ValueError: it is not called inside of `jax.shard_map` over these axes.
-        """
-        try:
-            devices = math.prod(lax.axis_size(one) for one in over)
-        except NameError:
-            raise ValueError(
-                f"`over` divides experts over {tuple(over)}, which are not all manual axes of a mesh here: "
-                "call grouped_experts inside jax.shard_map over them, or leave `over` out."
-            ) from None
-        to_each = -(-pairs // devices)
-        slots = max(min(-(-to_each // _PARTS), _MOST_BYTES // (devices * row_bytes)), 1)
-        return Exchange(tuple(over), devices, slots, -(-to_each // slots))
-
-    @property
-    def rows(self) -> int:
-        """How many rows a device has in a round."""
-        return self.devices * self.slots
-
-    def run(
-        self, apply: Apply, x: Array, choices: Array, gates: Array, weights: Sequence[Array], experts: int
-    ) -> Array:
-        """The sum over each token's chosen experts, of which this device has `experts`."""
-        if x.shape[0] == 0:
-            return apply(x, choices, gates, weights)
-        routes = _routes(choices, experts, self)
-        return _exchanged(_Rounds(self, apply), Inputs(x, gates, tuple(weights)), routes)
-
-    def swap(self, rows: Array) -> Array:
-        """`[device, slot, ...]`, what is for each device, to what is from each device. Its own inverse."""
-        return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
+    try:
+        return math.prod(lax.axis_size(one) for one in over)
+    except NameError:
+        raise ValueError(
+            f"`over` divides experts over {tuple(over)}, which are not all manual axes of a mesh here: call "
+            "grouped_experts inside jax.shard_map over them, or leave `over` out."
+        ) from None
 
 
 class _Routes(NamedTuple):
@@ -107,48 +69,76 @@ class _Sent(NamedTuple):
     real: Bool[Array, "device slot"]
 
 
-def _routes(choices: Int[Array, "token choice"], experts: int, exchange: Exchange) -> _Routes:
-    flat = choices.reshape(-1).astype(jnp.int32)
-    # Out-of-range choices are sorted last and go nowhere.
-    is_none = (flat < 0) | (flat >= experts * exchange.devices)
-    device = jnp.where(is_none, exchange.devices, flat // experts)
-    counts = jnp.zeros(exchange.devices, jnp.int32).at[device].add(1, mode="drop")
-    rounds = -(-jnp.max(counts) // exchange.slots)
-    return _Routes(
-        jnp.argsort(device, stable=True).astype(jnp.int32),
-        jnp.cumsum(counts) - counts,
-        counts,
-        flat % experts,
-        lax.pmax(rounds, exchange.over),
-    )
-
-
 @dataclass(frozen=True, eq=False)
-class _Rounds:
-    """The loops over rounds."""
+class Exchange:
+    """How rows are exchanged, in a loop over rounds.
 
-    exchange: Exchange
+    Attributes:
+        over: the axes of the mesh over which experts are divided.
+        devices: how many there are along these.
+        slots: rows that a device sends to each other one in a round.
+        even_rounds: how many an even routing takes.
+        apply: computes the rows that have arrived.
+    """
+
+    over: tuple[str, ...]
+    devices: int
+    slots: int
+    even_rounds: int
     apply: Apply
+
+    @staticmethod
+    def of(over: Sequence[str], pairs: int, row_bytes: int, apply: Apply) -> "Exchange":
+        """For so many (token, expert) pairs on each device."""
+        devices = devices_along(over)
+        to_each = -(-pairs // devices)
+        slots = max(min(-(-to_each // _PARTS), _MOST_BYTES // (devices * row_bytes)), 1)
+        return Exchange(tuple(over), devices, slots, -(-to_each // slots), apply)
+
+    def run(self, x: Array, choices: Array, gates: Array, weights: Sequence[Array], experts: int) -> Array:
+        """The sum over each token's chosen experts, of which this device has `experts`."""
+        if x.shape[0] == 0:
+            return self.apply(x, choices, gates, weights)
+        return _exchanged(self, Inputs(x, gates, tuple(weights)), self._routes(choices, experts))
+
+    def _routes(self, choices: Int[Array, "token choice"], experts: int) -> _Routes:
+        flat = choices.reshape(-1).astype(jnp.int32)
+        # Out-of-range choices are sorted last and go nowhere.
+        is_none = (flat < 0) | (flat >= experts * self.devices)
+        device = jnp.where(is_none, self.devices, flat // experts)
+        counts = jnp.zeros(self.devices, jnp.int32).at[device].add(1, mode="drop")
+        rounds = -(-jnp.max(counts) // self.slots)
+        return _Routes(
+            jnp.argsort(device, stable=True).astype(jnp.int32),
+            jnp.cumsum(counts) - counts,
+            counts,
+            flat % experts,
+            lax.pmax(rounds, self.over),
+        )
+
+    def swap(self, rows: Array) -> Array:
+        """`[device, slot, ...]`, what is for each device, to what is from each device. Its own inverse."""
+        return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
 
     def sent(self, routes: _Routes, choices: int, i: Array) -> _Sent:
         """The pairs of a round."""
-        slot = i * self.exchange.slots + jnp.arange(self.exchange.slots, dtype=jnp.int32)[None, :]
+        slot = i * self.slots + jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         last = routes.order.shape[0] - 1
         pair = routes.order[jnp.minimum(routes.first[:, None] + slot, last)]
         return _Sent(pair, pair // choices, slot < routes.counts[:, None])
 
     def arrived(self, inputs: Inputs, routes: _Routes, sent: _Sent) -> tuple[Inputs, Array]:
         """The rows and gates that this device gets in a round, with its weights, and their choices."""
-        rows = self.exchange.swap(masked(jnp.take(inputs.x, sent.token, axis=0), sent.real))
-        gates = self.exchange.swap(masked(inputs.gates.reshape(-1)[sent.pair], sent.real))
-        choices = self.exchange.swap(jnp.where(sent.real, routes.expert[sent.pair], -1))
+        rows = self.swap(masked(jnp.take(inputs.x, sent.token, axis=0), sent.real))
+        gates = self.swap(masked(inputs.gates.reshape(-1)[sent.pair], sent.real))
+        choices = self.swap(jnp.where(sent.real, routes.expert[sent.pair], -1))
         flat = inputs._replace(x=rows.reshape(-1, rows.shape[-1]), gates=gates.reshape(-1, 1))
         return flat, choices.reshape(-1, 1)
 
     def back(self, rows: Array, sent: _Sent) -> Array:
         """Rows of this device, or their cotangents, back where they came from, in float32."""
-        split = rows.reshape(self.exchange.devices, self.exchange.slots, *rows.shape[1:])
-        return masked(self.exchange.swap(split).astype(jnp.float32), sent.real)
+        split = rows.reshape(self.devices, self.slots, *rows.shape[1:])
+        return masked(self.swap(split).astype(jnp.float32), sent.real)
 
     def forward(self, inputs: Inputs, routes: _Routes) -> Array:
         """The sums of all tokens."""
@@ -160,7 +150,7 @@ class _Rounds:
 
         shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
         start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
-        with expected_trips(self.exchange.even_rounds):
+        with expected_trips(self.even_rounds):
             out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
 
@@ -170,7 +160,7 @@ class _Rounds:
         def one(i: Array, gradients: Inputs) -> Inputs:
             sent = self.sent(routes, inputs.gates.shape[1], i)
             own, choices = self.arrived(inputs, routes, sent)
-            of_rows = self.exchange.swap(masked(jnp.take(cotangent, sent.token, axis=0), sent.real))
+            of_rows = self.swap(masked(jnp.take(cotangent, sent.token, axis=0), sent.real))
             _, pullback = vjp_of_part(lambda own: self.apply(own.x, choices, *own[1:]), own, perturbed)
             (new,) = pullback(of_rows.reshape(-1, of_rows.shape[-1]))
             of_x, of_gates, of_weights = gradients
@@ -186,20 +176,16 @@ class _Rounds:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), perturbed_part(flat, perturbed)
         )
         start = zeros_after((inputs.x, routes, cotangent), wanted)
-        with expected_trips(self.exchange.even_rounds):
+        with expected_trips(self.even_rounds):
             gradients = lax.fori_loop(0, routes.rounds, one, start)
         wanted = perturbed_part(inputs, perturbed)
         return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
 
 
-def _run(rounds: _Rounds, inputs: Inputs, routes: _Routes) -> Array:
-    return rounds.forward(inputs, routes)
-
-
-def _backward(rounds: _Rounds, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
+def _backward(exchange: Exchange, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
     inputs, routes = residuals
     perturbed = jax.tree.unflatten(jax.tree.structure(inputs), wanted)
-    return rounds.backward(perturbed, inputs, routes, cotangent)
+    return exchange.backward(perturbed, inputs, routes, cotangent)
 
 
-_exchanged = perturbed_vjp(_run, _backward)
+_exchanged = perturbed_vjp(Exchange.forward, _backward)

@@ -89,10 +89,9 @@ class _Dot(NamedTuple):
 
 def _dot(dot: _Dot, operands: tuple[Array, Array], sizes: Sizes) -> Array:
     def product(x: Array, w: Array, sizes: Sizes) -> Array:
-        with known_products(2 * x.size * w.shape[1 if dot.transposed else 2]):
-            return dot.kernels.product(x, w, sizes, dot.transposed)
+        return dot.kernels.product(x, w, sizes, dot.transposed)
 
-    return _in_sequence(product, *operands, sizes)
+    return _called(product, operands[1].shape[1 if dot.transposed else 2], *operands, sizes)
 
 
 def _dot_backward(dot: _Dot, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
@@ -105,11 +104,7 @@ def _dot_backward(dot: _Dot, wanted: tuple[bool, ...], residuals: Any, ct: Array
 
 
 def _outer(kernels: Kernels, operands: tuple[Array, Array], sizes: Sizes) -> Array:
-    def outer(x: Array, y: Array, sizes: Sizes) -> Array:
-        with known_products(2 * x.size * y.shape[1]):
-            return kernels.outer(x, y, sizes)
-
-    return _in_sequence(outer, *operands, sizes)
+    return _called(kernels.outer, operands[1].shape[1], *operands, sizes)
 
 
 def _outer_backward(kernels: Kernels, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
@@ -124,13 +119,18 @@ grouped_dot = perturbed_vjp(_dot, _dot_backward)
 grouped_outer = perturbed_vjp(_outer, _outer_backward)
 
 
-def _in_sequence(kernel: Callable[..., Array], *arrays: Array) -> Array:
-    """The kernel of the arrays; under `jax.vmap` of one example after the other.
+def _called(kernel: Callable[..., Array], columns: int, *arrays: Array) -> Array:
+    """The kernel of the arrays, whose FLOPs are known; under `jax.vmap` of one example after the other.
 
     A batch is another axis of a kernel's grid: on GPUs there may be three, and JAX's kernel of outer products
     for TPUs then does not store those of its last expert (0.10.2, 0.12).
     """
-    return jax.custom_batching.sequential_vmap(kernel)(*arrays)
+
+    def counted(x: Array, other: Array, sizes: Sizes) -> Array:
+        with known_products(2 * x.size * columns):
+            return kernel(x, other, sizes)
+
+    return jax.custom_batching.sequential_vmap(counted)(*arrays)
 
 
 @jax.custom_vjp
@@ -159,7 +159,7 @@ sum_of_rows.defvjp(
 
 def rows_of_pairs(x: Float[Array, "token choice"], groups: Groups) -> Float[Array, " row"]:
     """The pair of each row, zero for those that are not real."""
-    return x.reshape(-1).at[jnp.where(groups.real, groups.pair, x.size)].get(mode="fill", fill_value=0)
+    return rows_of_tokens(x.reshape(-1), groups._replace(row=groups.row.reshape(-1, 1)))
 
 
 def _rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Array, "row ..."]:

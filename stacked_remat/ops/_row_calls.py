@@ -12,17 +12,25 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .._noted import is_noting
+
 T = TypeVar("T")
 
 
 def call_on_rows(fn: Callable[[Any, Any], T], rows: Any, shared: Any) -> T:
     """`fn(rows, shared)`; in `jax.vmap` where `shared` is the same for all, of all rows in one dimension.
 
+    That is for one example of several, within `noting`. Elsewhere it is a plain call.
+
     Args:
         fn: takes and returns trees of arrays; those of `rows` and of the result have the rows in front.
         rows: arrays with as many rows each.
         shared: what all rows share.
     """
+    return _bind(fn, rows, shared) if is_noting() else fn(rows, shared)
+
+
+def _bind(fn: Callable[[Any, Any], T], rows: Any, shared: Any) -> T:
     leaves, tree = jax.tree.flatten((rows, shared))
     closed, types = jax.make_jaxpr(fn, return_shape=True)(rows, shared)
     count = len(jax.tree.leaves(rows))
@@ -51,17 +59,13 @@ def _batched(axis: Any, leaves: Any, dims: Any, *, fn: Any, tree: Any, count: in
         mapped = jax.vmap(fn, **options)(*jax.tree.unflatten(tree, leaves))
         return jax.tree.leaves(mapped), [0] * len(jax.tree.leaves(mapped))
 
-    def flat(rows: Any, shared: Any) -> list[Any]:
-        merged = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in rows]
-        found = jax.tree.leaves(call_on_rows(fn, *jax.tree.unflatten(tree, [*merged, *shared])))
-        return [leaf.reshape(len(rows[0]), -1, *leaf.shape[1:]) for leaf in found]
-
     rows = [
         jnp.broadcast_to(leaf, (axis.size, *leaf.shape)) if dim is None else jnp.moveaxis(leaf, dim, 0)
         for leaf, dim in zip(leaves[:count], dims, strict=False)
     ]
-    found = flat(rows, list(leaves[count:]))
-    return found, [0] * len(found)
+    merged = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in rows]
+    found = jax.tree.leaves(_bind(fn, *jax.tree.unflatten(tree, [*merged, *leaves[count:]])))
+    return [leaf.reshape(axis.size, -1, *leaf.shape[1:]) for leaf in found], [0] * len(found)
 
 
 _rows_p = Primitive("rows")

@@ -20,6 +20,9 @@ from ._backends import choose_backend, devices_left_to_the_compiler
 from ._context_parallel import attend_in_context
 from .per_device import mesh_axes, per_device
 
+_BLOCKS = (512, 256)
+"""Positions in a block of the loop, and on a CPU, so that scores stay in its caches."""
+
 
 def causal_attention(
     query: NamedArray,
@@ -34,7 +37,6 @@ def causal_attention(
     sinks: NamedArray | None = None,
     scale: float | None = None,
     backend: str = "auto",
-    block_size: int | None = None,
 ) -> NamedArray:
     """Softmax attention of every position to itself and those before it (Ainslie et al. 2023 for groups).
 
@@ -60,14 +62,12 @@ def causal_attention(
             by a factor that is learnt.
         backend: `"auto"` for the first of `"cudnn"`, `"tokamax"`, `"splash"` and `"blockwise"` that supports
             the call, or one of these or `"exact"` by name.
-        block_size: positions in a block of the blockwise backend; by default 512, and on a CPU 256, so that
-            scores stay in its caches. The other backends choose their own.
 
     Returns:
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
 
     Raises:
-        ValueError: axes or dtypes do not match; a window or block size below 1; an unknown backend, or one
+        ValueError: axes or dtypes do not match; a window below 1; an unknown backend, or one
             that does not support the call, with the reason.
         NotImplementedError: a derivative of the gradient, except for `"exact"`.
 
@@ -88,20 +88,17 @@ def causal_attention(
     batch = tuple(axis for axis in key.axes if axis.name not in (position, heads, HeadDim.name))
     _check_documents(documents, (*batch, query.resolve_axis(position)))
     check_sinks(sinks, [axis for axis in query.axes if axis not in key.axes or axis.name == heads])
-    for what, number in (("window", window), ("block_size", block_size)):
-        if number is not None and (not isinstance(number, int | np.integer) or number < 1):
-            raise ValueError(f"{what} must be a number of positions, at least 1; got {number!r}.")
+    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(f"window must be a number of positions, at least 1; got {window!r}.")
     if isinstance(scale, jax.Array):
         raise ValueError(
             "scale must be a Python number; multiply query by a factor that is computed or learnt."
         )
     if query.size == 0:
         return query
-    if block_size is None:
-        block_size = 256 if platform() == "cpu" else 512
     factor = HeadDim.size**-0.5 if scale is None else scale
     window = None if window is None else int(window)
-    blocks = Blocks(factor, block_size, window, heads_first=platform() == "cpu")
+    blocks = Blocks(factor, _BLOCKS[platform() == "cpu"], window, heads_first=platform() == "cpu")
 
     attend = functools.partial(
         _attend, position=position, heads=heads, HeadDim=HeadDim, blocks=blocks, backend=backend
@@ -139,18 +136,18 @@ def _attend(
     Pos = Row.resize(Row.size * math.prod(jax.sharding.get_abstract_mesh().shape[one] for one in context))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
-        platform(),
-        query.dtype,
-        Pos.size,
-        HeadDim.size,
-        documents is not None,
-        blocks,
-        size,
-        devices_left_to_the_compiler(query.array),
-        bool(context),
+        platform=platform(),
+        dtype=query.dtype,
+        devices=devices_left_to_the_compiler(query.array),
+        position=Pos.size,
+        head_dim=HeadDim.size,
+        has_documents=documents is not None,
+        blocks=blocks,
+        batch=size,
+        has_rows=bool(context),
     )
     kind = "" if blocks.window is None else f"window {blocks.window}"
-    kernel = choose_backend("attention", BACKENDS, backend, call, kind).kernel
+    kernel = choose_backend("attention", BACKENDS, backend, call, kind)
     whole, shape = (*batch, Row, KVHeads, *group, HeadDim), (size, Row.size, KVHeads.size)
     query_array = query.rearrange(whole).array.reshape(*shape, groups, HeadDim.size)
     key_array, value_array = (

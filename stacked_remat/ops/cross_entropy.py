@@ -8,7 +8,6 @@ recomputes them.
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
-from .._noted import is_noting, noted
+from .._noted import noted
 from .._sweep.store import zeros_after
 from ._perturbed_vjp import perturbed_vjp
 from ._row_calls import call_on_rows
@@ -153,8 +152,7 @@ def _of_tokens(
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
     along = None if direction is None else direction.array.astype(flat.dtype)
     of_rows = functools.partial(_of_rows, z_loss=z_loss, chunk_size=chunk_size, names=names)
-    call = call_on_rows if is_noting() else operator.call
-    found: Any = call(of_rows, (flat, labels), (matrix, along))
+    found: Any = call_on_rows(of_rows, (flat, labels), (matrix, along))
 
     def of_tokens(each: Any) -> NamedArray:
         each = jnp.where(ignored, 0.0, each)

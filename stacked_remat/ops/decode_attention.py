@@ -63,16 +63,12 @@ def decode_attention(
             f"query.rename({{{slot!r}: 'query_position'}})."
         )
     check_axes(query, key, value, {HeadDim.name}, {slot, HeadDim.name})
-    if not set(positions.axes) <= set(query.axes) - {HeadDim}:
-        raise ValueError(
-            f"positions have {axes_text(positions.axes)}; they may have the axes of query, "
-            f"{axes_text(query.axes)}, but not {HeadDim.name}."
-        )
-    if sinks is not None and not set(sinks.axes) <= set(query.axes) - {HeadDim}:
-        raise ValueError(
-            f"sinks have {axes_text(sinks.axes)}; they may have the axes of query, {axes_text(query.axes)}, "
-            f"but not {HeadDim.name}."
-        )
+    for what, given in (("positions", positions), ("sinks", sinks)):
+        if given is not None and not set(given.axes) <= set(query.axes) - {HeadDim}:
+            raise ValueError(
+                f"{what} have {axes_text(given.axes)}; they may have the axes of query, "
+                f"{axes_text(query.axes)}, but not {HeadDim.name}."
+            )
     slots = hax.arange(key.resolve_axis(slot))
     distance = positions.broadcast_axis(slots.axes[0]) - slots
     visible = distance >= 0

@@ -24,9 +24,9 @@ from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import LayerStack, is_array, is_named, is_split, raw_array
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts
-from ._expert_blocks import BlockLoop, block_plans, default_block_size
+from ._expert_blocks import BlockLoop, block_plans
 from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
-from ._expert_exchange import Exchange
+from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import Expert, Inputs, InStack, Saved, apply_experts
 from ._grouped_linear import Kernels
 from ._row_calls import call_on_rows
@@ -43,8 +43,6 @@ def grouped_experts(
     *,
     saved: Saved | None = None,
     backend: str = "auto",
-    block_size: int | None = None,
-    blocks_at_once: int | None = None,
     over: Sequence[str] = (),
 ) -> Float[Array, "token out"]:
     """The sum over each token's chosen experts, weighted by their gates.
@@ -82,12 +80,6 @@ def grouped_experts(
             compiled, and not yet run on a device. They give an expert with an argument `linear` the weights
             of all experts, and a `linear` that maps each row by its own. `"auto"` is the one of them that
             supports the call, or `"block"`.
-        block_size: rows in a block of `"block"`. By default a power of two between 8 and 256 for which
-            padding is at most an eighth, if there are enough rows, and on a CPU half. From 64 on, a CPU takes
-            half as many in an expert's last block where its rows fit.
-        blocks_at_once: blocks that one iteration of the loop of `"block"` computes together; by default 8,
-            and on a CPU 1, where batched products are slow. With 1 a CPU skips blocks that are all padding,
-            so devices that send each other data within `expert` must have the same choices.
         over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
             `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
             to the devices of their experts and back. Nothing is `saved` then.
@@ -101,10 +93,11 @@ def grouped_experts(
             call is not inside of a `jax.shard_map` over it; an unknown backend, or one that does not support
             the call, with the reason.
 
-    Cost: with `n` pairs, `expert` on at most `n + experts * block_size` rows (and `blocks_at_once` more
-    blocks), once forward, and once and its two products backward; inputs that are not differentiated cost
-    neither arithmetic nor memory. In products of a gated MLP with gates before its last map, without padding
-    (a sixteenth at 65,536 tokens of 8 among 128 experts):
+    Cost: with `n` pairs, `expert` on at most `n + experts * block` rows, once forward, and once and its two
+    products backward; a block has 8 to 256 rows, so that padding is at most an eighth, on a CPU half, where
+    there are enough. Inputs that are not differentiated cost neither arithmetic nor memory. In products of a
+    gated MLP with gates before its last map, without padding (a sixteenth at 65,536 tokens of 8 among 128
+    experts):
 
     | | forward | backward, trained | backward, frozen | total / without recomputation, trained and frozen |
     |---|---|---|---|---|
@@ -128,42 +121,37 @@ def grouped_experts(
     """
     if Experts.size == 0:
         raise ValueError(f"{axes_text([Experts])} has no experts; there must be at least one.")
-    exchange = None
     if over:
-        exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize)
-        if Experts.size % exchange.devices:
+        devices = devices_along(over)
+        if Experts.size % devices:
             raise ValueError(
-                f"{axes_text([Experts])} can't be divided evenly over {exchange.over}, {exchange.devices} "
-                f"devices; take axes of the mesh that divide it."
+                f"{axes_text([Experts])} can't be divided evenly over {tuple(over)}, {devices} devices; take "
+                f"axes of the mesh that divide it."
             )
-        Experts, saved = Experts.resize(Experts.size // exchange.devices), None
+        Experts, saved = Experts.resize(Experts.size // devices), None
     stack, weights = (weights, weights.layer) if isinstance(weights, LayerStack) else (None, weights)
     layout, arrays, shared = _split(weights, Experts)
     in_stacks = [None] * len(arrays) if stack is None else _in_stacks(stack, weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
-    if block_size is None and exchange is not None:
-        block_size = default_block_size(exchange.rows, Experts.size)
-    if blocks_at_once is None:
-        blocks_at_once = 1 if platform() == "cpu" else 8
-    for what, number in (("block_size", block_size), ("blocks_at_once", blocks_at_once)):
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise ValueError(f"{what} must be an int, at least 1; got {number!r}.")
     rebuild = functools.partial(layout.layer, shared=shared)
     x, choices, gates, arrays = divided_alike("grouped_experts", (x, choices, gates, arrays))
     facts = ExpertsFacts(
-        platform(),
-        x.dtype,
-        any(map(is_on_host, arrays)),
-        devices_left_to_the_compiler(x),
-        bool(jax.typeof(x).manual_axis_type.varying),
-        all("linear" in inspect.signature(fn).parameters for fn in (expert, saved) if fn is not None),
+        platform=platform(),
+        dtype=x.dtype,
+        devices=devices_left_to_the_compiler(x),
+        on_host=any(map(is_on_host, arrays)),
+        is_varying=bool(jax.typeof(x).manual_axis_type.varying),
+        takes_linear=all(
+            "linear" in inspect.signature(fn).parameters for fn in (expert, saved) if fn is not None
+        ),
     )
-    kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts).kernels
+    kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
     whole = functools.partial(layout.stacked, shared=shared)
-    call = ExpertsCall(expert, saved, rebuild, Experts, block_size, blocks_at_once, kernels, whole)
-    if exchange is not None:
-        return exchange.run(call.run, x, choices, gates, arrays, Experts.size)
+    call = ExpertsCall(expert, saved, rebuild, Experts, kernels, whole)
+    if over:
+        exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize, call.run)
+        return exchange.run(x, choices, gates, arrays, Experts.size)
     return noted(call, functools.partial(call.run, in_stacks=in_stacks))(x, choices, gates, arrays)
 
 
@@ -172,12 +160,7 @@ class ExpertsCall:
     """A call of `grouped_experts`, on raw arrays.
 
     Attributes:
-        expert: see `grouped_experts`.
-        saved: see there.
         rebuild: makes one expert's tree of weights from a slice of each array.
-        Experts: see there.
-        block_size: see there; None for the default of as many rows as there are.
-        blocks_at_once: see there.
         kernels: what computes grouped products; None for the walk over blocks.
         whole: makes the tree of all experts' weights, for grouped products.
     """
@@ -186,8 +169,6 @@ class ExpertsCall:
     saved: Saved | None
     rebuild: Callable[[Any], Any]
     Experts: Axis
-    block_size: int | None
-    blocks_at_once: int
     kernels: Kernels | None = None
     whole: Callable[[Any], Any] | None = None
 
@@ -200,23 +181,20 @@ class ExpertsCall:
         in_stacks: Sequence[InStack | None] = (),
     ) -> Array:
         """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
-        if is_noting():  # one example of several
-            return call_on_rows(self._of_rows, (x, choices, gates), tuple(arrays))
-        return self._of_rows((x, choices, gates), arrays, in_stacks)
+        of_rows = functools.partial(self._of_rows, in_stacks=tuple(in_stacks) or (None,) * len(arrays))
+        return call_on_rows(of_rows, (x, choices, gates), tuple(arrays))
 
-    def _of_rows(self, rows: Any, arrays: Sequence[Array], in_stacks: Sequence[InStack | None] = ()) -> Array:
+    def _of_rows(self, rows: Any, arrays: tuple[Array, ...], in_stacks: tuple[InStack | None, ...]) -> Array:
         x, choices, gates = rows
         count = x.shape[0]
         if count == 0:
             x, choices, gates = jax.tree.map(
                 lambda some: jnp.zeros((1, *some.shape[1:]), some.dtype), (x, choices, gates)
             )
-        inputs = Inputs(x, gates, tuple(arrays))
-        in_stacks = tuple(in_stacks) or (None,) * len(arrays)
+        inputs = Inputs(x, gates, arrays)
         if self.kernels is None or self.whole is None:
             loop = BlockLoop(self.expert, self.saved, self.rebuild)
-            size = self.block_size or default_block_size(choices.size, self.Experts.size)
-            plan: Any = block_plans(choices, self.Experts.size, size, self.blocks_at_once)
+            plan: Any = block_plans(choices, self.Experts.size)
         else:
             loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
             chunks = chunks_of(choices.size, x, arrays)

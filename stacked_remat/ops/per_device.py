@@ -6,10 +6,8 @@ all. The caller names the axes over which an operation may be divided; Haliax's 
 """
 
 import contextlib
-import functools
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -58,7 +56,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
 
     Where an axis of the mesh is `AxisType.Explicit`, arguments are resharded first, to what the mapping says.
 
-    Cost: outside of `jax.jit` it compiles `fn`, once for calls of the same function, or of partials of it.
+    Cost: outside of `jax.jit` every call compiles `fn`.
     """
     cut, of_examples = _cut(over), _free_mesh_axes() & {*_examples_over.value}
     if not cut and not of_examples:
@@ -84,12 +82,10 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
                 f"it to no axis of the mesh."
             )
 
-    call, call_key = _held_weakly(fn)
-
     def own(arrays: Any) -> Any:
         mine = _map_arrays(lambda x: NamedArray(x.array, local(x.axes)) if is_named_array(x) else x, arrays)
         with free_axis_mapping():
-            results = call(*eqx.combine(mine, static, is_leaf=is_named_array))
+            results = fn(*eqx.combine(mine, static, is_leaf=is_named_array))
         return jax.tree.map(
             lambda axes, one: one.rearrange(local(axes)).array, out, results, is_leaf=_is_axes
         )
@@ -109,12 +105,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         check_vma=False,
     )
     if not any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
-        # Outside of jit, jax.shard_map takes no mesh with Auto axes.
-        mapping = tuple(
-            (name, ensure_tuple(to)) for name, to in (current_thread_local_mapping() or {}).items()
-        )
-        leaves, structure = jax.tree.flatten((static, specs, out, mapping))
-        run = _compiled_once(fn, (call_key, *leaves, *map(type, leaves), structure, *parts.items()), run)
+        run = jax.jit(run)  # outside of it, jax.shard_map takes no mesh with Auto axes
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
 
 
@@ -154,9 +145,12 @@ def unmapped(*axes: Axis) -> Iterator[None]:
     """
     names = {axis.name for axis in axes}
     mapping = current_thread_local_mapping() or {}
-    left = {name: physical for name, physical in mapping.items() if name not in names}
-    with axis_mapping(left) if left else no_axis_mapping():
+    with _mapping({name: physical for name, physical in mapping.items() if name not in names}):
         yield
+
+
+def _mapping(mapping: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    return axis_mapping(mapping) if mapping else no_axis_mapping()
 
 
 _examples_over = jax.make_user_context(default_value=())
@@ -184,39 +178,8 @@ def free_axis_mapping() -> Iterator[None]:
         name: tuple(one for one in ensure_tuple(physical) if one in free)
         for name, physical in (mapping or {}).items()
     }
-    left = {name: physical for name, physical in left.items() if physical}
-    with axis_mapping(left) if left else no_axis_mapping():
+    with _mapping({name: physical for name, physical in left.items() if physical}):
         yield
-
-
-def _held_weakly(fn: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """`fn` without a reference to its function, and what distinguishes it from other partials of that."""
-    arguments, options = (fn.args, fn.keywords) if isinstance(fn, functools.partial) else ((), {})
-    try:
-        held = weakref.ref(_function_of(fn))
-    except TypeError:
-        return fn, []  # which nothing is cached by
-
-    def call(*args: Any) -> Any:
-        return held()(*arguments, *args, **options)  # pyright: ignore[reportOptionalCall]
-
-    values = (*arguments, *options.values())
-    return call, (values, tuple(map(type, values)), tuple(options))
-
-
-def _function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fn.func if isinstance(fn, functools.partial) else fn
-
-
-_programs = weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, Callable[..., Any]]]()
-
-
-def _compiled_once(fn: Callable[..., Any], key: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit(run)`, the same for equal keys while the function of `fn` is alive."""
-    try:
-        return _programs.setdefault(_function_of(fn), {}).setdefault(key, jax.jit(run))
-    except TypeError:  # a part of the key, such as an array, has no hash
-        return jax.jit(run)
 
 
 def _is_any_array(node: Any) -> bool:

@@ -9,7 +9,6 @@ import haliax as hax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
 from ._rotary_scaling import DefaultRotary, RotaryScaling
@@ -55,9 +54,11 @@ def rotary_table(
         raise ValueError(f"positions already have the axis {HeadDim.name!r} of a head's coordinates.")
     scaling = DefaultRotary() if scaling is None else scaling
     frequencies = scaling.frequencies(HeadDim.size, theta)
-    cos, sin = _cos_and_sin(positions.array, frequencies.astype(np.float32), scaling.attention_factor_used)
-    axes = (*positions.axes, HeadDim.resize(HeadDim.size // 2))
-    return RotaryTable(hax.named(cos, axes), hax.named(sin, axes))
+    Half = HeadDim.resize(HeadDim.size // 2)
+    wide = positions.astype(jnp.float32).broadcast_to((*positions.axes, Half))
+    angles = wide * hax.named(frequencies.astype(np.float32), Half)
+    factor = scaling.attention_factor_used
+    return RotaryTable(hax.cos(angles) * factor, hax.sin(angles) * factor)
 
 
 def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray:
@@ -85,10 +86,3 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     first, second = wide[HeadDim, : pairs.size], wide[HeadDim, pairs.size :]
     rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]
     return hax.concatenate(HeadDim, rotated).rearrange(x.axes).astype(x.dtype)
-
-
-def _cos_and_sin(
-    positions: Int[Array, "*position"], frequencies: Float[np.ndarray, " half"], factor: float
-) -> tuple[Float[Array, "*position half"], Float[Array, "*position half"]]:
-    angles = positions.astype(jnp.float32)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor

@@ -40,14 +40,18 @@ MODELS = {
 }
 
 
-def config_of(kind):
+ONE = MeshConfig({"data": 1})
+CONTEXT = MeshConfig({"context": 2}, {"position": "context"}, {"embed": "context"})
+
+
+def config_of(kind, mesh=ONE):
     """Adapters of the decoder of two kinds of layers, and all weights of the others."""
     return LmRunConfig(
         model=MODELS[kind],
         vocab_size=257,
         lora=LoraConfig(rank=2) if kind == "gpt_oss" else None,
         data=DataConfig(seq_len=128, batch_size=1),
-        trainer=TrainerConfig(mesh=MeshConfig({"data": 1})),
+        trainer=TrainerConfig(mesh=mesh),
     ).resolved()
 
 
@@ -76,6 +80,15 @@ def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
     on_gpu, has_tokamax = target in ("h200", "b200"), importlib.util.find_spec("tokamax") is not None
     kernels = "tokamax" if on_gpu and has_tokamax else "blockwise" if on_gpu else "splash"
     assert taken and {name.split(" ")[0] for of, name in taken.items() if "attention" in of} == {kernels}
+
+
+@pytest.mark.target("cuda")
+def test_a_step_of_divided_positions_takes_kernels():
+    pytest.importorskip("tokamax")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
+        found = StepMemory(config_of("gpt_oss", CONTEXT), "h200", devices=2).report(True)
+    kernels = {name.split(" ")[0] for of, name in taken.items() if "attention" in of}
+    assert kernels == {"tokamax"} and found.devices == 2 and found.sent > 0
 
 
 FLOPS = {"qwen3": 662_831_104, "qwen3_moe": 640_811_056, "gpt_oss": 526_123_056}

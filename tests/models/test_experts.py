@@ -16,7 +16,8 @@ from models.decoder.experts import SparseExperts, load_balance_loss, means
 from models.gpt_oss import GptOssConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, megablox_kernels
+from stacked_remat.ops._backends import Backend
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, megablox_kernels
 
 from .random_weights import random_weights
 
@@ -267,7 +268,7 @@ def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(keep
 
     with pytest.raises(ValueError, match="'megablox' does not support this call: it runs on TPUs"):
         value_and_gradient("megablox")
-    interpreted = ExpertsBackend(megablox_kernels(interpret=True))
+    interpreted = Backend(megablox_kernels(interpret=True))
     monkeypatch.setitem(EXPERT_BACKENDS, "megablox", interpreted)
     found, wanted = value_and_gradient("megablox"), value_and_gradient("block")
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, wanted)

@@ -20,8 +20,7 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import _ALIASES, resolve_policy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, TimeBound, Trial, arguments_on_host
-from stacked_remat.ops._attention_backends import Backend
-from stacked_remat.ops._backends import choose_backend
+from stacked_remat.ops._backends import Backend, choose_backend
 from stacked_remat.training import (
     ConfigError,
     DataConfig,

@@ -12,7 +12,7 @@ from haliax import Axis
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._compat import cudnn_is_installed
-from stacked_remat.ops import _attention_backends, causal_attention
+from stacked_remat.ops import _attention_backends, attention, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
 from stacked_remat.ops._attention_blockwise import BLOCKWISE, _Cut, _Ranges
 from stacked_remat.ops._attention_rule import Attended, Blocks, Kernel, Sight, attend_by
@@ -68,7 +68,8 @@ SINKS = hax.named(jnp.array([[-2.0, 0.0, 3.0], [1.0, -0.5, 30.0]]), (KVHeads, He
         ("blockwise", 3, SINKS),
     ],
 )
-def test_it_equals_one_head_and_position_at_a_time(backend, window, sinks):
+def test_it_equals_one_head_and_position_at_a_time(backend, window, sinks, monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCKS", (2, 2))
     query, key, value, _ = arrays(7)
     documents = jnp.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 9, 9]])
     Pos = Axis("position", 7)
@@ -81,7 +82,6 @@ def test_it_equals_one_head_and_position_at_a_time(backend, window, sinks):
         window=window,
         sinks=None if sinks is None else sinks.rearrange((HeadsPerKV, KVHeads)),
         backend=backend,
-        block_size=2,
     )
     own = None if sinks is None else np.asarray(sinks.array)
     expected = naive_attention(*map(np.asarray, (query, key, value, documents)), window=window, sinks=own)
@@ -295,7 +295,6 @@ def test_no_group_axis_is_one_head_a_key_head():
             "'cudnn' does not support this call: it runs on NVIDIA GPUs, and the program is for 'cpu'",
         ),
         (dict(window=0), "window must be a number of positions, at least 1; got 0"),
-        (dict(block_size=0), "block_size must be a number of positions, at least 1; got 0"),
         (dict(window=2.5), "window must be a number of positions, at least 1; got 2.5"),
         (dict(HeadDim=Axis("head_dim", 3)), "query has .*head_dim=6; head_dim=3 was expected"),
         (dict(Pos=Axis("position", 4)), "query has .*position=5.*; position=4 was expected"),
@@ -348,7 +347,7 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
     assert reason is None if message is None else message in reason
     taken = "blockwise" if message else "cudnn"
     with backends_taken() as found:
-        assert choose_backend("attention", BACKENDS, "auto", whole, "window 4") is BACKENDS[taken]
+        assert choose_backend("attention", BACKENDS, "auto", whole, "window 4") is BACKENDS[taken].kernel
     assert found["attention, window 4"].startswith(taken)
     assert message is None or f"not cudnn: {reason}" in found["attention, window 4"]
 
@@ -410,10 +409,9 @@ def test_a_scale_that_is_learnt_is_refused():
         jax.grad(total)(0.3)
 
 
-def test_it_works_with_x64_enabled():
+def test_it_works_with_x64_enabled(monkeypatch):
+    monkeypatch.setattr(attention, "_BLOCKS", (2, 2))
     query, key, value = named_arrays()
     with jax.enable_x64(True):
-        found, expected = (
-            attend(query, key, value, backend=backend, block_size=2) for backend in ("blockwise", "exact")
-        )
+        found, expected = (attend(query, key, value, backend=backend) for backend in ("blockwise", "exact"))
     np.testing.assert_allclose(found.array, expected.array, atol=1e-5)

@@ -11,7 +11,7 @@ from haliax import Axis
 
 from stacked_remat import memory
 from stacked_remat._placement import compiled_for
-from stacked_remat.ops import apply_linear, grouped_experts
+from stacked_remat.ops import _expert_blocks, apply_linear, grouped_experts
 
 from ..jaxprs import equations_of
 from ..random_arrays import normal
@@ -38,6 +38,16 @@ def dense(expert, weights, x, choices, gates):
     return out
 
 
+@pytest.fixture
+def blocks(monkeypatch):
+    """Sets the rows of a block, and the blocks of an iteration."""
+
+    def blocks(*sizes):
+        monkeypatch.setattr(_expert_blocks, "sizes_of_blocks", lambda pairs, experts: sizes)
+
+    return blocks
+
+
 def example(experts, choices, seed=0):
     shapes = {"gate": (EMBED, INNER), "up": (EMBED, INNER), "down": (INNER, EMBED)}
     weights = {name: normal(seed + i, experts, *shape) for i, (name, shape) in enumerate(shapes.items())}
@@ -60,17 +70,12 @@ def random_choices(rng, tokens, experts, per_token):
     [(7, 6, 3, 2, 3, gated), (7, 4, 2, 5, 1, None), (90, 4, 2, 64, 1, gated), (7, 1, 1, 1, 2, None)],
 )
 def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(
-    tokens, experts, per_token, block, at_once, saved
+    tokens, experts, per_token, block, at_once, saved, blocks
 ):
+    blocks(block, at_once)
     rng = np.random.default_rng(0)
     weights, x, _, gates, cotangent = example(experts, np.zeros((tokens, per_token), int))
-    run = functools.partial(
-        grouped_experts,
-        Experts=Axis("experts", experts),
-        saved=saved,
-        block_size=block,
-        blocks_at_once=at_once,
-    )
+    run = functools.partial(grouped_experts, Experts=Axis("experts", experts), saved=saved)
 
     @functools.partial(jax.jit, compiler_options=quick)
     def both(choices):
@@ -91,8 +96,9 @@ def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(
         np.testing.assert_array_equal(found[0][1][nowhere], 0)
 
 
-def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them():
+def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them(blocks):
     """With `jax.vmap` too, which otherwise runs both branches of a conditional and copies their results."""
+    blocks(5, 1)
     choices = np.zeros((3, 7, 2), int)
     choices[1, :, 1], choices[2] = 3, [[-1, 4]]
     weights, x, _, gates, _ = example(4, choices[0])
@@ -103,15 +109,14 @@ def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them():
         return swiglu(weights, rows, gates)
 
     def loss(weights, choices, expert=expert):
-        options = {"block_size": 5, "blocks_at_once": 1}
-        return jnp.sum(grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates, **options))
+        return jnp.sum(grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates))
 
     each = jax.jit(loss, compiler_options=quick)
-    for own, blocks in zip(choices, (3, 4, 0), strict=True):  # of at most 14 // 5 + 4
+    for own, count in zip(choices, (3, 4, 0), strict=True):  # of at most 14 // 5 + 4
         rows_of_blocks.clear()
         each(weights, own)
         jax.effects_barrier()
-        assert len(rows_of_blocks) == blocks
+        assert len(rows_of_blocks) == count
     gradient = jax.grad(functools.partial(loss, expert=swiglu))
     of_all = jax.vmap(gradient, (None, 0))
     program = equations_of(of_all, weights, choices)
@@ -122,7 +127,8 @@ def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
 
 
-def test_an_experts_last_block_is_half_as_large_where_its_rows_fit():
+def test_an_experts_last_block_is_half_as_large_where_its_rows_fit(blocks):
+    blocks(64, 1)
     counts = {0: 70, 1: 40, 2: 20, -1: 9}
     choices = np.repeat(list(counts), list(counts.values()))[:, None]
     weights, x, choices, gates, _ = example(4, choices)
@@ -132,14 +138,15 @@ def test_an_experts_last_block_is_half_as_large_where_its_rows_fit():
         jax.debug.callback(lambda rows: rows_of_blocks.append(len(rows)), rows)
         return swiglu(weights, rows, gates)
 
-    grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates, block_size=64)
+    grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates)
     jax.effects_barrier()
     assert sorted(rows_of_blocks) == [32, 32, 64, 64]
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_what_is_saved_may_be_named_and_need_not_be_finite_at_zero(at_once):
+def test_what_is_saved_may_be_named_and_need_not_be_finite_at_zero(at_once, blocks):
     """Some examples have no choices, and none of what is saved for their padding."""
+    blocks(64, at_once)
     choices = np.stack([np.repeat([0, 3], [70, 5])[:, None], np.full((75, 1), -1)])
     weights, x, _, gates, cotangent = example(4, choices[0])
 
@@ -152,8 +159,7 @@ def test_what_is_saved_may_be_named_and_need_not_be_finite_at_zero(at_once):
 
     def gradients(choices, saved):
         def loss(weights, x, gates):
-            options = {"saved": saved, "block_size": 64, "blocks_at_once": at_once}
-            found = grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates, **options)
+            found = grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates, saved=saved)
             return jnp.vdot(found, cotangent)
 
         return jax.grad(loss, (0, 1, 2))(weights, x, gates)
@@ -310,8 +316,6 @@ def test_half_precision_has_wide_sums():
     [
         (dict(gates=jnp.ones((3, 1))), r"choices \(3, 2\) and gates \(3, 1\) must have the same shape"),
         (dict(x=jnp.ones((2, EMBED))), "a row for each of the 2 tokens"),
-        (dict(block_size=0), "block_size must be an int, at least 1; got 0"),
-        (dict(block_size=2.5), "block_size must be an int, at least 1; got 2.5"),
         (dict(weights={"scale": jnp.ones(())}), r"weights\['scale'\] has the shape \(\); the first axis"),
         (dict(weights={"gate": jnp.ones((4, 2))}), r"\['gate'\] has the shape \(4, 2\);.* the 5 experts"),
         (dict(weights={"gate": hax.ones(Axis("embed", 4))}), r"weights\['gate'\] has no axis `experts`"),
@@ -384,7 +388,8 @@ def test_weights_on_the_host_have_no_gradient_and_others_do():
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
-def test_tokens_that_are_not_numbers_spoil_no_expert_that_they_did_not_choose(at_once):
+def test_tokens_that_are_not_numbers_spoil_no_expert_that_they_did_not_choose(at_once, blocks):
+    blocks(2, at_once)
     choices = np.array([[1, 4], [1, 2], [1, -1], [-1, 6], [2, 5]], np.int32)
     weights, x, choices, gates, cotangent = example(
         7, choices
@@ -392,9 +397,7 @@ def test_tokens_that_are_not_numbers_spoil_no_expert_that_they_did_not_choose(at
     x = x.at[3].set(jnp.nan)  # which 6 alone sees
 
     def loss(weights, rows):
-        found = grouped_experts(
-            swiglu, weights, Axis("experts", 7), rows, choices, gates, block_size=2, blocks_at_once=at_once
-        )
+        found = grouped_experts(swiglu, weights, Axis("experts", 7), rows, choices, gates)
         return jnp.vdot(found[:3], cotangent[:3]) + jnp.vdot(found[4], cotangent[4])
 
     found, wanted = (jax.grad(loss)(weights, rows) for rows in (x, x.at[3].set(0.0)))

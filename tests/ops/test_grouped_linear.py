@@ -17,8 +17,8 @@ from stacked_remat import fold, memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import _expert_chunks, apply_linear, grouped_experts
-from stacked_remat.ops._backends import choose_backend
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsBackend, ExpertsFacts, megablox_kernels
+from stacked_remat.ops._backends import Backend, choose_backend
+from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts, megablox_kernels
 from stacked_remat.ops._grouped_linear import Kernels
 from tests.ops.test_grouped_experts import dense, example as swiglu_example, swiglu
 from tests.ops.test_per_device import mesh
@@ -53,7 +53,7 @@ KERNELS = dict(plain=PLAIN, megablox=megablox_kernels(interpret=True))
 @pytest.fixture(params=KERNELS)
 def backend(request, monkeypatch):
     """The name of a backend that runs here with the kernels of another."""
-    monkeypatch.setitem(EXPERT_BACKENDS, "here", ExpertsBackend(KERNELS[request.param]))
+    monkeypatch.setitem(EXPERT_BACKENDS, "here", Backend(KERNELS[request.param]))
     return "here"
 
 
@@ -64,7 +64,7 @@ each_kernel = pytest.mark.parametrize(
 
 @pytest.fixture
 def plain(monkeypatch):
-    monkeypatch.setitem(EXPERT_BACKENDS, "here", ExpertsBackend(PLAIN))
+    monkeypatch.setitem(EXPERT_BACKENDS, "here", Backend(PLAIN))
     return "here"
 
 
@@ -181,7 +181,7 @@ def counted(monkeypatch):
     def noting(kind, fn):
         return lambda *args: kinds.append(kind) or fn(*args)
 
-    here = ExpertsBackend(Kernels(noting("rows", _product), noting("weights", _outer)))
+    here = Backend(Kernels(noting("rows", _product), noting("weights", _outer)))
     monkeypatch.setitem(EXPERT_BACKENDS, "here", here)
     return kinds
 
@@ -272,9 +272,7 @@ def test_experts_divided_over_devices(plain):
 
     def local(weights, x, choices, gates):
         All = Axis("experts", 8)
-        return grouped_experts(
-            swiglu, weights, All, x, choices, gates, backend=plain, over=("expert",), block_size=2
-        )
+        return grouped_experts(swiglu, weights, All, x, choices, gates, backend=plain, over=("expert",))
 
     @jax.jit
     def gradients(weights, x, gates):
@@ -347,7 +345,7 @@ def test_backends_say_why_they_do_not_support_a_call(name, change, message):
     call = ExpertsFacts(**(dict(platform="tpu", dtype=jnp.dtype("bfloat16")) | change))
     if message in EXPERT_BACKENDS:
         found = choose_backend("experts", EXPERT_BACKENDS, name, call)
-        assert found is EXPERT_BACKENDS[message]
+        assert found is EXPERT_BACKENDS[message].kernel
         return
     with pytest.raises(ValueError, match=message):
         choose_backend("experts", EXPERT_BACKENDS, name, call)

@@ -50,40 +50,51 @@ def test_it_is_taken_on_hopper_gpus_in_the_versions_that_were_tried(
     hopper.compute_capability = capability
     call = ExpertsFacts(**(dict(platform="cuda", dtype=jnp.dtype("bfloat16")) | change))
     expected = "block" if message else "tokamax"
-    assert choose_backend("backend", EXPERT_BACKENDS, "auto", call) is EXPERT_BACKENDS[expected]
+    assert choose_backend("backend", EXPERT_BACKENDS, "auto", call) is EXPERT_BACKENDS[expected].kernel
     if message:
         with pytest.raises(ValueError, match=message):
             choose_backend("backend", EXPERT_BACKENDS, "tokamax", call)
 
 
-def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(monkeypatch, hopper):
+@pytest.mark.parametrize("widths", [(32, 10), (128, 64)])
+def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(widths, monkeypatch, hopper):
     """By the kernels' own definitions: JAX has no interpreter for them (0.12)."""
     pytest.importorskip("tokamax")
-    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as of_jax
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu as of_jax
     from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
 
     def outer(x, y, *, group_sizes, block_m, block_n, block_k, **options):
         assert x.shape[1] % block_m == y.shape[1] % block_n == len(x) % block_k == 0
         return of_jax.ref_transposed_ragged_dot(x, y, group_sizes)
 
+    taken = []
+
+    def transposed_product(x, w, *, group_sizes, block_n, block_k, transpose_rhs, **options):
+        assert transpose_rhs and w.shape[1] % block_n == w.shape[2] % block_k == 0
+        taken.append(w.shape)
+        return jax.lax.ragged_dot(x, w.swapaxes(1, 2), group_sizes)
+
+    monkeypatch.setattr(ragged_dot_mgpu, "ragged_dot", transposed_product)
     monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuRaggedDot", base.RaggedDot)
     monkeypatch.setattr(of_jax, "transposed_ragged_dot", outer)
     sizes = jnp.asarray([70, 0, 150, 20], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
-    x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys[:2], (32, 10), strict=True))
+    x, y = (jax.random.normal(key, (256, size)) for key, size in zip(keys[:2], widths, strict=True))
     x, y = (one.at[240:].set(jnp.nan).astype(jnp.bfloat16) for one in (x, y))
     for transposed in (False, True):
-        w = jax.random.normal(keys[2], (4, 10, 32) if transposed else (4, 32, 10), jnp.bfloat16)
+        shape = (4, *(reversed(widths) if transposed else widths))
+        w = jax.random.normal(keys[2], shape, jnp.bfloat16)
         found = jax.jit(_grouped_tokamax._product, static_argnums=3)(x, w, sizes, transposed)
         wanted = _product(x, w, sizes, transposed).astype(jnp.float32)
         np.testing.assert_allclose(found.astype(jnp.float32)[:240], wanted[:240], rtol=0.01, atol=0.05)
+    assert taken == ([(4, 64, 128)] if widths == (128, 64) else [])
     found = jax.jit(_grouped_tokamax._outer)(x, y, sizes)
     wanted = _outer(x, y, sizes).astype(jnp.float32)
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=0.01, atol=0.05)
 
 
 @pytest.mark.target("cuda")
-@pytest.mark.parametrize("rank", [2, 8])
+@pytest.mark.parametrize("rank", [2, 64])
 def test_products_compile_for_every_rank_and_their_arithmetic_is_counted(rank):
     pytest.importorskip("tokamax")
     kernels = _grouped_tokamax.tokamax_kernels()

@@ -1,9 +1,5 @@
 """Tests of `per_device` on virtual devices, alone and inside other operations."""
 
-import functools
-import gc
-import weakref
-
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -76,33 +72,6 @@ def test_values_gradients_and_several_results():
         found = jax.jit(gradient)(weights, plain, X)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
-def test_eager_calls_of_one_function_compile_once_and_keep_it_alive_no_longer():
-    traced = []
-
-    def scaled(x, factor, power=1):
-        traced.append(factor)
-        return (x * factor) ** power
-
-    def apply(fn, *args, rows=Row):
-        x = hax.named(jnp.arange(3.0 * rows.size).reshape(-1, 3), (rows, Col))
-        return per_device(fn, x, *args, over=(rows,), out=(rows, Col)).array[1, 1]
-
-    with jax.set_mesh(mesh(data=4)), hax.axis_mapping({"row": "data"}):
-        for _ in range(3):
-            found = [apply(scaled, 2), apply(scaled, 2.0), apply(scaled, 3)]
-            found += [apply(functools.partial(scaled, power=power), 2) for power in (2, 3)]
-            found += [apply(scaled, 2, rows=Axis("row", 16)), apply(np.negative)]
-            with hax.axis_mapping({"row": ("data",), "col": "model"}):
-                found += [apply(scaled, 2)]
-            assert found == [8, 8, 12, 64, 512, 8, -4, 8]
-    assert len(traced) == 7
-    alive = weakref.ref(scaled)
-    del scaled
-    jax.clear_caches()
-    gc.collect()
-    assert alive() is None
 
 
 def test_axes_that_do_not_divide_are_named():

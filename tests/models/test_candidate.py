@@ -86,7 +86,7 @@ def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
 def test_a_step_of_divided_positions_takes_kernels():
     pytest.importorskip("tokamax")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
-        found = StepMemory(config_of("gpt_oss", CONTEXT), "h200", devices=2).report(True)
+        found = Candidate(config_of("gpt_oss", CONTEXT), "h200", devices=2).report()
     kernels = {name.split(" ")[0] for of, name in taken.items() if "attention" in of}
     assert kernels == {"tokamax"} and found.devices == 2 and found.sent > 0
 

@@ -187,7 +187,7 @@ def check_advice(name, call, argument):
     message = message_of(call)
     assert message.startswith(f"{name} over `layers` (size 4)")
     assert f"{argument} has leading dimension 8 (shape (8, 3))" in message
-    assert f"mark it, stacked_remat.shared({argument}), or" in message
+    assert f"write stacked_remat.shared({argument})." in message
 
 
 class TestHowToShare:

@@ -285,7 +285,7 @@ class TestStacked:
             Stacked(stack.stacked, Layers.resize(5))
 
     def test_what_is_stacked_is_a_module(self):
-        with pytest.raises(TypeError, match="Stacked holds a module.*got 3 .int.*an eqx.Module"):
+        with pytest.raises(TypeError, match="Stacked holds a module.*got a value of type int.*an eqx.Module"):
             Stacked.init(Layers, lambda key: 3)(keys())  # pyright: ignore[reportCallIssue]
         with pytest.raises(TypeError, match=r"stack takes the axis of the layers.*got <class"):
             Stacked(Layers, PlainBlock)  # pyright: ignore[reportArgumentType]

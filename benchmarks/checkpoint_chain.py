@@ -1,4 +1,4 @@
-"""Memory and arithmetic of a chain of layers that are not stacked, by where it is checkpointed.
+"""Memory and FLOPs of a chain of layers that are not stacked, by where it is checkpointed.
 
 Everything is compiled for a device that need not be attached, and nothing is run:
 

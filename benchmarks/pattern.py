@@ -1,6 +1,6 @@
 """Memory and time of layers that alternate between kinds, in one sweep and without.
 
-Memory, arithmetic and compile time of a residual MLP for a device that need not be attached:
+Memory, FLOPs and compile time of a residual MLP for a device that need not be attached:
 
     python -m benchmarks.pattern --target h200
     python -m benchmarks.pattern --target v5p

@@ -170,7 +170,7 @@ class Candidate:
         host_budget: int | str | None = None,
         show: Callable[[Trial], None] | None = None,
     ) -> Plan:
-        """The policy with the least arithmetic under which the step fits, as `stacked_remat.memory.plan`.
+        """The policy with the fewest FLOPs under which the step fits, as `stacked_remat.memory.plan`.
 
         Where none fits, with the layers' weights on the host, if they can be there.
 

@@ -76,10 +76,10 @@ class PlanLmConfig(LmRunConfig):
             report is for each device.
         only: regular expression of the rows of the table to compile, such as `False|True|nested`; null for
             all of them. Not with `remat: auto`.
-        find: what to find with `remat: auto`: the `policy` with the least arithmetic that fits `budget`, or
+        find: what to find with `remat: auto`: the `policy` with the fewest FLOPs that fits `budget`, or
             the longest `context` (`data.seq_len`), the largest `batch` (`data.batch_size`) or the fewest
             `devices` for which one does; or what `trainer.mesh` of that many devices can be, with the policy
-            and the microbatches that fit, by arithmetic and by what devices send.
+            and the microbatches that fit, by FLOPs and by what devices send.
         cache: whether to keep what compilations find in the user's cache folder (`$XDG_CACHE_HOME` or
             `~/.cache`), and to read it there.
         json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
@@ -200,7 +200,7 @@ def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
 
 
 def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> None:
-    """Finds the meshes on which the step fits the budget and shows them, the least arithmetic first."""
+    """Finds the meshes on which the step fits the budget and shows them, the fewest FLOPs first."""
     found = find_divisions(config.candidate, budget)
     trainer, remat = found[0].step.config.trainer, found[0].step.config.remat
     if config.json:

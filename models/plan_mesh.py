@@ -13,10 +13,10 @@ from stacked_remat.memory import BudgetError, MemoryReport, Trial, find_target
 from stacked_remat.training import ConfigError, MeshConfig, mesh_sizes
 
 _POLICIES: tuple[ScanCheckpointSpec, ...] = (True, "offload", "nested")
-"""What is tried, by arithmetic, until one fits; where the first does, `False` too."""
+"""What is tried, by FLOPs, until one fits; where the first does, `False` too."""
 
 _ARITHMETIC = {False: 0, True: 1, "offload": 1, "nested": 2}
-"""The policies by arithmetic. What reports count of it differs between meshes, by padding and by loops whose
+"""The policies by FLOPs. What reports count of them differs between meshes, by padding and by loops whose
 trip counts depend on data, which count as often as is expected."""
 
 _MORE_MICROBATCHES = (1, 2, 4)
@@ -49,12 +49,12 @@ class Division:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """To sort by: the rank of the policy's arithmetic, and what a device sends to others."""
+        """To sort by: the rank of the policy's FLOPs, and what a device sends to others."""
         return _ARITHMETIC[self.step.config.remat], self.report.sent
 
 
 def find_divisions(candidate: Candidate, budget: Budget) -> list[Division]:
-    """For each mesh the policy with the least arithmetic that fits, and as few microbatches as allow it.
+    """For each mesh the policy with the fewest FLOPs that fits, and as few microbatches as allow it.
 
     More microbatches are tried where nothing fits, or nothing but `nested`.
 
@@ -63,7 +63,7 @@ def find_divisions(candidate: Candidate, budget: Budget) -> list[Division]:
         budget: what the step must fit in.
 
     Returns:
-        Those that fit, the least arithmetic first; of equals, those that send less.
+        Those that fit, the fewest FLOPs first; of equals, those that send less.
 
     Raises:
         BudgetError: none fits.
@@ -133,7 +133,7 @@ def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
 
 
 def _divisions(step: Candidate, number: int, budget: Budget, errors: list[Exception]) -> Iterator[Division]:
-    """What fits on one mesh: with the fewest microbatches, and with more where that saves arithmetic."""
+    """What fits on one mesh: with the fewest microbatches, and with more where that saves FLOPs."""
 
     def tried(settings: dict[str, int], policy: ScanCheckpointSpec) -> Division | None:
         own = step.having(settings, policy)

@@ -49,7 +49,7 @@ class LmRunConfig:
             optimizer state; null to train these.
         remat: memory policy of the model's stack of layers: an alias (true, false, nested, offload, ...), a
             preset of the model (attention_saved, ...), the fields of a `ScanCheckpointPolicy`, or `auto` for
-            the one with the least arithmetic that fits `budget` (`models.plan_lm` shows what is tried),
+            the one with the fewest FLOPs that fits `budget` (`models.plan_lm` shows what is tried),
             found by compiling the step before the first one. Where none fits, `auto` tries them with
             `trainer.streaming` too, if the run trains adapters or has `trainer.update.fused`.
         budget: device memory for `remat: auto`, such as 72GiB; leave a tenth of the device free.

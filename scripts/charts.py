@@ -64,7 +64,7 @@ def charts() -> Iterator[tuple[Path, Figure]]:
 
 
 def memory_chart(result: Mapping[str, Any], inner: int, colors: Sequence[str]) -> Figure:
-    """Temporaries of each variant on the device and the host; with wide layers the arithmetic too."""
+    """Temporaries of each variant on the device and the host; with wide layers the FLOPs too."""
     text, peers, ours = colors
     rows = {row["name"]: row for row in result["rows"] if row["inner"] == inner}
     is_wide = inner > 2_048  # where the bar of a plain scan would leave no room for the others
@@ -93,7 +93,7 @@ def memory_chart(result: Mapping[str, Any], inner: int, colors: Sequence[str]) -
     if is_wide:
         least = rows["stacked_remat True"]["matmul_flops"]
         ratios = [f"× {rows[name]['matmul_flops'] / least:.2f}" for name in names]
-        for at, words in enumerate(["arithmetic", *ratios], -1):
+        for at, words in enumerate(["FLOPs", *ratios], -1):
             axes.text(1, at, words, transform=axes.get_yaxis_transform(), ha="right", va="center", color=text)
     return figure
 

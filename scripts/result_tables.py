@@ -46,7 +46,7 @@ class Table:
     """A regular expression of what a key must be."""
 
     def markdown(self) -> str:
-        """The table: memory in GiB, arithmetic in TFLOP; a value that the results lack is a dash.
+        """The table: memory in GiB, FLOPs in TFLOP; a value that the results lack is a dash.
 
         Raises:
             ValueError: there is no such file.
@@ -140,7 +140,7 @@ def _shown(cell: str, row: Row, rows: Sequence[Row]) -> Iterator[tuple[str, str]
         yield cell, f"{row[key] / row[divisor]:,.2f}"
         return
     wanted = dict(part.split("=") for part in divisor.split(", "))
-    label = "arithmetic" if key == "matmul_flops" else key
+    label = "FLOPs" if key == "matmul_flops" else key
     to = row[key] / _baseline(row, rows, wanted)[key]
     yield f"{label} / {', '.join(_heading(*item) for item in wanted.items())}", f"{to:,.2f}"
 

@@ -27,7 +27,7 @@ class ScanCheckpointPolicy:
     With N layers, a carry of C bytes, internals of I bytes a layer and a block that costs F to evaluate, a
     gradient costs:
 
-    | `remat=` | kept for the backward pass | arithmetic |
+    | `remat=` | kept for the backward pass | FLOPs |
     |---|---|---|
     | `False`, `"save_all"` | N·(C + I) | 3·N·F |
     | `True`, `"full"` | N·C, and I for one layer at a time | 4·N·F |
@@ -62,7 +62,7 @@ class ScanCheckpointPolicy:
         first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
             the other settings, which then cut, offload or keep carries. It uses the memory that the rest
             leaves free: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
-            internals k·I, and the arithmetic is 2·k·F less. As many as there are layers, or more: all of
+            internals k·I, and the FLOPs are 2·k·F fewer. As many as there are layers, or more: all of
             them follow `first_policy`.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
             only those names, and `True` only their carries.

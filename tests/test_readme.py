@@ -23,7 +23,7 @@ SLOW_PAGES = ("porting", "port-a-loop", "nnx", "extending", "fused-updates")
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 POLICY_TABLE = re.compile(
-    r"^\| `remat=` \| kept for the backward pass \| arithmetic \|\n((?:\|.*\|\n)+)", re.MULTILINE
+    r"^\| `remat=` \| kept for the backward pass \| FLOPs \|\n((?:\|.*\|\n)+)", re.MULTILINE
 )
 
 

@@ -52,7 +52,7 @@ found = memory.compare(gradient, blocks, images, candidates=policies)
 plain, full, nested = (trial.report for trial in found.trials)
 for policy, report in zip(policies, (plain, full, nested), strict=True):
     times = report.flops.matmul / plain.flops.matmul
-    print(f"{policy!s:7} {report.temporaries / 2**30:6.2f} GiB   {times:.2f} x the arithmetic of False")
+    print(f"{policy!s:7} {report.temporaries / 2**30:6.2f} GiB   {times:.2f} x the FLOPs of False")
 assert nested.temporaries < 2**30 < 7 * 2**30 < full.temporaries
 
 # %% [markdown]

@@ -2,7 +2,7 @@
 # # A planner session
 #
 # Which policy for which memory? `memory.plan` compiles a training step, for the device at hand or for a GPU
-# that is not there (`target="h200"`), and takes the policy with the least arithmetic among those that fit.
+# that is not there (`target="h200"`), and takes the policy with the fewest FLOPs among those that fit.
 
 # %%
 import textwrap
@@ -61,7 +61,7 @@ print(f"{found.policy!r} fits 45 MiB")
 
 # %% [markdown]
 # With `layers=` the first layers keep their internals, or their carries: as many as fit. A larger budget
-# never plans more arithmetic.
+# never plans more FLOPs.
 
 # %%
 policies = [False, True, "nested"]
@@ -69,7 +69,7 @@ least = memory.report(step(False), blocks, state, x).flops.matmul
 for budget in ("35MiB", "100MiB", "1GiB"):
     found = memory.plan(step, blocks, state, x, budget=budget, candidates=policies, layers=LAYERS, **options)
     times = found.report.flops.matmul / least
-    print(f"{budget:>6}: {times:.3f} times the least arithmetic, under")
+    print(f"{budget:>6}: {times:.3f} times the fewest FLOPs, under")
     print(textwrap.indent(textwrap.fill(str(found.policy), 70), " " * 8))
 
 # %% [markdown]

@@ -43,7 +43,7 @@ def gradient(remat):
 
 
 # %% [markdown]
-# Nothing runs: each policy is compiled, and its memory and the arithmetic of its products are compared.
+# Nothing runs: each policy is compiled, and its memory and the FLOPs of its products are compared.
 
 # %%
 keep = {
@@ -58,7 +58,7 @@ keep = {
 found = memory.compare(gradient, blocks, x, candidates=list(keep.values()))
 reports = dict(zip(keep, (trial.report for trial in found.trials), strict=True))
 least = reports["everything"].flops.matmul
-print(f"{'kept':18} {'MiB':>6} {'arithmetic':>11}")
+print(f"{'kept':18} {'MiB':>6} {'FLOPs':>11}")
 for name, report in reports.items():
     print(f"{name:18} {report.temporaries / 2**20:6.0f} {report.flops.matmul / least:11.3f}")
 

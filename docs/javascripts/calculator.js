@@ -337,7 +337,7 @@ function showPolicies(table, found, budget, chosen) {
     values: [
       name,
       Number.isNaN(result.total) ? "not known" : gib(result.total),
-      Number.isNaN(result.total) ? "" : result.total > budget ? "no" : best.name === name ? "yes, least arithmetic" : "yes",
+      Number.isNaN(result.total) ? "" : result.total > budget ? "no" : best.name === name ? "yes, fewest FLOPs" : "yes",
       gib(result.host),
       gib(result.transfers),
       result.held,
@@ -347,7 +347,7 @@ function showPolicies(table, found, budget, chosen) {
     mark: name === chosen ? "chosen" : "",
   }));
   const head = ["remat", "peak, GiB", "fits", "host, GiB", "transfers, GiB", "carries"];
-  fillTable(table, [...head, "layers run forward", "arithmetic, to False"], rows);
+  fillTable(table, [...head, "layers run forward", "FLOPs, to False"], rows);
 }
 
 function showParts(table, result) {

@@ -91,7 +91,7 @@ def replay(
         ValueError: sizes along `Steps` differ; outside of `jax.jit`, a derivative is not finite.
         TypeError: `held_out_loss` returns no scalar.
 
-    Cost: about three times the arithmetic of the run with `remat=False`, four with `True` and five with
+    Cost: about three times the FLOPs of the run with `remat=False`, four with `True` and five with
     `"nested"`; one to two times more where the model within the step has `"nested"` too. Memory: the states
     that `remat` keeps, and what the derivative of one step takes.
 

@@ -1,4 +1,4 @@
-"""The memory, arithmetic and transfers of a program on any accelerator, found without running it.
+"""The memory, FLOPs and transfers of a program on any accelerator, found without running it.
 
 ```python
 from stacked_remat import memory

@@ -11,7 +11,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Arithmetic and transfers of one call of a program, summed over all the devices it runs on.
+    """FLOPs and transfers of one call of a program, summed over all the devices it runs on.
 
     Two of them add up, and one can be multiplied by a number of calls.
 

@@ -1,4 +1,4 @@
-"""Chooses a remat policy: the one with the least arithmetic among those that fit in memory."""
+"""Chooses a remat policy: the one with the fewest FLOPs among those that fit in memory."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     "offload",
     *(ScanCheckpointPolicy(max_carries=most) for most in (8, 6, 4, 3, 2)),
 )
-"""What `plan` tries, the policy that recomputes nothing first and the others by their arithmetic."""
+"""What `plan` tries, the policy that recomputes nothing first and the others by their FLOPs."""
 
 
 class BudgetError(RuntimeError):
@@ -39,7 +39,7 @@ class Comparison(Tabular):
     Attributes:
         trials: one for each policy.
         title: of the table.
-        baseline: name of the trial whose arithmetic is one; the least of all if empty, or if it was refused.
+        baseline: name of the trial whose FLOPs are one; the least of all if empty, or if it was refused.
         notes: what stands below the table.
     """
 
@@ -77,7 +77,7 @@ class Plan(Tabular):
     Attributes:
         policy: of those that fit, the one with the fewest FLOPs: a candidate as it was given, or one with
             `first_layers` or another cut.
-        report: its memory and arithmetic.
+        report: its memory and FLOPs.
         tried: everything that was compiled, in order.
         budget: bytes of device memory it had to fit in.
         streamed: whether it fits with weights on the host only.
@@ -196,7 +196,7 @@ def plan(
         TargetError: as `report`, for arguments on the host.
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
-    and a compilation for each with less arithmetic than the first that fits; with `streamed` at most twice
+    and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice
     that. With `layers` three more, and up to `log2(layers)` for each way to keep first layers, most of which
     end sooner, once what is left to try has no fewer FLOPs than the best.
     """

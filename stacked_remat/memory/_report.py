@@ -1,4 +1,4 @@
-"""What a call of a program needs: memory, arithmetic, transfers and a bound on its time."""
+"""What a call of a program needs: memory, FLOPs, transfers and a bound on its time."""
 
 import dataclasses
 
@@ -68,11 +68,11 @@ class MemoryReport(Tabular):
         temporaries: peak bytes that the program allocates while it runs.
         aliased: bytes of results written into donated arguments.
         host: the same four for host memory.
-        flops: arithmetic of one call, and bytes moved between host and device, summed over devices.
+        flops: FLOPs of one call, and bytes moved between host and device, summed over devices.
         compile_seconds: wall time of the compilation.
         devices: number of devices the program runs on.
         capacity: bytes of memory of one device; None where it is not known.
-        least_time: of one call, by its arithmetic and its transfers; None where the device's peak or link is
+        least_time: of one call, by its FLOPs and its transfers; None where the device's peak or link is
             not known.
         sent: bytes that a device sends to others in collectives, if each goes round a ring. Divided experts
             (`over` of `grouped_experts`) count as with an even routing; other loops whose trips depend on

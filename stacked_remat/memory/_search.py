@@ -1,4 +1,4 @@
-"""Compiles policies of one program, and finds the one with the least arithmetic among those that fit."""
+"""Compiles policies of one program, and finds the one with the fewest FLOPs among those that fit."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class Trial:
 
     Attributes:
         policy: the policy, as it was given.
-        report: its memory and arithmetic; None if the compiler refused it.
+        report: its memory and FLOPs; None if the compiler refused it.
         failure: the compiler's message, if it refused.
         streamed: whether weights were on the host.
         label: what tables call it; the policy by default.

@@ -43,7 +43,8 @@ class DeepseekV3Config(SparseDecoderConfig):
         shared_experts: experts that all tokens visit.
         bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that more tokens than the mean
             chose and -1 for others, so that the optimizer evens the load out without a loss (Wang et al.
-            2024, arXiv:2408.15664).
+            2024, arXiv:2408.15664). These gradients are part of the norm that `optimizer.max_grad_norm`
+            bounds: let it be null.
     """
 
     num_heads: int = 4

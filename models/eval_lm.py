@@ -85,7 +85,7 @@ class ModelToEvaluate:
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text, after those that begin one unless it has them."""
         tokens = self.tokenizer.encode(string)
-        if add_special_tokens is not False and tokens[:1] != self.prefix_token_id:
+        if add_special_tokens is not False and (not len(tokens) or tokens[0] != self.prefix_token_id):
             tokens = self.tokenizer.encode_beginning(string)
         return [int(token) for token in tokens]
 
@@ -101,8 +101,10 @@ class ModelToEvaluate:
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a chat."""
-        return self.tokenizer.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        """The text of a chat; without a prompt for the next message it ends within the last one."""
+        text = self.tokenizer.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        last = str(chat_history[-1]["content"]).rstrip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -173,11 +175,14 @@ class ModelToEvaluate:
 def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
     """The most new tokens, how they are drawn, and the texts that end one, by lm-eval's `gen_kwargs`."""
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    most = next((int(options[name]) for name in names if options.get(name)), 256)
+    most = next((int(options[name]) for name in names if options.get(name) is not None), 256)
     temperature, until = float(options.get("temperature", 0.0)), options.get("until") or []
     sampling = Sampling(0.0)
     if options.get("do_sample", temperature > 0):
-        sampling = Sampling(temperature or 1.0, options.get("top_k"), options.get("top_p"))
+        try:
+            sampling = Sampling(temperature or 1.0, options.get("top_k") or None, options.get("top_p"))
+        except ValueError as error:
+            raise ConfigError(f"The gen_kwargs of a task can't be used: {error}") from error
     return most, sampling, [until] if isinstance(until, str) else until
 
 
@@ -192,7 +197,7 @@ def _scores(model: LanguageModel, tokens: Any, targets: Any) -> tuple[Array, Arr
         own, target = given
         logits = model.logits(NamedArray(own, (Batch, Embed))).rearrange((Batch, model.Vocab)).array
         chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1), chosen == jnp.max(logits, axis=-1)
+        return chosen - jax.nn.logsumexp(logits, axis=-1), target == jnp.argmax(logits, axis=-1)
 
     by_position = hidden.rearrange((Pos, Batch, Embed)).array, targets.T
     likelihoods, greedy = jax.lax.map(of_position, by_position, batch_size=_POSITIONS_AT_ONCE)
@@ -220,6 +225,11 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _evaluate(arguments: Sequence[str], show: Callable[[str], None]) -> int:
     options = _parser().parse_args(arguments)
+    for name in ("batch_size", "limit", "max_length"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}.")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}. Make it first.")
     make = lm_class()
     import lm_eval  # pyright: ignore[reportMissingImports]
     import lm_eval.tasks  # pyright: ignore[reportMissingImports]
@@ -252,7 +262,10 @@ def _evaluate(arguments: Sequence[str], show: Callable[[str], None]) -> int:
 
 def _entries(text: str) -> list[str]:
     """The entries of a YAML mapping as arguments."""
-    found = yaml.safe_load(text)
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
     if not isinstance(found, dict):
         raise ConfigError(f"--mesh {text!r} is no mapping: write '{{axes: {{data: 8}}}}'.")
     return [f"--{key}={yaml.safe_dump(value)}" for key, value in found.items()]

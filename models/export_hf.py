@@ -27,7 +27,7 @@ from models.hf_io.pretrained import GENERATION_CONFIG
 from models.hf_io.safetensors_folder import WeightsError, check_new_folder
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import config_as_dict, lasting_console, read_tokenizer_files
+from stacked_remat.training import ConfigError, config_as_dict, lasting_console, read_tokenizer_files
 from stacked_remat.training.errors import without_credentials
 
 
@@ -77,6 +77,8 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
     if found.run is None:
         return "\n".join([*lines, ""])
     config = config_as_dict(found.run)
+    for section, key in (("trainer", "run_dir"), ("data", "cache_dir"), ("data", "sources")):  # local paths
+        config.get(section, {}).pop(key, None)
     lines += [f"- data: {', '.join(found.run.data.sources) or 'the default text'}"]
     lines += [f"- {name}: {json.dumps(value)}" for name, value in found.figures.items()]
     lines += ["", "Trained with stacked_remat by this config:", "", "```yaml"]
@@ -97,6 +99,8 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
     def run(arguments: Sequence[str], _: object) -> int:
         options = parser.parse_args(arguments)
+        if options.private and options.push_to_hub is None:
+            raise ConfigError("--private has no effect without --push_to_hub.")
         check_new_folder(options.out)
         export(model_of_arguments(options), options.out, adapters=options.adapters)
         show(escaped(f"wrote {options.out}"))

@@ -99,6 +99,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
         elif options.chat:
             history: list[Message] = []
             for line in sys.stdin:
+                _check_utf8("A line of standard input", line)
                 history.append(_said("user", line.rstrip("\n")))
                 answer = ""
                 for piece in pieces([chat(history)]):
@@ -163,6 +164,13 @@ def _sampling(options: argparse.Namespace) -> Sampling:
         raise ConfigError(f"--{error}") from error
 
 
+def _check_utf8(what: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # Python passes on other bytes as lone surrogates
+        raise ConfigError(f"{what} {text!r} is not valid UTF-8.") from error
+
+
 def _texts(options: argparse.Namespace) -> list[str]:
     texts = list(options.prompt)
     if options.prompts is not None:
@@ -172,10 +180,7 @@ def _texts(options: argparse.Namespace) -> list[str]:
             raise ConfigError(f"--prompts {options.prompts} is not UTF-8: {error}. Convert it.") from error
         texts += [line for line in lines if line.strip()]
     for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:  # Python passes on bytes of a command line as lone surrogates
-            raise ConfigError(f"--prompt {text!r} is not valid UTF-8.") from error
+        _check_utf8("--prompt", text)
     if not texts and (options.prompts is not None or not options.chat):
         raise ConfigError("There is nothing to continue: give --prompt TEXT, or --prompts FILE with lines.")
     return texts

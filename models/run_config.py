@@ -89,6 +89,11 @@ class LmRunConfig:
             raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns it off.")
         self._check_streaming()
         self._check_ghost()
+        if getattr(self.model, "bias", "") == "by_load" and (self.lora or self.trainer.update.fused):
+            raise ValueError(
+                "model.bias: by_load goes with neither lora, under which biases are frozen, nor "
+                "trainer.update.fused. Write model.bias: frozen."
+            )
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
         if self.use_hf_model_config and self.initialize_from_hf is None:
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf: name the folder.")

@@ -88,7 +88,10 @@ class Stacked(StackedKinds[M]):
                 f"{what} holds a module whose arrays are stacked; got {describe(self.stacked)}. Let the "
                 f"block be an eqx.Module, and build the stack by {what}.init(Layers, Block)(...)."
             )
-        check_stacked(self.stacked, self.Layers, Caller(what, name_in_stack))
+        try:
+            check_stacked(self.stacked, self.Layers, Caller(what, name_in_stack))
+        except ValueError as error:
+            raise ValueError(f"{error} Build the stack by {what}.init(Layers, Block)(...).") from None
 
     if TYPE_CHECKING:
         init = InitOf[_AnyLayers, _Init]()

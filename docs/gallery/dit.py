@@ -58,7 +58,7 @@ model = {
 # %% [markdown]
 # ## Training
 #
-# Stripes down (0) or across (1), by flow matching: the model says the velocity from noise to an image.
+# Stripes down (0) or across (1), by flow matching: the model predicts the velocity from noise to an image.
 
 
 # %%

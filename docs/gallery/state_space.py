@@ -17,7 +17,7 @@ TIME, WIDTH, STATES = 64, 16, 16
 
 
 class Layer(eqx.Module):
-    """`x + gelu(Re(C h) + D x)` with `h[t] = a * h[t - 1] + B x[t]`, for `x` of `[time, feature]`."""
+    """`x + gelu(Re(C h) + D u)` with `u = norm(x)` and `h[t] = a * h[t - 1] + B u[t]`; `[time, feature]`."""
 
     log_rate: jax.Array
     angle: jax.Array

@@ -56,10 +56,11 @@ def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:
     try:
         found = hub.create_repo(repository, private=private or None, exist_ok=True)
         hub.upload_folder(repo_id=found.repo_id, folder_path=folder, commit_message="Upload of stacked_remat")
-    except (huggingface_hub.errors.HFValidationError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except Exception as error:  # of the Hub, or of whichever client reaches it
         raise WeightsError(
-            f"{folder} could not be uploaded to {repository}: {str(error).rstrip('.')}. Check the name, and "
-            f"that `hf auth login` gave a token that may write."
+            f"{folder} is written, and could not be uploaded to {repository}: {str(error).rstrip('.')}. "
+            f"Check the name, and that `hf auth login` gave a token that may write; then `hf upload "
+            f"{repository} {folder}`."
         ) from error
     return str(found)
 

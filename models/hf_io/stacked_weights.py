@@ -29,7 +29,7 @@ class ExpertsTensor:
     """A tensor that holds the matrices of all experts of a layer.
 
     Attributes:
-        name: of the tensor, in one of the one that a linear map of one expert would have.
+        name: of the tensor, in place of the one that a linear map of one expert would have.
         transposed: whether its matrices are `[in, out]`, where those of the model are `[out, in]`.
         interleaved: whether the outputs of linear maps that are in it alternate, rather than being one after
             the other.
@@ -130,7 +130,7 @@ def check_tensors(maps: Sequence[TensorMap], folder: SafetensorsFolder) -> None:
 
 
 def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding) -> Shaped[Array, "..."]:
-    """Makes one array of a model from its tensors, in one on the devices that this process addresses.
+    """Makes one array of a model from its tensors, in place on the devices that this process addresses.
 
     Args:
         one: the array and its tensors.

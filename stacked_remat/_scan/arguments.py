@@ -155,7 +155,7 @@ _OURS = (__name__.split(".")[0], "jax", "equinox", "contextlib")
 def check_stacked(tree: PyTree, axis: Axis, caller: Caller) -> None:
     """Refuse a tree whose split leaves have another size than `axis`."""
     leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_named)
-    check_sizes(axis, [(*entry, "default") for entry in leaves if is_split(entry[1], axis)], caller)
+    check_sizes(axis, [(*entry, "stored") for entry in leaves if is_split(entry[1], axis)], caller)
 
 
 def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:

@@ -143,6 +143,8 @@ def _check(entries: Mapping[str, Any]) -> None:
     for number in numbers:
         if not 0 < number < 2**31:
             raise ValueError("ranks and alphas must be positive numbers below 2**31")
+    if not isinstance(entries.get("use_rslora") or False, bool):
+        raise ValueError("use_rslora must be true or false")
     modules, parameters = (entries.get(f"target_{name}") or [] for name in ("modules", "parameters"))
     names = [modules] if isinstance(modules, str) else map(re.escape, modules)
     for pattern in (*patterns[0], *patterns[1], *names, *map(re.escape, parameters)):

@@ -303,8 +303,7 @@ def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str,
     for name, implementation in run["keys"].items():
         if name in found:
             found[name] = jax.random.wrap_key_data(found[name], impl=implementation)
-    written = run.get("saved", {})  # not by earlier versions
-    changed = [name for name, digest in digests(found).items() if digest != written.get(name, digest)]
+    changed = [name for name, digest in digests(found).items() if digest != run["saved"].get(name)]
     if changed:
         raise _damaged(path, f"arrays are not those that were written: {shortened(changed, most=3)}")
     return {name.removeprefix(prefix): array for name, array in found.items()} | empty, run
@@ -314,7 +313,7 @@ def _read_run(path: Path) -> dict[str, Any]:
     file = path / _RUN_FILE
     try:
         run = json.loads(file.read_text(encoding="utf-8"))
-        if missing := {"position", "config", "layout", "keys", "unsaved"} - run.keys():
+        if missing := {"position", "config", "layout", "keys", "saved", "unsaved"} - run.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except FileNotFoundError:
         raise _damaged(path, f"{file} is missing") from None

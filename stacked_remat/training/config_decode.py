@@ -131,7 +131,8 @@ class _Decoder:
         ]
         if owners:
             return f" It is one of {', '.join(owners)}.{listed}"
-        same = [other for other in config_keys(self._config_class) if other.rpartition(".")[2] == key]
+        keys = config_keys(self._config_class)
+        same = [*dict.fromkeys(other for other in keys if other.rpartition(".")[2] == key)]
         if same:
             return f" Did you mean `{'` or `'.join(same[:3])}`?{listed}"
         return did_you_mean(key, valid) + listed

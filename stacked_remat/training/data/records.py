@@ -142,7 +142,7 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            f"Reading {file.url} needs pyarrow, which is not installed: pip install 'stacked_remat[data]'."
+            f"Reading {file.place} needs pyarrow, which is not installed: pip install 'stacked_remat[data]'."
         ) from error
     with _stored(file) as stored:
         try:
@@ -188,6 +188,6 @@ def _content(fields: Any, how: RecordFormat) -> str | list[Message]:
     for at, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _Malformed(f"{no_chat} message {at} lacks a `role`")
-        if message.get("content") is None and "tool_calls" not in message:
+        if message.get("content") is None and not message.get("tool_calls"):
             raise _Malformed(f"{no_chat} message {at} lacks its `content`")
     return messages

@@ -19,7 +19,9 @@ from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
 from models.lm import next_token_loss
-from stacked_remat.training import TokenBatch
+from models.run_config import LmRunConfig
+from stacked_remat.lora import LoraConfig
+from stacked_remat.training import TokenBatch, TrainerConfig, UpdateConfig
 
 from .random_weights import random_weights
 
@@ -89,3 +91,11 @@ def test_biases_of_routers_follow_the_load():
     assert found["frozen"][0] == found["by_load"][0] and not np.any(found["frozen"][1])
     np.testing.assert_array_equal(found["by_load"][1], np.sign(load - load.mean(axis=-1, keepdims=True)))
     assert np.any(found["by_load"][1])
+
+
+@pytest.mark.parametrize(
+    "options", [{"lora": LoraConfig()}, {"trainer": TrainerConfig(update=UpdateConfig(fused=True))}]
+)
+def test_biases_by_load_are_refused_where_nothing_would_update_them(options):
+    with pytest.raises(ValueError, match="model.bias: by_load goes with neither lora"):
+        LmRunConfig(model=dataclasses.replace(CONFIG, bias="by_load"), **options)

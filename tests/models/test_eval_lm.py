@@ -74,6 +74,13 @@ def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
     assert one.generate_until(requests(PROMPTS)) == many.generate_until(requests(PROMPTS))
 
 
+def test_options_that_no_task_can_use_are_refused_first(tmp_path, capsys):
+    given = ["--run_dir", f"{tmp_path}", "--tasks", "any"]
+    for options in (["--batch_size", "0"], ["--max_length", "-1"], ["--out", f"{tmp_path}/none/scores.json"]):
+        assert main([*given, *options], Console(width=500)) == 1
+        assert options[0] in capsys.readouterr().out
+
+
 def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     console = Console(record=True, width=200)

@@ -103,7 +103,7 @@ class ModelToEvaluate:
     ) -> str:
         """The text of a chat; without a prompt for the next message it ends within the last one."""
         text = self.tokenizer.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
-        last = str(chat_history[-1]["content"]).rstrip()
+        last = str(chat_history[-1]["content"]).strip()
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
     def _loglikelihood_tokens(

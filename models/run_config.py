@@ -89,7 +89,8 @@ class LmRunConfig:
             raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns it off.")
         self._check_streaming()
         self._check_ghost()
-        if getattr(self.model, "bias", "") == "by_load" and (self.lora or self.trainer.update.fused):
+        is_balanced = isinstance(self.model, DecoderConfig) and self.model.balances_by_bias
+        if is_balanced and (self.lora or self.trainer.update.fused):
             raise ValueError(
                 "model.bias: by_load goes with neither lora, under which biases are frozen, nor "
                 "trainer.update.fused. Write model.bias: frozen."

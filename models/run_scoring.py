@@ -96,5 +96,5 @@ def _has_auxiliary_losses(config: LmRunConfig) -> bool:
     if not isinstance(config.model, SparseDecoderConfig):
         return not isinstance(config.model, DecoderConfig)
     experts = config.model.experts
-    is_biased = any(spec.sparse and spec.router.bias == "by_load" for spec in config.model.kinds)
-    return is_biased or experts.load_balance_weight_used > 0 or experts.z_loss_weight > 0
+    weights = experts.load_balance_weight_used, experts.z_loss_weight
+    return config.model.balances_by_bias or any(weight > 0 for weight in weights)

@@ -387,6 +387,11 @@ class DecoderConfig(LmConfig):
         return tuple(map(self.layer, range(self.num_layers)))
 
     @property
+    def balances_by_bias(self) -> bool:
+        """Whether the biases of routers follow the load of their experts; see `RouterSpec.bias`."""
+        return any(spec.router.bias == "by_load" for spec in self.kinds)
+
+    @property
     def kinds(self) -> Mapping[LayerSpec, int]:
         """How many layers there are of each kind."""
         return Counter(self.specs)

@@ -260,7 +260,7 @@ class Decoder(LanguageModel):
         if statistics is None or not isinstance(self.config, SparseDecoderConfig):
             return super().auxiliary(statistics)
         found = router_losses(statistics, self.config)
-        if all(spec.router.bias != "by_load" for spec in self.config.kinds):
+        if not self.config.balances_by_bias:
             return found
         return eqx.tree_at(lambda one: one.loss, found, found.loss + self._bias_term(statistics.load))
 

@@ -48,7 +48,7 @@ def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:
     """Uploads a folder to a repository of models on the Hub, which is made if it is new; returns its address.
 
     Raises:
-        WeightsError: the Hub denies it, or the name is not one that it allows.
+        WeightsError: the Hub can't be reached or denies it, or the name is not one that it allows.
     """
     import huggingface_hub
 

@@ -65,7 +65,7 @@ _FIXES = {
     errno.EIO: "Check the disk, or the connection to it.",
 }
 _DEBUG = "--debug"
-# Control characters, which a terminal obeys, and marks of direction, which reorder the text around them.
+# Control characters, which a terminal acts on, and marks of direction, which reorder the text around them.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -124,7 +124,7 @@ def shown_on(console: Console) -> Callable[[str], None]:
 
 
 def escaped(text: str) -> str:
-    r"""The text with escapes such as `\x1b` for what a terminal would obey, except newlines and tabs.
+    r"""The text with escapes such as `\x1b` for what a terminal would act on, except newlines and tabs.
 
     Works character by character, so that a text may be cut anywhere.
     """

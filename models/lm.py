@@ -198,7 +198,7 @@ def build_model(
     key: PRNGKeyArray,
     init_stack: Callable[..., Any] = Stacked.init,
 ) -> LanguageModel:
-    """Makes the model that `config` describes, with float32 parameters and layers that obey `remat`.
+    """Makes the model that `config` describes, with float32 parameters, its layers under the policy `remat`.
 
     `init_stack(Layers, Block, remat=remat)` makes what builds layers of one kind, as `Stacked.init` does.
 

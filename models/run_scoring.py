@@ -23,7 +23,7 @@ from stacked_remat.training import (
 
 
 def check_scoring(config: LmRunConfig) -> None:
-    """Refuses a `ghost` section that this machine can't obey.
+    """Refuses a `ghost` section that this machine doesn't support.
 
     Raises:
         ConfigError: pyarrow is not installed, layers are cut into tiles, experts are divided over devices,

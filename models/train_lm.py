@@ -65,11 +65,11 @@ from stacked_remat.training import (
 from stacked_remat.training.processes import (
     LargestOfAll,
     agreed,
+    broadcast_from_first,
     end_after_error,
     end_process,
     ending_with_others,
     in_turn,
-    of_first,
     processes_where,
     start_processes,
 )
@@ -197,7 +197,7 @@ def _first_state(
     config: LmRunConfig, partitioning: Partitioning, checkpoints: Checkpoints
 ) -> tuple[TrainState, Position | None]:
     """The state and position of the latest checkpoint, or a new state."""
-    if of_first(checkpoints.latest() is None):
+    if broadcast_from_first(checkpoints.latest() is None):
         return initial_state(config, partitioning), None
     # Frozen weights are in no checkpoint.
     make = state_shapes if config.lora is None else initial_state
@@ -208,9 +208,9 @@ def _first_state(
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:
     """The folder of the run, for this process alone until `closing` ends."""
     given = config.trainer.run_dir
-    now = time.strftime("%Y%m%d-%H%M%S", time.localtime(of_first(int(time.time()))))
+    now = time.strftime("%Y%m%d-%H%M%S", time.localtime(broadcast_from_first(int(time.time()))))
     root = Path(f"runs/{now}" if given is None else given).expanduser()
-    mark = str(of_first(secrets.randbits(32)))
+    mark = str(broadcast_from_first(secrets.randbits(32)))
 
     def opened() -> RunFolder | None:
         is_first = jax.process_index() == 0

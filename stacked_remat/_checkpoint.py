@@ -64,7 +64,7 @@ def checkpoint(
     Raises:
         TypeError: for arguments of a wrong type; where values are offloaded and `fun` has ordered effects.
         ValueError: for settings that contradict each other, and for a policy of JAX that `JAX_REMAT3=1`
-            cannot obey.
+            does not support.
 
     Memory: the arguments and what is saved, from the forward to the backward pass; the intermediate values
     while the region itself is reversed. Cost: `fun` once more for each gradient, so 4/3 of forward and

@@ -51,7 +51,7 @@ class Kept:
             return _named_policy(*names)
         if getattr(jax.config, "jax_remat3", False) and not _goes_by_names(self.internals):
             raise ValueError(
-                f"JAX_REMAT3=1 keeps values by name alone, so it cannot obey {as_written(self.internals)}. "
+                f"JAX_REMAT3=1 keeps values by name alone and does not support {as_written(self.internals)}. "
                 'Name the values inside the block with checkpoint_name(value, "name") and save ["name"], or '
                 "unset JAX_REMAT3."
             )

@@ -368,7 +368,7 @@ def sources() -> list[Source]:
 
 
 @every_rule
-def test_every_file_obeys(rule):
+def test_every_file_keeps(rule):
     problems = [problem for source in sources() for problem in rule(source)]
     assert not problems, "\n".join(problems)
 

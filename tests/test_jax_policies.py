@@ -50,7 +50,7 @@ def expected():
     return quick_jit(gradient(False))(WEIGHTS)
 
 
-def test_are_obeyed(expected):
+def test_are_respected(expected):
     run = quick_jit(lambda weights: [gradient(policy)(weights) for policy, _ in POLICIES.values()])
     for found in run(WEIGHTS):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -102,12 +102,12 @@ def remat3():
 
 
 @pytest.mark.parametrize("policy", [DOTS, ScanCheckpointPolicy(nested=True, save_block_internals=DOTS)])
-def test_what_remat3_cannot_obey_is_refused_under_it(policy):
+def test_what_remat3_does_not_support_is_refused_under_it(policy):
     with remat3(), pytest.raises(ValueError, match="JAX_REMAT3=1 keeps values by name alone.*dots_saveable"):
         jax.eval_shape(gradient(policy), WEIGHTS)
 
 
-def test_names_are_obeyed_under_remat3(expected):
+def test_names_are_respected_under_remat3(expected):
     with remat3():
         found = quick_jit(gradient(KEPT.save_only_these_names("a")))(WEIGHTS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -53,7 +53,7 @@ def program(Stack, policy):
 
 
 @pytest.mark.parametrize("settings", PAIRS, ids=str)
-def test_two_settings_are_refused_or_obeyed(settings):
+def test_two_settings_are_refused_or_respected(settings):
     try:
         policy = ScanCheckpointPolicy(**settings)
     except ValueError as error:

@@ -169,7 +169,7 @@ class TestApplying:
         )
 
     @pytest.mark.parametrize("verb", ["fold", "scan", "fold_via", "scan_via"])
-    def test_every_method_obeys_the_policy_of_its_call(self, Stack, verb):
+    def test_every_method_uses_the_policy_of_its_call(self, Stack, verb):
         block = PlainScanBlock if verb.startswith("scan") else PlainBlock
         stack = Stack.init(Layers, block, remat=False)(3, key=keys())
 

@@ -32,8 +32,8 @@ class AttentionConfig:
         head_dim: width of a head; `hidden_dim / num_heads` if not given.
         bias: whether the four projections have biases.
         window: how many positions a query sees, itself included; null for all up to itself.
-        layer_types: of each layer `sliding_attention`, which obeys `window`, or `full_attention`; a shorter
-            list repeats. Null where all layers obey the window.
+        layer_types: of each layer `sliding_attention`, which uses `window`, or `full_attention`; a shorter
+            list repeats. Null where all layers use the window.
         backend: the kernel: `auto`, or a name that `stacked_remat.ops.causal_attention` takes.
     """
 

@@ -33,7 +33,7 @@ from stacked_remat import (
 )
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import RotaryTable, per_device, rotary_table
-from stacked_remat.ops.per_device import divided_alike
+from stacked_remat.ops.per_device import align_varying_axes
 from stacked_remat.training import POSITION_AXIS
 
 
@@ -333,7 +333,7 @@ class Decoder(LanguageModel):
         if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
             # JAX refuses to read a table at tokens that such an axis divides.
             def of_tokens(embedding: hnn.Embedding, own: NamedArray) -> NamedArray:
-                return embedding(divided_alike("the embedding", own))
+                return embedding(align_varying_axes("the embedding", own))
 
             x = per_device(of_tokens, embedding, tokens, over=tokens.axes, out=out)
         else:

@@ -116,7 +116,7 @@ def _texts(selected: Selection, examples: Sequence[str]) -> dict[str, str]:
 
 
 def _plain(text: str) -> Any:
-    """A text on one line, as a rich `Text`: not markup, without what a terminal would obey, and not long."""
+    """A text on one line, as a rich `Text`: not markup, without control characters, and short."""
     from rich.text import Text
 
     spaced = " ".join(text.split())

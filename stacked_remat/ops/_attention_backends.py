@@ -11,7 +11,7 @@ from ._attention_blockwise import BLOCKWISE
 from ._attention_cudnn import CUDNN
 from ._attention_rule import Blocks, Kernel, Key, Query, Sight, Sinks
 from ._attention_splash import splash_block_size, splash_kernel
-from ._attention_tokamax import TOKAMAX, against_tokamax
+from ._attention_tokamax import TOKAMAX, why_not_tokamax
 from ._backends import HALVES, Backend, Call
 
 
@@ -48,16 +48,16 @@ def exact_attention(
     return checkpoint_name(attended.astype(query.dtype), "attention_output")
 
 
-def _against_width(call: AttentionCall, widest: int) -> str | None:
+def _why_not_width(call: AttentionCall, widest: int) -> str | None:
     if call.head_dim > widest or call.head_dim % 8:
         return f"it takes head widths that are multiples of 8 up to {widest}, not {call.head_dim}"
     return None
 
 
-def _against_cudnn(call: AttentionCall) -> str | None:
+def _why_not_cudnn(call: AttentionCall) -> str | None:
     # 256 on GPUs from Hopper on. JAX too asks the attached GPU, even in a compilation for another.
     capability = float(getattr(jax.local_devices()[0], "compute_capability", "0"))
-    if reason := _against_width(call, 256 if capability >= 9.0 else 128):
+    if reason := _why_not_width(call, 256 if capability >= 9.0 else 128):
         return reason
     if call.has_documents:
         return "it has no document boundaries: its statistics would take memory for documents x positions"
@@ -68,7 +68,7 @@ def _against_cudnn(call: AttentionCall) -> str | None:
     return None
 
 
-def _against_splash(call: AttentionCall) -> str | None:
+def _why_not_splash(call: AttentionCall) -> str | None:
     if call.has_rows:
         return "the axis of positions is divided over devices, and its table of blocks is for all queries"
     if call.head_dim > 512:
@@ -80,9 +80,9 @@ def _against_splash(call: AttentionCall) -> str | None:
 
 
 BACKENDS: dict[str, Backend[Kernel | None]] = {
-    "cudnn": Backend(CUDNN, "cuda", HALVES, _against_cudnn, is_partitioned=True),
-    "tokamax": Backend(TOKAMAX, "cuda", HALVES, lambda call: _against_width(call, 256) or against_tokamax()),
-    "splash": Backend(splash_kernel(), "tpu", (jnp.bfloat16, jnp.float32), _against_splash),
+    "cudnn": Backend(CUDNN, "cuda", HALVES, _why_not_cudnn, is_partitioned=True),
+    "tokamax": Backend(TOKAMAX, "cuda", HALVES, lambda call: _why_not_width(call, 256) or why_not_tokamax()),
+    "splash": Backend(splash_kernel(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_splash),
     "blockwise": Backend(BLOCKWISE),
     "exact": Backend(None),  # the definition, with all scores in memory at once
 }

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from .per_device import divided_alike
+from .per_device import align_varying_axes
 
 Query = Float[Array, "batch row kv_heads group head_dim"]
 Key = Float[Array, "batch position kv_heads head_dim"]
@@ -124,7 +124,7 @@ def attend_by(
         Like `query`, in its dtype.
     """
     given = query, key, value, sight, sinks
-    query, key, value, sight, sinks = divided_alike("causal_attention", given)
+    query, key, value, sight, sinks = align_varying_axes("causal_attention", given)
     # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
     output, lse = kernel.forward(*lax.stop_gradient((query, key, value)), sight, blocks)
     if sinks is not None:

@@ -17,15 +17,15 @@ from jaxtyping import Array, Int
 
 from .._trips import known_products
 from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight
-from ._tokamax import calling_tokamax, why_not_tokamax
+from ._tokamax import calling_tokamax, why_not_kernels
 
 _CHUNK, _PARTS = 512, 24
 _PARTS_OF_LENGTH = 32, 8  # documents no longer than these parts of all positions are in chunks backward
 
 
-def against_tokamax() -> str | None:
+def why_not_tokamax() -> str | None:
     """Why there are no kernels for the device that the program is for; None if there are."""
-    return why_not_tokamax("its kernels", {9.0: "Hopper", 10.0: "Blackwell"})
+    return why_not_kernels("its kernels", {9.0: "Hopper", 10.0: "Blackwell"})
 
 
 def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:

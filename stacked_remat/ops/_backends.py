@@ -44,17 +44,17 @@ class Backend(Generic[K]):
         kernel: what computes it.
         platform: which one it is for; None for all.
         dtypes: those that it takes, where it is for one platform.
-        against: why a call is not supported, besides these; None if it is.
+        why_not_call: why a call is not supported, besides these; None if it is.
         is_partitioned: whether the compiler divides it among devices.
     """
 
     kernel: K
     platform: str | None = None
     dtypes: tuple[Any, ...] = ()
-    against: Callable[[Any], str | None] = lambda call: None
+    why_not_call: Callable[[Any], str | None] = lambda call: None
     is_partitioned: bool = False
 
-    def reason_against(self, call: Call) -> str | None:
+    def why_not(self, call: Call) -> str | None:
         """Why a call is not supported; None if it is."""
         if self.platform is None:
             return None
@@ -63,7 +63,7 @@ class Backend(Generic[K]):
         if call.dtype not in self.dtypes:
             names = " and ".join(jnp.dtype(one).name for one in self.dtypes)
             return f"it takes {names}, not {call.dtype}"
-        if reason := self.against(call):
+        if reason := self.why_not_call(call):
             return reason
         if call.devices == 1 or self.is_partitioned:
             return None
@@ -101,7 +101,7 @@ def first_supported(backends: Mapping[str, Backend[Any]], call: Call) -> tuple[s
     """
     reasons: list[str] = []
     for name, backend in backends.items():
-        if (reason := backend.reason_against(call)) is None:
+        if (reason := backend.why_not(call)) is None:
             return name, reasons
         if backend.platform == call.platform:
             reasons.append(f"not {name}: {reason}")
@@ -127,7 +127,7 @@ def choose_backend(of: str, backends: Mapping[str, Backend[K]], name: str, call:
         name, reasons = first_supported(backends, call)
     elif name not in backends:
         raise ValueError(f"Unknown backend of {of} {name!r}. Use 'auto' or one of {', '.join(backends)}.")
-    elif reason := backends[name].reason_against(call):
+    elif reason := backends[name].why_not(call):
         raise UnsupportedCallError(
             f"The backend of {of} {name!r} does not support this call: {reason}. Use 'auto'."
         )

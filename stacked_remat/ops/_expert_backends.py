@@ -11,7 +11,7 @@ from jaxtyping import Array
 from .._placement import compiled_for, platform
 from ._backends import HALVES, Backend, Call, first_supported
 from ._grouped_linear import Kernels
-from ._grouped_tokamax import against_tokamax, tokamax_kernels
+from ._grouped_tokamax import tokamax_kernels, why_not_tokamax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ExpertsFacts(Call):
     takes_linear: bool = True
 
 
-def _against_products(call: ExpertsFacts) -> str | None:
+def _why_not_products(call: ExpertsFacts) -> str | None:
     """Why no kernels of grouped products support a call."""
     if not call.takes_linear:
         return "its expert has no argument `linear`, by which it would map the rows of all experts at once"
@@ -81,9 +81,9 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
 
 
 EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
-    "megablox": Backend(megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _against_products),
+    "megablox": Backend(megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_products),
     "tokamax": Backend(
-        tokamax_kernels(), "cuda", HALVES, lambda call: _against_products(call) or against_tokamax()
+        tokamax_kernels(), "cuda", HALVES, lambda call: _why_not_products(call) or why_not_tokamax()
     ),
     "block": Backend(None),  # the walk over blocks
 }

@@ -5,14 +5,14 @@ from jax.experimental import layout
 from jaxtyping import Array
 
 from ._grouped_linear import Kernels
-from ._tokamax import calling_tokamax, why_not_tokamax
+from ._tokamax import calling_tokamax, why_not_kernels
 
 _COPIED, _TILE = 8, 64  # elements of 16 bits: the least that a kernel copies, and a tile
 
 
-def against_tokamax() -> str | None:
+def why_not_tokamax() -> str | None:
     """Why there are no kernels for the device that the program is for; None if there are."""
-    return why_not_tokamax("all of its products", {9.0: "Hopper"})
+    return why_not_kernels("all of its products", {9.0: "Hopper"})
 
 
 def tokamax_kernels() -> Kernels:

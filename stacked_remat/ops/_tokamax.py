@@ -19,7 +19,7 @@ _VERSIONS = ("0.0.17",)
 _called_for: dict[str, str] = {}
 
 
-def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
+def why_not_kernels(what: str, capabilities: Mapping[float, str]) -> str | None:
     """Why there is no such kernel for the device that the program is for; None if there is.
 
     Args:

@@ -22,7 +22,7 @@ from .._noted import noted
 from .._sweep.store import zeros_after
 from ._perturbed_vjp import perturbed_vjp
 from ._row_calls import call_on_rows
-from .per_device import divided_alike, per_device
+from .per_device import align_varying_axes, per_device
 
 Hidden = Float[Array, "token embed"]
 Head = Float[Array, "embed vocab"] | Float[Array, "vocab embed"]
@@ -137,7 +137,7 @@ def _of_tokens(
 ) -> Any:
     """The losses, and with a direction of the head a tuple of these and their derivative along it."""
     given = hidden, head, targets, weights, direction
-    hidden, head, targets, weights, direction = divided_alike("chunked_cross_entropy", given)
+    hidden, head, targets, weights, direction = align_varying_axes("chunked_cross_entropy", given)
     tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)

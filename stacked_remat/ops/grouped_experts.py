@@ -30,7 +30,7 @@ from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import Expert, Inputs, InStack, Saved, apply_experts
 from ._grouped_linear import Kernels
 from ._row_calls import call_on_rows
-from .per_device import divided_alike
+from .per_device import align_varying_axes
 
 
 def grouped_experts(
@@ -135,7 +135,7 @@ def grouped_experts(
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
     rebuild = functools.partial(layout.layer, shared=shared)
-    x, choices, gates, arrays = divided_alike("grouped_experts", (x, choices, gates, arrays))
+    x, choices, gates, arrays = align_varying_axes("grouped_experts", (x, choices, gates, arrays))
     facts = ExpertsFacts(
         platform=platform(),
         dtype=x.dtype,

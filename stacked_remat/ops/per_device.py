@@ -109,7 +109,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
 
 
-def divided_alike(what: str, arrays: T) -> T:
+def align_varying_axes(what: str, arrays: T) -> T:
     """The arrays, all varying over the axes of an enclosing `jax.shard_map` over which some of them vary.
 
     Loops of an operation need it, whose carries keep their types.

@@ -136,7 +136,7 @@ def _agreed(work: Callable[[], Any], takes_part: bool) -> Any:
     return result
 
 
-def of_first(number: int) -> int:
+def broadcast_from_first(number: int) -> int:
     """The number that the first process has; below 2**32."""
     return int(_gathered(np.uint32(number))[0])
 

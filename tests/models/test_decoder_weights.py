@@ -264,7 +264,7 @@ def test_a_config_may_extend_the_context_of_the_folder(folder):
     ],
     ids=range(4),
 )
-def test_policies_that_no_layers_can_obey_are_refused_before_anything_is_read(
+def test_policies_that_no_layers_support_are_refused_before_anything_is_read(
     folder, monkeypatch, policy, message
 ):
     monkeypatch.setattr(SafetensorsFolder, "read", None)

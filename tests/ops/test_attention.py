@@ -343,7 +343,7 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
     call = dict(platform="cuda", dtype=jnp.dtype("bfloat16"), position=64, head_dim=128)
     call |= dict(has_documents=False, blocks=Blocks(1.0, 8))
     whole = AttentionCall(**(call | change))
-    reason = BACKENDS["cudnn"].reason_against(whole)
+    reason = BACKENDS["cudnn"].why_not(whole)
     assert reason is None if message is None else message in reason
     taken = "blockwise" if message else "cudnn"
     with backends_taken() as found:

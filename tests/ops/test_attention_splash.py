@@ -150,7 +150,7 @@ def test_blocks_divide_the_sequence_and_their_table_fits(position, sequences, wi
 def test_it_says_why_it_does_not_support_a_call(change, message):
     call = dict(platform="tpu", dtype=jnp.dtype("bfloat16"), position=1024, head_dim=128)
     call |= dict(has_documents=True, blocks=Blocks(1.0, 8, window=4))
-    reason = BACKENDS["splash"].reason_against(AttentionCall(**(call | change)))
+    reason = BACKENDS["splash"].why_not(AttentionCall(**(call | change)))
     assert reason is None if message is None else message in reason
 
 

@@ -25,7 +25,7 @@ def test_before_there_is_anything_to_save_a_signal_ends_the_work_at_once(number)
     with StopSignals(at_once=True) as stop:
         with pytest.raises(Interrupted, match=signal.Signals(number).name):
             os.kill(os.getpid(), number)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one of these is obeyed already
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one of these acts already
     with StopSignals(at_once=True) as stop:
         stop.defer()
         os.kill(os.getpid(), number)

@@ -41,6 +41,7 @@ def test_every_example_is_in_the_navigation_and_the_table():
 @pytest.mark.parametrize("script", examples(), ids=lambda script: script.stem)
 def test_the_page_and_the_notebook_hold_all_cells(script):
     cells = cells_of(script)
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 100
     outputs = [f"printed {number}\n" if cell.is_code else "" for number, cell in enumerate(cells)]
     shown, made = page(script, outputs), json.loads(notebook(script, outputs))
     assert shown.startswith(cells[0].text.splitlines()[0] + "\n") and f"({script.stem}.ipynb)" in shown

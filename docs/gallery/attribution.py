@@ -85,8 +85,7 @@ for _ in range(20):
 # %%
 order = jnp.argsort(total)
 print("".join("x" if wrong[index] else "." for index in order))
-worst = order[: Batch.size // 3]
-print(f"wrong labels among the worst third: {int(wrong[worst].sum())} of {worst.size}")
+print(f"wrong labels among the worst third: {int(wrong[order[:16]].sum())} of 16")
 print(f"mean score: right {total[~wrong].mean():.3f}, wrong {total[wrong].mean():.3f}")
 
 # %% [markdown]

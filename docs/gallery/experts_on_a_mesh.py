@@ -2,8 +2,7 @@
 # # A mixture of experts on eight devices
 #
 # Each device has two of the experts of every layer and an eighth of the tokens. Tokens travel to their
-# experts and back inside the layer, and the stack is folded inside of `jax.shard_map`. The devices are
-# virtual ones of a CPU.
+# experts and back inside the layer; `jax.shard_map` holds the fold. The devices are virtual ones of a CPU.
 
 # %%
 import os
@@ -65,15 +64,12 @@ up = layers.stacked.experts["up"]
 print(f"up projections of all layers {up.shape}, on a device {up.sharding.shard_shape(up.shape)}")
 
 # %% [markdown]
-# ## The loss is that of one device
-#
-# Inside of `jax.shard_map` every device folds its own tokens.
+# ## The loss, for which every device folds its own tokens, is that of one device
 
 
 # %%
 def local_loss(layers, x, y):
-    error = jnp.mean((layers.fold(x, ("device",)) - y) ** 2)
-    return jax.lax.pmean(error, "device")
+    return jax.lax.pmean(jnp.mean((layers.fold(x, ("device",)) - y) ** 2), "device")
 
 
 loss = jax.shard_map(local_loss, mesh=mesh, in_specs=(specs, P("device"), P("device")), out_specs=P())

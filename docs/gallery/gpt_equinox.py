@@ -6,7 +6,6 @@
 
 # %%
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
@@ -50,8 +49,7 @@ class Gpt(eqx.Module):
         first, second, third = jax.random.split(key, 3)
         self.embedding = normal(first, (256, WIDTH)) / WIDTH**0.5
         self.positions = 0.1 * normal(second, (CONTEXT, WIDTH))
-        layers = hax.Axis("layers", LAYERS)
-        self.blocks = Stacked.init(layers, Block, remat="nested")(key=jax.random.split(third, LAYERS))
+        self.blocks = Stacked.init(LAYERS, Block, remat="nested")(key=jax.random.split(third, LAYERS))
 
     def __call__(self, tokens):
         x = self.blocks.fold(self.embedding[tokens] + self.positions)

@@ -21,18 +21,17 @@ class Coupling(eqx.Module):
     net: eqx.nn.MLP
 
     def __init__(self, key):
-        self.net = eqx.nn.MLP(1, 2, width_size=32, depth=1, activation=jnp.tanh, key=key)
+        self.net = eqx.nn.MLP(1, 2, 32, 1, activation=jnp.tanh, final_activation=jnp.tanh, key=key)
 
     def __call__(self, carry):
         (first, second), log_det = carry
         scale, shift = self.net(first[None])
-        scale = jnp.tanh(scale)
         return jnp.stack([second * jnp.exp(scale) + shift, first]), log_det + scale
 
     def inverse(self, y):
         second, first = y
         scale, shift = self.net(first[None])
-        return jnp.stack([first, (second - shift) * jnp.exp(-jnp.tanh(scale))])
+        return jnp.stack([first, (second - shift) * jnp.exp(-scale)])
 
 
 flow = Stacked.init(DEPTH, Coupling, remat="nested")(jax.random.split(jax.random.key(0), DEPTH))
@@ -43,16 +42,15 @@ def to_noise(flow, x):
     return flow.fold((x, jnp.zeros(())))
 
 
+# %% [markdown]
+# ## The inverse, by another method of the layers
+
+
+# %%
 def to_data(flow, noise):
     return flow.fold_via(Coupling.inverse, reverse=True)(noise)
 
 
-# %% [markdown]
-# ## The inverse is one
-#
-# `fold_via` calls another method of the layers.
-
-# %%
 points = jax.random.normal(jax.random.key(1), (256, 2))
 noise, _ = jax.vmap(to_noise, (None, 0))(flow, points)
 error = jnp.abs(jax.vmap(to_data, (None, 0))(flow, noise) - points).max()

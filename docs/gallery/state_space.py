@@ -2,8 +2,7 @@
 # # A state space model: a parallel scan in every layer
 #
 # S5 (Smith et al. 2023) is a deep stack whose layers each run a linear recurrence over time, all times at
-# once by `jax.lax.associative_scan`. That takes memory for the states of all times, in every layer: `nested`
-# keeps them for one layer.
+# once by `jax.lax.associative_scan`. `nested` keeps the states of all times for one layer.
 
 # %%
 import equinox as eqx
@@ -19,17 +18,16 @@ TIME, WIDTH, STATES = 64, 16, 16
 class Layer(eqx.Module):
     """`x + gelu(Re(C h) + D u)` with `u = norm(x)` and `h[t] = a * h[t - 1] + B u[t]`; `[time, feature]`."""
 
-    log_rate: jax.Array
-    angle: jax.Array
+    rate: jax.Array
     B: jax.Array
     C: jax.Array
     D: jax.Array
     norm: eqx.nn.RMSNorm
 
     def __init__(self, key):
-        of_rate, of_angle, of_b, of_c = jax.random.split(key, 4)
-        self.log_rate = jnp.log(jax.random.uniform(of_rate, (STATES,), minval=0.001, maxval=0.3))
-        self.angle = jax.random.uniform(of_angle, (STATES,), maxval=0.5)
+        of_rate, of_b, of_c = jax.random.split(key, 3)
+        largest = jnp.array([[0.3], [0.5]])  # of decay and rotation in one step
+        self.rate = jax.random.uniform(of_rate, (2, STATES), minval=0.001, maxval=largest)
         self.B = jax.random.normal(of_b, (2, STATES, WIDTH)) / (2 * WIDTH) ** 0.5
         self.C = jax.random.normal(of_c, (2, WIDTH, STATES)) / (2 * STATES) ** 0.5
         self.D = jnp.ones(WIDTH)
@@ -38,7 +36,7 @@ class Layer(eqx.Module):
     def __call__(self, x):
         u = jax.vmap(self.norm)(x)
         B, C = (jax.lax.complex(*part) for part in (self.B, self.C))
-        decay = jnp.exp(jax.lax.complex(-jnp.exp(self.log_rate), self.angle))
+        decay = jnp.exp(jax.lax.complex(-jnp.abs(self.rate[0]), self.rate[1]))
 
         def combine(earlier, later):
             return earlier[0] * later[0], later[0] * earlier[1] + later[1]
@@ -49,8 +47,7 @@ class Layer(eqx.Module):
 
 
 def speed_of(model, series):
-    encode, layers, decode = model
-    return layers.fold(series[:, None] * encode).mean(0) @ decode
+    return model[1].fold(series[:, None] * model[0]).mean(0) @ model[2]
 
 
 # %% [markdown]
@@ -65,7 +62,7 @@ def series(key, count):
     speed = jax.random.uniform(of_speed, (count,))
     phase = jax.random.uniform(of_phase, (count, 1), maxval=2 * jnp.pi)
     wave = jnp.sin(0.5 * speed[:, None] * jnp.arange(TIME) + phase)
-    return (wave + 0.7 * jax.random.normal(of_noise, wave.shape)), speed
+    return wave + 0.7 * jax.random.normal(of_noise, wave.shape), speed
 
 
 def loss(model, x, y):
@@ -83,7 +80,7 @@ optimizer, keys = optax.adam(3e-3), jax.random.split(jax.random.key(0), 4)
 encode, decode = jax.random.normal(jax.random.key(1), (2, WIDTH))
 model = encode, Stacked.init(4, Layer, remat="nested")(keys), 0.1 * decode
 state = optimizer.init(eqx.filter(model, eqx.is_array))
-for number, key in enumerate(jax.random.split(jax.random.key(2), 151)):
+for number, key in enumerate(jax.random.split(jax.random.key(2), 201)):
     model, state, value = step(model, state, key)
     if number % 50 == 0:
         print(f"step {number:3}  squared error {value:.4f}")

@@ -280,7 +280,7 @@ class TestErrors:
             (
                 hax.zeros((Width, Depth)),
                 lambda c, x: c["width", 0],
-                "goes in with NamedArray axes .width=3, depth=2",
+                "goes in as NamedArray axes .width=3, depth=2.*Keep its axes",
             ),
             (
                 {"h": jnp.zeros(3)},
@@ -305,7 +305,7 @@ class TestErrors:
             (
                 {"h": (jnp.zeros(3), 0.0)},
                 lambda c, x: {"h": c["h"][:1]},
-                r"The carry\['h'\] changes structure: a tuple of 2 .* goes in, a tuple of 1 .*out\.\n",
+                r"The carry\['h'\] changes structure: a tuple of 2 .* goes in, a tuple of 1 .*out\. Keep its structure",
             ),
             (
                 [eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)],

@@ -184,6 +184,8 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
             "Plain arrays are split along their first dimension, one part for each layer. To give every "
             f"layer the whole array, write stacked_remat.shared({to_share[0]})."
         )
+    if marked := [name for name, leaf, rule in wrong if rule == "per_layer" and not is_named(leaf)]:
+        lines.append(f"Give {marked[0]} {axis.size} parts along its first dimension, one for each layer.")
     if named := [name for name, leaf, _ in wrong if is_named(leaf) and leaf_size(leaf, axis) is not None]:
         lines.append(
             f"Give {named[0]} `{axis.name}` of size {axis.size}, or rename that axis of it to share it."

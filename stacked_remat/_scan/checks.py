@@ -62,22 +62,21 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry") -> None:
     old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
     new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
     if old_tree != new_tree:
-        hint = (
-            " For a function that returns (carry, output) use scan."
-            if what == "carry" and isinstance(after, tuple) and len(after) == 2
-            else ""
-        )
-        raise ValueError(f"{_structural_change(what, before, after)}.{hint}")
+        is_pair = what == "carry" and isinstance(after, tuple) and len(after) == 2
+        fix = "For a function that returns (carry, output) use scan." if is_pair else "Keep its structure."
+        raise ValueError(f"{_structural_change(what, before, after)}. {fix}")
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The {what}{jtu.keystr(path)}"
         is_array_like = eqx.is_array_like(raw_array(a))
-        if is_named(a) != is_named(b) or is_array_like != eqx.is_array_like(raw_array(b)):
-            raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
-        if is_named(a) and a.axes != b.axes:
-            fix = f" Rearrange it: {what}.rearrange(x.axes)." if set(a.axes) == set(b.axes) else ""
-            raise ValueError(f"{where} goes in with {describe(a)} and comes out with {describe(b)}.{fix}")
-        if not is_named(a) and is_array_like and jnp.shape(a) != jnp.shape(b):
-            raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}.")
+        is_alike = is_named(a) == is_named(b) and is_array_like == eqx.is_array_like(raw_array(b))
+        if is_alike and is_named(a):
+            is_alike = a.axes == b.axes
+        elif is_alike and is_array_like:
+            is_alike = jnp.shape(a) == jnp.shape(b)
+        if not is_alike:
+            is_order = is_named(a) and is_named(b) and set(a.axes) == set(b.axes)
+            fix = f"Rearrange it: {what}.rearrange(x.axes)." if is_order else "Keep its axes and shape."
+            raise ValueError(f"{where} goes in as {describe(a)} and comes out as {describe(b)}. {fix}")
         if is_array_like:
             _check_dtype(f"{what}{jtu.keystr(path)}", raw_array(a), raw_array(b))
         elif not is_named(a) and a != b:

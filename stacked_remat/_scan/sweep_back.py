@@ -81,7 +81,10 @@ class SweepBack(eqx.Module):
                 "(jnp.zeros(Layers.size)), or pass what goes from layer to layer as state."
             )
         if visitor is None and not (state is None and layer_state is None):
-            raise ValueError("state and layer_state are for a visitor, and sweep_back was given none.")
+            raise ValueError(
+                "state and layer_state are for a visitor, and sweep_back was given none. Write "
+                "sweep_back(cotangent, visitor, state)."
+            )
         cotangents = _cotangents(self._types, cotangent)
         if visitor is None:
             return self._wrap(self._types.joined(_gradients(self, *cotangents)))

@@ -17,13 +17,12 @@ from ._backends import HALVES, Backend, Call
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall(Call):
-    """See `Call`; `position` and `batch` are sizes; with `has_rows` queries are of some positions only."""
+    """See `Call`; with `has_rows` queries are of some of `position` positions only."""
 
     position: int
     head_dim: int
     has_documents: bool
     blocks: Blocks
-    batch: int = 1
     has_rows: bool = False
 
 
@@ -73,9 +72,7 @@ def _why_not_splash(call: AttentionCall) -> str | None:
         return "the axis of positions is divided over devices, and its table of blocks is for all queries"
     if call.head_dim > 512:
         return f"its blocks fit a TPU's vector memory for heads up to 512 wide, not {call.head_dim}"
-    sequences = call.batch if call.has_documents else 1
-    row_bytes = call.head_dim * call.dtype.itemsize
-    size = splash_block_size(call.position, sequences, call.blocks.window, row_bytes)
+    size = splash_block_size(call.position, call.blocks.window, call.head_dim * call.dtype.itemsize)
     return size if isinstance(size, str) else None
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Int
 
@@ -35,18 +36,16 @@ class CausalWindow(splash.Mask):
     asks whether any and whether all entries of a block are visible, so two entries represent it.
 
     Attributes:
-        position: number of positions in a sequence; no block may span two sequences.
+        position: number of positions in a sequence.
         window: how many positions a position sees, itself included; None for all before it.
-        sequences: how many are concatenated; none sees another.
     """
 
     position: int
     window: int | None
-    sequences: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.sequences * self.position, self.sequences * self.position
+        return self.position, self.position
 
     @property
     def q_sequence(self) -> Int[np.ndarray, " position"]:
@@ -54,15 +53,13 @@ class CausalWindow(splash.Mask):
         return np.arange(self.shape[0], dtype=np.int32)
 
     def mask_function(self, row: Int[Array, "*block"], column: Int[Array, "*block"]) -> Bool[Array, "*block"]:
-        """Whether a row sees a column; called in the kernel, on blocks of one sequence."""
+        """Whether a row sees a column; called in the kernel."""
         visible = row >= column
         return visible if self.window is None else visible & (row - column < self.window)
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "1 2"]:
         """Two entries for a block: (any entry is visible, all are)."""
         rows, columns = index
-        if rows.start // self.position != columns.start // self.position:
-            return np.array([[False, False]])
         nearest, farthest = rows.start - (columns.stop - 1), rows.stop - 1 - columns.start
         window = self.position if self.window is None else self.window
         # Every distance between these two occurs in the block.
@@ -70,12 +67,11 @@ class CausalWindow(splash.Mask):
         return np.array([[some, nearest >= 0 and farthest < window]])
 
 
-def splash_block_size(position: int, sequences: int, window: int | None, row_bytes: int) -> int | str:
+def splash_block_size(position: int, window: int | None, row_bytes: int) -> int | str:
     """Positions in a block of queries and of keys, or why no size is possible.
 
     Args:
         position: number of positions in a sequence.
-        sequences: how many sequences have their own document boundaries.
         window: how many positions a position sees; None for all before it.
         row_bytes: bytes of one position of one head.
     """
@@ -86,11 +82,11 @@ def splash_block_size(position: int, sequences: int, window: int | None, row_byt
         size = max(size for size in range(LANES, min(position, most) + 1, LANES) if position % size == 0)
         count = position // size
         width = count if window is None else min(count, -(-(window - 1) // size) + 1)
-        if sequences * count * width <= _TABLE:
+        if count * width <= _TABLE:
             return size
     return (
-        f"its table of {sequences * count} x {width} blocks of {size} positions does not fit a TPU's scalar "
-        f"memory, which holds {_TABLE}"
+        f"its table of {count} x {width} blocks of {size} positions does not fit a TPU's scalar memory, which "
+        f"holds {_TABLE}"
     )
 
 
@@ -113,55 +109,40 @@ def splash_kernel(block_size: int | None = None, interpret: bool = False) -> Ker
 
 
 class _Heads(NamedTuple):
-    """How a kernel is called, with one key head of one sequence at a time, and one vector of documents.
-
-    Without documents the batch becomes more heads; with documents it becomes a longer sequence.
+    """How a kernel is called, with one key head of one sequence at a time.
 
     Attributes:
         call: the kernel.
-        segments: its documents.
-        length: of a sequence.
+        starts: of the documents, `[batch, position]`, or None.
         products: FLOPs of a matrix product of all visible blocks.
     """
 
     call: Any
-    segments: splash.SegmentIds | None
-    length: int
+    starts: Array | None
     products: int
 
     @staticmethod
     def of(query: Query, sight: Sight, blocks: Blocks, block_size: int | None, interpret: bool) -> "_Heads":
-        batch, position, _, group, head_dim = query.shape
-        sequences = 1 if sight.starts is None else batch
-        if block_size is None:
-            found = splash_block_size(position, sequences, blocks.window, head_dim * query.dtype.itemsize)
-            assert isinstance(found, int), found
-            block_size = found
-        segments = None
-        if sight.starts is not None:
-            ids = sight.starts.reshape(-1)
-            segments = splash.SegmentIds(ids, ids)
-        kernel = _kernel(CausalWindow(position, blocks.window, sequences), group, block_size, interpret)
+        _, position, _, group, head_dim = query.shape
+        size = block_size or splash_block_size(position, blocks.window, head_dim * query.dtype.itemsize)
+        assert isinstance(size, int), size
+        kernel = _kernel(CausalWindow(position, blocks.window), group, size, interpret)
         seen = int(np.count_nonzero(kernel.fwd_mask_info.block_mask))
-        return _Heads(kernel, segments, sequences * position, 2 * seen * block_size**2 * head_dim)
+        return _Heads(kernel, sight.starts, 2 * seen * size**2 * head_dim)
 
     def map(self, fn: Callable[..., tuple[Array, ...]], *arrays: Array) -> list[Array]:
-        """`fn` of each key head; arrays and results are `[batch, position, kv_heads, ...]`.
+        """`fn` of the documents and each key head; arrays and results are `[batch, position, kv_heads, ...]`.
 
         lax.map over heads takes less memory than jax.vmap.
         """
-        batch, position, heads = arrays[0].shape[:3]
 
-        def first(x: Array) -> Array:
-            return jnp.moveaxis(x.reshape(-1, self.length, *x.shape[2:]), 2, 1).reshape(
-                -1, self.length, *x.shape[3:]
-            )
+        def of_sequence(sequence: tuple[Any, tuple[Array, ...]]) -> tuple[Array, ...]:
+            starts, heads = sequence
+            segments = None if starts is None else splash.SegmentIds(starts, starts)
+            return lax.map(lambda head: fn(segments, *head), heads)
 
-        def last(x: Array) -> Array:
-            x = jnp.moveaxis(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
-            return x.reshape(batch, position, *x.shape[2:])
-
-        return [last(x) for x in jax.lax.map(lambda head: fn(*head), tuple(map(first, arrays)))]
+        heads_first = tuple(jnp.moveaxis(x, 2, 1) for x in arrays)
+        return [jnp.moveaxis(x, 1, 2) for x in lax.map(of_sequence, (self.starts, heads_first))]
 
 
 def _forward(
@@ -169,11 +150,11 @@ def _forward(
 ) -> tuple[Query, LogSumExp]:
     heads = _Heads.of(query, sight, blocks, **options)
 
-    def attend(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    def attend(segments: Any, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         # The kernels take no scale, so queries are scaled, and rounded once more.
         queries = jnp.moveaxis(query * blocks.scale, 1, 0)
         with known_products(2 * heads.products * len(queries)):
-            output, (lse,) = heads.call(queries, key, value, heads.segments)
+            output, (lse,) = heads.call(queries, key, value, segments)
         return jnp.moveaxis(output, 0, 1), lse.T
 
     output, lse = heads.map(attend, query, key, value)
@@ -184,9 +165,9 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks, **options: A
     query, key, value, _, sight, output, lse = attended
     heads = _Heads.of(query, sight, blocks, **options)
 
-    def gradients(query: Array, key: Array, value: Array, *of_rows: Array) -> tuple[Array, ...]:
+    def gradients(segments: Any, query: Array, key: Array, value: Array, *of_rows: Array) -> Any:
         queries, output, cotangent = (jnp.moveaxis(x, 1, 0) for x in (query * blocks.scale, *of_rows[:2]))
-        residuals = queries, key, value, heads.segments, None, output, of_rows[2].T
+        residuals = queries, key, value, segments, None, output, of_rows[2].T
         # Scores again and two products in each of two kernels, and one more in one.
         with known_products(7 * heads.products * len(queries) // 2):
             of_query, of_key, of_value = splash_gradients(heads.call, residuals, cotangent)
@@ -198,14 +179,8 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks, **options: A
 
 @functools.lru_cache(maxsize=64)
 def _kernel(mask: CausalWindow, group: int, size: int, interpret: bool) -> Any:
-    sizes = splash.BlockSizes(
-        block_q=size,
-        block_kv=size,
-        block_q_dkv=size,
-        block_kv_dkv=size,
-        block_q_dq=size,
-        block_kv_dq=size,
-    )
+    names = "block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"
+    sizes = splash.BlockSizes(**dict.fromkeys(names, size))
     # The tables are cached beyond the trace that first needs them, so they must not be tracers.
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mqa(

@@ -143,7 +143,6 @@ def _attend(
         head_dim=HeadDim.size,
         has_documents=documents is not None,
         blocks=blocks,
-        batch=size,
         has_rows=bool(context),
     )
     kind = "" if blocks.window is None else f"window {blocks.window}"

@@ -12,9 +12,8 @@ from ._rotary_scaling import (
     rotary_from_hf as rotary_from_hf,
     rotary_to_hf as rotary_to_hf,
 )
-from .attention import causal_attention as causal_attention
+from .attention import causal_attention as causal_attention, decode_attention as decode_attention
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
-from .decode_attention import decode_attention as decode_attention
 from .grouped_experts import grouped_experts as grouped_experts
 from .per_device import mesh_axes as mesh_axes, per_device as per_device, unmapped as unmapped
 from .rotary import RotaryTable as RotaryTable, apply_rotary as apply_rotary, rotary_table as rotary_table

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
+import haliax as hax
+import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+from haliax import Axis, NamedArray
 from jax.ad_checkpoint import checkpoint_name
 
-from .._compat import cudnn_is_installed
+from .._compat import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
 from ._attention_blockwise import BLOCKWISE
-from ._attention_cudnn import CUDNN
-from ._attention_rule import Blocks, Kernel, Key, Query, Sight, Sinks
+from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight, Sinks
 from ._attention_splash import splash_block_size, splash_kernel
 from ._attention_tokamax import TOKAMAX, why_not_tokamax
 from ._backends import HALVES, Backend, Call
@@ -26,25 +28,74 @@ class AttentionCall(Call):
     has_rows: bool = False
 
 
+def attend_by_definition(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    Slot: Axis,
+    HeadDim: Axis,
+    *,
+    last: NamedArray,
+    first: NamedArray | None,
+    scale: float,
+    sinks: NamedArray | None,
+) -> NamedArray:
+    """Attention of queries to keys along `Slot` from `first` to `last`, with all scores in memory at once.
+
+    Both are int32 over axes of `query`; `first` is None for the beginning.
+    """
+    slots = hax.arange(Slot, dtype=jnp.int32)
+    visible = last.broadcast_axis(Slot) >= slots
+    if first is not None:
+        visible = visible & (first.broadcast_axis(Slot) <= slots)
+    scores = hax.dot(query, key, axis=HeadDim, preferred_element_type=jnp.float32) * scale
+    scores = hax.where(visible, scores, float(jnp.finfo(jnp.float32).min))
+    weights = hnn.softmax(scores, axis=Slot)
+    if sinks is not None:
+        weights *= hnn.sigmoid(hnn.logsumexp(scores, axis=Slot) - sinks.astype(jnp.float32))
+    weights = weights.astype(value.dtype)
+    attended = hax.dot(weights, value, axis=Slot, preferred_element_type=jnp.float32)
+    return attended.rearrange(query.axes).astype(query.dtype)
+
+
 def exact_attention(
     query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks, sinks: Sinks | None = None
 ) -> Query:
-    """The definition, with all scores in memory at once; the reference for the kernels."""
-    scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=jnp.float32)
-    column, length = jnp.arange(key.shape[1], dtype=jnp.int32)[None, None], query.shape[1]
-    visible = jnp.asarray(sight.last(length))[None, :, None] >= column
-    first = sight.first(length, blocks.window)
+    """By the definition; the reference for the kernels."""
+    named_query = hax.named(query, ("batch", "row", "kv_heads", "group", "head_dim"))
+    Batch, Row, *_, HeadDim = named_query.axes
+    named_key, named_value = (hax.named(x, ("batch", "slot", "kv_heads", "head_dim")) for x in (key, value))
+    first = sight.first(Row.size, blocks.window)
     if first is not None:
-        visible = visible & (jnp.asarray(first)[:, :, None] <= column)
-    lowest = float(jnp.finfo(jnp.float32).min)
-    scores = jnp.where(visible[:, None, None], scores * blocks.scale, lowest)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if sinks is not None:
-        total = jax.nn.logsumexp(scores, axis=-1)
-        weights *= jax.nn.sigmoid(total - sinks.astype(jnp.float32)[None, :, :, None])[..., None]
-    weights = weights.astype(value.dtype)
-    attended = jnp.einsum("bkgqs,bskd->bqkgd", weights, value, preferred_element_type=jnp.float32)
-    return checkpoint_name(attended.astype(query.dtype), "attention_output")
+        first = hax.named(jnp.broadcast_to(first, (Batch.size, Row.size)), (Batch, Row))
+    attended = attend_by_definition(
+        named_query,
+        named_key,
+        named_value,
+        named_key.resolve_axis("slot"),
+        HeadDim,
+        last=hax.named(jnp.asarray(sight.last(Row.size)), Row),
+        first=first,
+        scale=blocks.scale,
+        sinks=None if sinks is None else hax.named(sinks, ("kv_heads", "group")),
+    )
+    return checkpoint_name(attended.array, "attention_output")
+
+
+def _cudnn_forward(
+    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks
+) -> tuple[Query, LogSumExp]:
+    one = query.reshape(*query.shape[:2], -1, query.shape[-1])
+    output, lse = cudnn_attention(one, key, value, blocks.scale, blocks.window)
+    return output.reshape(query.shape), jnp.moveaxis(lse, 1, 2).reshape(query.shape[:-1])
+
+
+def _cudnn_backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+    query, key, value, _, _, output, lse = attended
+    one, output, cotangent = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (query, output, cotangent))
+    lse = jnp.moveaxis(lse.reshape(one.shape[:-1]), 2, 1)
+    found = cudnn_attention_gradients(one, key, value, output, lse, cotangent, blocks.scale, blocks.window)
+    return found[0].reshape(query.shape), found[1], found[2]
 
 
 def _why_not_width(call: AttentionCall, widest: int) -> str | None:
@@ -77,7 +128,9 @@ def _why_not_splash(call: AttentionCall) -> str | None:
 
 
 BACKENDS: dict[str, Backend[Kernel | None]] = {
-    "cudnn": Backend(CUDNN, "cuda", HALVES, _why_not_cudnn, is_partitioned=True),
+    "cudnn": Backend(
+        Kernel(_cudnn_forward, _cudnn_backward), "cuda", HALVES, _why_not_cudnn, is_partitioned=True
+    ),
     "tokamax": Backend(TOKAMAX, "cuda", HALVES, lambda call: _why_not_width(call, 256) or why_not_tokamax()),
     "splash": Backend(splash_kernel(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_splash),
     "blockwise": Backend(BLOCKWISE),

@@ -85,8 +85,8 @@ def splash_block_size(position: int, window: int | None, row_bytes: int) -> int 
         if count * width <= _TABLE:
             return size
     return (
-        f"its table of {count} x {width} blocks of {size} positions does not fit a TPU's scalar memory, which "
-        f"holds {_TABLE}"
+        f"its table of {count} x {width} blocks of {size} positions does not fit a TPU's scalar memory, "
+        f"which holds {_TABLE}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention on named axes: checks, the choice of a backend, and the order of axes."""
+"""Causal grouped-query attention on named axes, of whole sequences and of new queries to a cache."""
 
 import dataclasses
 import functools
@@ -14,10 +14,9 @@ from haliax import Axis, AxisSelector, NamedArray, axis_name
 from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._placement import platform
-from ._attention_backends import BACKENDS, AttentionCall, exact_attention
-from ._attention_rule import Blocks, Key, Query, Sight, attend_by
+from ._attention_backends import BACKENDS, AttentionCall, attend_by_definition, exact_attention
+from ._attention_rule import Blocks, Key, Query, Sight, attend_by, attend_in_context
 from ._backends import choose_backend, devices_left_to_the_compiler
-from ._context_parallel import attend_in_context
 from .per_device import mesh_axes, per_device
 
 _BLOCKS = (512, 256)
@@ -87,7 +86,7 @@ def causal_attention(
     _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
     batch = tuple(axis for axis in key.axes if axis.name not in (position, heads, HeadDim.name))
     _check_documents(documents, (*batch, query.resolve_axis(position)))
-    check_sinks(sinks, [axis for axis in query.axes if axis not in key.axes or axis.name == heads])
+    _check_sinks(sinks, [axis for axis in query.axes if axis not in key.axes or axis.name == heads])
     if window is not None and (not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"window must be a number of positions, at least 1; got {window!r}.")
     if isinstance(scale, jax.Array):
@@ -110,6 +109,77 @@ def causal_attention(
         return per_device(functools.partial(attend, context=context), *arguments, over=over, out=query.axes)
 
     return noted(DERIVATIVE_OF_RESULT, of_all)(query, key, value, documents, sinks)
+
+
+def decode_attention(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    Slot: AxisSelector,
+    HeadDim: Axis,
+    *,
+    positions: NamedArray,
+    window: int | None = None,
+    sinks: NamedArray | None = None,
+    scale: float | None = None,
+) -> NamedArray:
+    """Softmax attention to the slots of a cache up to each query's position; slot i holds position i.
+
+    One query takes so few FLOPs that reading the cache is the limit, so this is the definition on any device.
+    Equals `causal_attention` on the whole sequence, for the query's position. Slots after that position may
+    hold anything finite.
+
+    Args:
+        query: `[..., KVHeads, HeadsPerKV..., HeadDim]` in any order; several positions have an axis of their
+            own. Query heads along axes that `key` lacks share a key head.
+        key: `[..., KVHeads, Slot, HeadDim]` in any order; `query` has all its axes but `Slot`.
+        value: like `key`.
+        Slot: the axis of positions in the cache.
+        HeadDim: the axis that is contracted.
+        positions: integers over some axes of `query`: the position of each query. Its key and value are in
+            the cache already.
+        window: how many slots a query sees, its own included; None for all up to it.
+        sinks: a number for each query head, over axes of `query`; see `causal_attention`.
+        scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
+
+    Returns:
+        Like `query`, in its axis order and dtype. Scores and sums are in float32.
+
+    Raises:
+        ValueError: axes do not match, positions are not integers, or the window is below one.
+
+    Cost: `4 * heads * Slot * HeadDim` FLOPs per query, masked slots included, and one read of the cache;
+    memory for `heads * Slot` scores per query. Fastest where `key` and `value` end in `Slot, HeadDim`.
+    """
+    slot = axis_name(Slot)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be a number of slots, at least 1; got {window}.")
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"positions must be integers; got {positions.dtype}.")
+    if any(axis.name == slot for axis in query.axes):
+        raise ValueError(
+            f"query has the axis {slot!r} of the cache's slots; rename its own axis of positions, as in "
+            f"query.rename({{{slot!r}: 'query_position'}})."
+        )
+    _check_axes(query, key, value, {HeadDim.name}, {slot, HeadDim.name})
+    for what, given in (("positions", positions), ("sinks", sinks)):
+        if given is not None and not set(given.axes) <= set(query.axes) - {HeadDim}:
+            raise ValueError(
+                f"{what} have {axes_text(given.axes)}; they may have the axes of query, "
+                f"{axes_text(query.axes)}, but not {HeadDim.name}."
+            )
+    last = positions.astype(jnp.int32)
+    return attend_by_definition(
+        query,
+        key,
+        value,
+        key.resolve_axis(slot),
+        HeadDim,
+        last=last,
+        first=None if window is None else last - (window - 1),
+        scale=HeadDim.size**-0.5 if scale is None else scale,
+        sinks=sinks,
+    )
 
 
 def _attend(
@@ -182,7 +252,7 @@ def _check_arrays(
     HeadDim: Axis,
 ) -> None:
     own = {axis_name(axis) for axis in (Pos, KVHeads, HeadDim)}
-    check_axes(query, key, value, own, own)
+    _check_axes(query, key, value, own, own)
     for what, x in (("query", query), ("key", key), ("value", value)):
         for axis in (Pos, KVHeads, HeadDim):
             if isinstance(axis, Axis) and axis not in x.axes:
@@ -191,7 +261,7 @@ def _check_arrays(
             raise ValueError(f"{what} is {x.dtype}; attention takes floating-point numbers.")
 
 
-def check_axes(
+def _check_axes(
     query: NamedArray, key: NamedArray, value: NamedArray, of_query: set[str], of_key: set[str]
 ) -> None:
     """Check the axes that query and key must have; query must also have all other axes of key."""
@@ -210,7 +280,7 @@ def check_axes(
         )
 
 
-def check_sinks(sinks: NamedArray | None, heads: Sequence[Axis]) -> None:
+def _check_sinks(sinks: NamedArray | None, heads: Sequence[Axis]) -> None:
     """Check that sinks have exactly the axes of query heads."""
     if sinks is not None and not (isinstance(sinks, NamedArray) and set(sinks.axes) == set(heads)):
         got = axes_text(sinks.axes) if isinstance(sinks, NamedArray) else type(sinks).__name__

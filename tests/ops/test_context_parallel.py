@@ -9,7 +9,7 @@ from haliax import Axis
 from jax.sharding import PartitionSpec
 
 from stacked_remat.ops import attention, causal_attention
-from stacked_remat.ops._context_parallel import attend_in_context
+from stacked_remat.ops._attention_rule import attend_in_context
 from tests.ops.test_per_device import mesh
 
 from ..random_arrays import normal

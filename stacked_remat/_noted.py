@@ -55,14 +55,15 @@ def is_noting() -> bool:
     return _notes.value is not None
 
 
-def noted(rule: Any, fn: Callable) -> Callable:
+def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callable:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 
     It takes and returns trees of arrays. `rule` is for the interpreter, and may hold no traced values.
+    Elsewhere it is `otherwise`, which may, or `fn` itself.
     """
     notes = _notes.value
     if notes is None:
-        return fn
+        return otherwise or fn
     if notes.instead is not None:
         return notes.instead(fn)
 

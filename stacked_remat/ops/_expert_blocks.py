@@ -7,14 +7,17 @@ A block gathers its tokens, applies its expert and adds the result to its tokens
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+from haliax import Axis
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .._placement import is_on_host, platform, to_device
+from .._scan.marks import LayerStack, is_array, is_named, raw_array
 from .._sweep.store import zeros_after
-from ._expert_loop import ExpertLoop, Inputs, InStack, masked, perturbed_part, trained_sliced
+from ._expert_loop import ExpertLoop, Inputs, like_inputs, masked, perturbed_part, sums_of
 from .per_device import free_axis_mapping
 
 _LEAST_HALF = 32  # rows; with fewer a CPU's time is not that of the rows
@@ -93,39 +96,68 @@ def sizes_of_blocks(pairs: int, experts: int) -> tuple[int, int]:
     return size, at_once
 
 
+class InStack(eqx.Module):
+    """An array of weights, `[expert, ...]`, that is read where it is, in the stack of all layers.
+
+    Attributes:
+        stack: the experts of all layers, `[layer and expert, ...]`.
+        first: where this layer's begin.
+        experts: how many these are.
+    """
+
+    stack: Array
+    first: Int[Array, ""]
+    experts: int = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.experts, *self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.stack.dtype
+
+
+def arrays_in_stack(stack: LayerStack, own: Any, Experts: Axis) -> list[InStack | None]:
+    """For each array of a layer's weights where it is in the stack, all layers' experts on one axis.
+
+    None where they are not the next axis, or where the layer has another dtype than the stack; for TPUs too,
+    where XLA would pad whole stacks of narrow matrices, but for what is on the host.
+    """
+
+    def of(leaf: Any, own: Any) -> InStack | None:
+        array = raw_array(leaf)
+        moved = is_named(leaf) and leaf.axes[1].name != Experts.name
+        if moved or array.dtype != raw_array(own).dtype or (platform() == "tpu" and not is_on_host(array)):
+            return None
+        return InStack(array.reshape(-1, *array.shape[2:]), stack.layer_index * Experts.size, Experts.size)
+
+    leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, own))
+    pairs = [pair for pair in zip(leaves, owns, strict=True) if is_named(pair[0]) or is_array(pair[0])]
+    return [of(*pair) for pair in pairs]
+
+
 class BlockLoop(ExpertLoop):
     """The loop over blocks, whose rows are `[block, row, ...]` in an iteration."""
 
-    def apply(self, inputs: Inputs, kept: Any, at: BlockPlan) -> Array:
-        """See `ExpertLoop.apply`; `[block, row, ...]`."""
+    def call(self, fn: Callable[..., Any], at: BlockPlan, weights: tuple[Array, ...], *rows: Any) -> Any:
+        """See `ExpertLoop.call`. A single block has no batch axis: XLA for CPUs transposes its weights there."""
 
-        def of_block(inputs: Inputs, kept: Any) -> Array:
-            more = () if self.saved is None else (kept,)
-            return self.expert(self.rebuild(inputs.weights), inputs.x, inputs.gates, *more)
+        def of_block(weights: tuple[Array, ...], *rows: Any) -> Any:
+            return fn(self.rebuild(weights), *rows)
 
         with free_axis_mapping():
-            return _over_blocks(of_block, inputs, kept)
-
-    def keep(self, inputs: Inputs, at: BlockPlan) -> Any:
-        """The saved part of the experts, `[block, row, ...]`; None where nothing is saved."""
-        if self.saved is None:
-            return None
-        saved = self.saved
-        with free_axis_mapping():
-            return _over_blocks(lambda own, rows: saved(self.rebuild(own), rows), inputs.weights, inputs.x)
-
-    def gather(self, inputs: Inputs, at: BlockPlan) -> Inputs:
-        """The inputs of the blocks of one iteration."""
-        own = tuple(_experts(array, at.expert) for array in inputs.weights)
-        gates = jax.tree.map(lambda leaf: _rows(leaf.reshape(-1), at.pair), inputs.gates)
-        return Inputs(_rows(inputs.x, at.token), gates, own)
+            if at.expert.shape[0] > 1:
+                return jax.vmap(of_block)(weights, *rows)
+            found = of_block(*jax.tree.map(lambda leaf: leaf[0], (weights, *rows)))
+            return jax.tree.map(lambda leaf: leaf[None], found)
 
     def forward(self, inputs: Inputs, plan: list[BlockPlan]) -> tuple[Array, Any]:
         """Add every block's rows to its tokens; also what is saved, arrays `[pair, ...]`."""
         pairs = jax.tree.leaves(inputs.gates)[0].size
 
         def rows_of(at: BlockPlan) -> tuple[Array, Any]:
-            own = self.gather(inputs, at)
+            own = _gathered(inputs, at)
             kept = self.keep(own, at)
             return self.apply(own, kept, at), kept
 
@@ -148,22 +180,27 @@ class BlockLoop(ExpertLoop):
         """The cotangents of what is perturbed, `None` for the rest."""
 
         def iteration(gradients: Inputs, at: BlockPlan) -> Inputs:
-            of_result = masked(_rows(ct, at.token), at.real)
-            own = self.gather(inputs, at)
+            own = _gathered(inputs, at)
             # Its axes may have the number of rows, so it has another structure in each plan.
             structure = jax.tree.structure(jax.eval_shape(self.keep, own, at))
             own_kept = jax.tree.unflatten(structure, [_rows(every, at.pair) for every in kept])
-            new = self.iteration_backward(perturbed, own, own_kept, at, of_result)
+            of_rows = masked(_rows(ct, at.token), at.real)
+            new = self.gradients(perturbed, own, own_kept, at, of_rows)
             token, pair = (_dropped(index, at.real) for index in (at.token, at.pair))
             expert = _dropped(at.expert, jnp.any(at.real, axis=1))
             places = Inputs(token, jax.tree.map(lambda _: pair, inputs.gates), (expert,) * len(own.weights))
             return jax.tree.map(_add_at, gradients, perturbed_part(places, perturbed), new)
 
-        wanted = perturbed_part(trained_sliced(inputs, perturbed), perturbed)
-        flat = wanted._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), wanted.gates))
-        sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), flat)
-        gradients = _over_plans(plan, iteration, zeros_after((inputs.x, plan, ct), sums))
-        return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
+        flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
+        start = zeros_after((inputs.x, plan, ct), sums_of(perturbed, flat))
+        return like_inputs(_over_plans(plan, iteration, start), perturbed_part(inputs, perturbed))
+
+
+def _gathered(inputs: Inputs, at: BlockPlan) -> Inputs:
+    """The inputs of the blocks of one iteration."""
+    own = tuple(_experts(array, at.expert) for array in inputs.weights)
+    gates = jax.tree.map(lambda leaf: _rows(leaf.reshape(-1), at.pair), inputs.gates)
+    return Inputs(_rows(inputs.x, at.token), gates, own)
 
 
 def _skips_padding(at_once: int) -> bool:
@@ -203,13 +240,6 @@ def _experts(array: Array | InStack, numbers: Array) -> Array:
         return _rows(array, numbers)
     entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]
     return jnp.stack([to_device(entry) for entry in entries])
-
-
-def _over_blocks(fun: Callable[..., Any], *args: Any) -> Any:
-    """`jax.vmap(fun)(*args)`. A single block has no batch axis: XLA for CPUs transposes its weights there."""
-    if len(jax.tree.leaves(args)[0]) > 1:
-        return jax.vmap(fun)(*args)
-    return jax.tree.map(lambda leaf: leaf[None], fun(*jax.tree.map(lambda leaf: leaf[0], args)))
 
 
 def _rows(array: Array, index: Array) -> Array:

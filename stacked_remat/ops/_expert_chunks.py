@@ -6,7 +6,7 @@ Choices out of range come last and are of no expert: what is computed for their 
 by nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from .._sweep.store import zeros_after
-from ._expert_loop import ExpertLoop, Inputs, perturbed_part
-from ._grouped_linear import GroupedLinear, Groups, Kernels, rows_of_pairs, rows_of_tokens, sum_of_rows
+from ._expert_loop import ExpertLoop, Inputs, like_inputs, perturbed_part, sums_of
+from ._grouped_linear import GroupedLinear, Groups, Kernels, rows_of_tokens, sum_of_rows
 from .per_device import free_axis_mapping
 
 _CHUNK_BYTES = 2**27  # of its widest rows, which it has several times
@@ -49,10 +49,9 @@ def chunk_plan(choices: Int[Array, "token choice"], experts: int, chunks: int, r
 
 @dataclass(frozen=True, eq=False)
 class ChunkLoop(ExpertLoop):
-    """The loop over chunks of tokens. Its inputs in an iteration are those of the chunk's tokens.
+    """The loop over chunks of tokens; experts take the rows and the weights of all experts, and `linear`.
 
     Attributes:
-        rebuild: makes the tree of all experts' weights from their arrays.
         kernels: what computes grouped products.
         experts: the name of the experts' axis.
     """
@@ -60,53 +59,52 @@ class ChunkLoop(ExpertLoop):
     kernels: Kernels
     experts: str
 
-    def apply(self, inputs: Inputs, kept: Any, at: Groups) -> Array:
-        """The sums of the chunk's tokens; see `ExpertLoop.apply`."""
-        gates = jax.tree.map(lambda leaf: rows_of_pairs(leaf, at), inputs.gates)
-        more = () if self.saved is None else (kept,)
-        return sum_of_rows(self._of_rows(self.expert, inputs, at, gates, *more), at)
-
-    def keep(self, inputs: Inputs, at: Groups) -> Any:
-        """See `ExpertLoop.keep`."""
-        return None if self.saved is None else self._of_rows(self.saved, inputs, at)
-
-    def _of_rows(self, fn: Any, inputs: Inputs, at: Groups, *args: Any) -> Any:
-        weights, linear = self.rebuild(inputs.weights), GroupedLinear(self.kernels, at, self.experts)
+    def call(self, fn: Callable[..., Any], at: Groups, weights: tuple[Array, ...], *rows: Any) -> Any:
+        """See `ExpertLoop.call`."""
         with free_axis_mapping():
-            return fn(weights, rows_of_tokens(inputs.x, at), *args, linear=linear)
+            return fn(self.rebuild(weights), *rows, linear=GroupedLinear(self.kernels, at, self.experts))
+
+    def _cut(self, plan: Groups, *arrays: Any) -> Any:
+        return jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), arrays)
 
     def forward(self, inputs: Inputs, plan: Groups) -> tuple[Array, Any]:
         """The sums of all tokens; also what is saved, `[chunk, row, ...]`."""
 
-        def chunk(_: None, part: tuple[Any, Groups]) -> tuple[None, Any]:
+        def chunk(_: None, part: Any) -> tuple[None, Any]:
             (x, gates), at = part
-            own = Inputs(x, gates, inputs.weights)
+            own = _rows(x, gates, inputs.weights, at)
             kept = self.keep(own, at)
-            return None, (self.apply(own, kept, at).astype(x.dtype), kept)
+            return None, (sum_of_rows(self.apply(own, kept, at), at).astype(x.dtype), kept)
 
-        parts = jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), (inputs.x, inputs.gates))
-        _, (out, kept) = lax.scan(chunk, None, (parts, plan))
+        _, (out, kept) = lax.scan(chunk, None, (self._cut(plan, inputs.x, inputs.gates), plan))
         return _joined(out, inputs.x.shape[0]), kept
 
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Groups, kept: Any, ct: Array) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
-        trained = perturbed_part(inputs, perturbed).weights
 
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
-            x, gates, ct, kept, at = part
-            new = self.iteration_backward(perturbed, Inputs(x, gates, inputs.weights), kept, at, ct)
+            (x, gates, ct), kept, at = part
+            own = _rows(x, gates, inputs.weights, at)
+            new = self.gradients(perturbed, own, kept, at, rows_of_tokens(ct, at))
+            of_x = None if new.x is None else sum_of_rows(new.x, at)
+            of_gates = jax.tree.map(lambda rows: sum_of_rows(rows, at.of_pairs), new.gates)
             of_weights = jax.tree.map(
                 lambda old, some: old + some.astype(jnp.float32), of_weights, new.weights
             )
-            return of_weights, (new.x, new.gates)
+            return of_weights, (of_x, of_gates)
 
-        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
-        start = zeros_after((inputs.x, plan, ct), wanted)
-        parts = jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), (inputs.x, inputs.gates, ct))
-        of_weights, of_tokens = lax.scan(chunk, start, (*parts, kept, plan))
-        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, inputs.x.shape[0]), of_tokens)
-        of_weights = jax.tree.map(lambda new, old: new.astype(old.dtype), of_weights, trained)
-        return Inputs(of_x, of_gates, of_weights)
+        start = zeros_after((inputs.x, plan, ct), sums_of(perturbed, inputs).weights)
+        parts = self._cut(plan, inputs.x, inputs.gates, ct)
+        of_weights, (of_x, of_gates) = lax.scan(chunk, start, (parts, kept, plan))
+        tokens, choices = inputs.x.shape[0], plan.row.shape[2]
+        of_gates = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:1], -1, choices), of_gates)
+        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, tokens), (of_x, of_gates))
+        return like_inputs(Inputs(of_x, of_gates, of_weights), perturbed_part(inputs, perturbed))
+
+
+def _rows(x: Array, gates: Any, weights: tuple[Array, ...], at: Groups) -> Inputs:
+    of_pairs = jax.tree.map(lambda leaf: rows_of_tokens(leaf.reshape(-1), at.of_pairs), gates)
+    return Inputs(rows_of_tokens(x, at), of_pairs, weights)
 
 
 def _cut(x: Array, chunks: int, fill: int = 0) -> Array:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from .._sweep.store import zeros_after
 from .._trips import expected_trips
-from ._expert_loop import Inputs, masked, perturbed_part
+from ._expert_loop import Inputs, like_inputs, masked, perturbed_part, sums_of
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
@@ -172,14 +172,10 @@ class Exchange:
             return Inputs(of_x, of_gates, of_weights)
 
         flat = inputs._replace(gates=inputs.gates.reshape(-1))
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), perturbed_part(flat, perturbed)
-        )
-        start = zeros_after((inputs.x, routes, cotangent), wanted)
+        start = zeros_after((inputs.x, routes, cotangent), sums_of(perturbed, flat))
         with expected_trips(self.even_rounds):
             gradients = lax.fori_loop(0, routes.rounds, one, start)
-        wanted = perturbed_part(inputs, perturbed)
-        return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, wanted)
+        return like_inputs(gradients, perturbed_part(inputs, perturbed))
 
 
 def _backward(exchange: Exchange, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:

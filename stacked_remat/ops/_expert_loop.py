@@ -1,15 +1,13 @@
 """What the loops over the rows of grouped experts have in common: the rules of their derivatives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .._checkpoint import checkpoint_name
 from .._placement import has_host_arrays
@@ -24,44 +22,29 @@ Saved: TypeAlias = Callable[[Any, Float[Array, "row embed"]], Any]
 """(weights of one expert, rows) to arrays `[row, ...]`."""
 
 
-class InStack(eqx.Module):
-    """An array of weights, `[expert, ...]`, that is read where it is, in the stack of all layers.
-
-    Attributes:
-        stack: the experts of all layers, `[layer and expert, ...]`.
-        first: where this layer's begin.
-        experts: how many these are.
-    """
-
-    stack: Array
-    first: Int[Array, ""]
-    experts: int = eqx.field(static=True)
-
-    @property
-    def own(self) -> Array:
-        """This layer's part: a copy, where it is used."""
-        return lax.dynamic_slice_in_dim(self.stack, self.first, self.experts)
-
-
 class Inputs(NamedTuple):
-    """What is differentiated: of all tokens, with weights that may be `InStack`, or of an iteration."""
+    """What is differentiated: of all tokens, or of the rows of an iteration."""
 
     x: Array
     gates: Any
     weights: tuple[Any, ...]
 
 
-def trained_sliced(inputs: Inputs, perturbed: Inputs) -> Inputs:
-    """The inputs with weights that are differentiated as arrays of this layer."""
-    pairs = zip(inputs.weights, perturbed.weights, strict=True)
-    return inputs._replace(
-        weights=tuple(one.own if is_ and isinstance(one, InStack) else one for one, is_ in pairs)
-    )
-
-
 def perturbed_part(inputs: Inputs, perturbed: Inputs) -> Inputs:
     """The inputs that are differentiated, None for the others."""
     return jax.tree.map(lambda is_, own: own if is_ else None, perturbed, inputs)
+
+
+def sums_of(perturbed: Inputs, inputs: Inputs) -> Inputs:
+    """The shapes of gradients that are summed in float32, None for what is not differentiated."""
+    return jax.tree.map(
+        lambda is_, own: jax.ShapeDtypeStruct(own.shape, jnp.float32) if is_ else None, perturbed, inputs
+    )
+
+
+def like_inputs(gradients: Inputs, inputs: Inputs) -> Inputs:
+    """Gradients in the shapes and dtypes of the inputs."""
+    return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, inputs)
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: an expert need not be hashable
@@ -71,7 +54,7 @@ class ExpertLoop(ABC):
     Attributes:
         expert: see `grouped_experts`.
         saved: see there.
-        rebuild: makes one expert's tree of weights from a slice of each array.
+        rebuild: makes the tree of weights that these take from arrays.
     """
 
     expert: Expert
@@ -79,12 +62,8 @@ class ExpertLoop(ABC):
     rebuild: Callable[[Any], Any]
 
     @abstractmethod
-    def apply(self, inputs: Inputs, kept: Any, at: Any) -> Array:
-        """The rows of one iteration, whose plan is `at`; `kept` comes from `keep`."""
-
-    @abstractmethod
-    def keep(self, inputs: Inputs, at: Any) -> Any:
-        """The saved part of the experts for the rows of one iteration; None where nothing is saved."""
+    def call(self, fn: Callable[..., Any], at: Any, weights: tuple[Array, ...], *rows: Any) -> Any:
+        """`fn(weights of their expert, *rows)` for the rows of one iteration, whose plan is `at`."""
 
     @abstractmethod
     def forward(self, inputs: Inputs, plan: Any) -> tuple[Array, Any]:
@@ -94,20 +73,25 @@ class ExpertLoop(ABC):
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Any, kept: Any, ct: Array) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
 
-    def iteration_backward(
-        self, perturbed: Inputs, inputs: Inputs, kept: Any, at: Any, of_result: Array
-    ) -> Inputs:
+    def keep(self, own: Inputs, at: Any) -> Any:
+        """What is saved of the rows of one iteration; None where nothing is."""
+        return None if self.saved is None else self.call(self.saved, at, own.weights, own.x)
+
+    def apply(self, own: Inputs, kept: Any, at: Any) -> Array:
+        """The experts' results for the rows of one iteration; `kept` comes from `keep`."""
+        more = () if self.saved is None else (kept,)
+        return self.call(self.expert, at, own.weights, own.x, own.gates, *more)
+
+    def gradients(self, perturbed: Inputs, own: Inputs, kept: Any, at: Any, ct: Array) -> Inputs:
         """The cotangents of the perturbed inputs of one iteration, from that of its rows."""
         all_kept = jax.tree.map(lambda _: True, kept)
-        result, pullback = vjp_of_part(
-            lambda both: self.apply(*both, at), (inputs, kept), (perturbed, all_kept)
-        )
-        ((of_part, of_kept),) = pullback(of_result.astype(result.dtype))
+        result, pullback = vjp_of_part(lambda both: self.apply(*both, at), (own, kept), (perturbed, all_kept))
+        ((found, of_kept),) = pullback(ct.astype(result.dtype))
         if self.saved is not None:
             # The pullback of a linear map does not read its result, so this recomputes nothing.
-            _, pullback = vjp_of_part(lambda own: self.keep(own, at), inputs, perturbed)
-            of_part = jax.tree.map(jnp.add, of_part, *pullback(of_kept))
-        return of_part
+            _, pullback = vjp_of_part(lambda own: self.keep(own, at), own, perturbed)
+            found = jax.tree.map(jnp.add, found, *pullback(of_kept))
+        return found
 
 
 def masked(rows: Array, real: Array) -> Array:
@@ -118,35 +102,30 @@ def masked(rows: Array, real: Array) -> Array:
 
 
 class _Constants(NamedTuple):
-    """The plan of a loop, and weights that are read in the stack of all layers."""
+    """The plan of a loop, and its weights as they are read."""
 
     plan: Any
-    in_stacks: tuple[InStack | None, ...]
+    weights: tuple[Any, ...]
 
 
 def apply_experts(
-    loop: ExpertLoop, inputs: Inputs, plan: Any, in_stacks: Sequence[InStack | None]
+    loop: ExpertLoop, inputs: Inputs, plan: Any, read: tuple[Any, ...]
 ) -> Float[Array, "token out"]:
     """The sums of all tokens. The backward pass computes the rows again, from `inputs` and what is saved.
 
-    Weights that are in `in_stacks` too are read there. Those of `inputs` then only get the gradients, and XLA
-    does not compute them.
+    Weights are read in `read`. Those of `inputs` only get the gradients: where they are others, XLA does not
+    compute them.
     """
-    return _applied(loop, inputs, _Constants(plan, tuple(in_stacks)))
-
-
-def _read_in_stacks(inputs: Inputs, constants: _Constants) -> Inputs:
-    pairs = zip(inputs.weights, constants.in_stacks, strict=True)
-    return inputs._replace(weights=tuple(array if stack is None else stack for array, stack in pairs))
+    return _applied(loop, inputs, _Constants(plan, read))
 
 
 def _run(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> Array:
     # Without a backward pass nothing is saved.
-    return replace(loop, saved=None).forward(_read_in_stacks(inputs, constants), constants.plan)[0]
+    return replace(loop, saved=None).forward(inputs._replace(weights=constants.weights), constants.plan)[0]
 
 
 def _forward(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> tuple[Array, Any]:
-    inputs = _read_in_stacks(inputs, constants)
+    inputs = inputs._replace(weights=constants.weights)
     out, kept = loop.forward(inputs, constants.plan)
     return out, (inputs, *checkpoint_name((constants.plan, kept), "expert_internals"))
 
@@ -155,8 +134,7 @@ def _backward(loop: ExpertLoop, wanted: tuple[bool, ...], residuals: Any, cotang
     inputs, plan, kept = residuals
     tree = jax.tree.structure(inputs._replace(weights=(0,) * len(inputs.weights)))
     perturbed: Inputs = jax.tree.unflatten(tree, wanted)
-    of_weights = zip(inputs.weights, perturbed.weights, strict=True)
-    if any(trained and has_host_arrays(array) for array, trained in of_weights):
+    if has_host_arrays(perturbed_part(inputs, perturbed).weights):
         raise ValueError(
             "grouped_experts has no gradient of weights in host memory. Move them to the device first: "
             "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "

@@ -61,6 +61,11 @@ class Groups(NamedTuple):
     sizes: Sizes
     real: Bool[Array, " row"]
 
+    @property
+    def of_pairs(self) -> "Groups":
+        """These rows as those of pairs, in place of tokens."""
+        return self._replace(row=self.row.reshape(-1, 1))
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -155,11 +160,6 @@ rows_of_tokens.defvjp(
 sum_of_rows.defvjp(
     lambda x, groups: (sum_of_rows(x, groups), groups), lambda groups, ct: (rows_of_tokens(ct, groups), None)
 )
-
-
-def rows_of_pairs(x: Float[Array, "token choice"], groups: Groups) -> Float[Array, " row"]:
-    """The pair of each row, zero for those that are not real."""
-    return rows_of_tokens(x.reshape(-1), groups._replace(row=groups.row.reshape(-1, 1)))
 
 
 def _rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Array, "row ..."]:

@@ -17,17 +17,17 @@ from haliax import Axis
 from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
-from .._noted import is_noting, noted
+from .._noted import noted
 from .._placement import is_on_host, platform
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
-from .._scan.marks import LayerStack, is_array, is_named, is_split, raw_array
+from .._scan.marks import LayerStack, is_array, is_named, is_split
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts
-from ._expert_blocks import BlockLoop, block_plans
+from ._expert_blocks import BlockLoop, InStack, arrays_in_stack, block_plans
 from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
 from ._expert_exchange import Exchange, devices_along
-from ._expert_loop import Expert, Inputs, InStack, Saved, apply_experts
+from ._expert_loop import Expert, Inputs, Saved, apply_experts
 from ._grouped_linear import Kernels
 from ._row_calls import call_on_rows
 from .per_device import align_varying_axes
@@ -129,9 +129,11 @@ def grouped_experts(
                 f"axes of the mesh that divide it."
             )
         Experts, saved = Experts.resize(Experts.size // devices), None
-    stack, weights = (weights, weights.layer) if isinstance(weights, LayerStack) else (None, weights)
+    in_stack = None
+    if isinstance(weights, LayerStack):
+        stack, weights = weights, weights.layer
+        in_stack = arrays_in_stack(stack, weights, Experts)
     layout, arrays, shared = _split(weights, Experts)
-    in_stacks = [None] * len(arrays) if stack is None else _in_stacks(stack, weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
     rebuild = functools.partial(layout.layer, shared=shared)
@@ -152,7 +154,9 @@ def grouped_experts(
     if over:
         exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize, call.run)
         return exchange.run(x, choices, gates, arrays, Experts.size)
-    return noted(call, functools.partial(call.run, in_stacks=in_stacks))(x, choices, gates, arrays)
+    # Gradient dot products read the layer's own weights.
+    run = noted(call, call.run, otherwise=functools.partial(call.run, in_stack=in_stack))
+    return run(x, choices, gates, arrays)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,13 +182,15 @@ class ExpertsCall:
         choices: Array,
         gates: Any,
         arrays: Sequence[Array],
-        in_stacks: Sequence[InStack | None] = (),
+        in_stack: Sequence[InStack | None] | None = None,
     ) -> Array:
         """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
-        of_rows = functools.partial(self._of_rows, in_stacks=tuple(in_stacks) or (None,) * len(arrays))
+        of_rows = functools.partial(self._of_rows, in_stack=in_stack)
         return call_on_rows(of_rows, (x, choices, gates), tuple(arrays))
 
-    def _of_rows(self, rows: Any, arrays: tuple[Array, ...], in_stacks: tuple[InStack | None, ...]) -> Array:
+    def _of_rows(
+        self, rows: Any, arrays: tuple[Array, ...], in_stack: Sequence[InStack | None] | None
+    ) -> Array:
         x, choices, gates = rows
         count = x.shape[0]
         if count == 0:
@@ -195,12 +201,14 @@ class ExpertsCall:
         if self.kernels is None or self.whole is None:
             loop = BlockLoop(self.expert, self.saved, self.rebuild)
             plan: Any = block_plans(choices, self.Experts.size)
+            pairs = zip(arrays, in_stack or arrays, strict=True)
+            read = tuple(own if other is None else other for own, other in pairs)
         else:
             loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
             chunks = chunks_of(choices.size, x, arrays)
             plan = chunk_plan(choices, self.Experts.size, chunks, self.kernels.rows_of)
-            in_stacks = (None,) * len(arrays)  # kernels take arrays
-        out = apply_experts(loop, inputs, plan, in_stacks)
+            read = arrays  # kernels take no others
+        out = apply_experts(loop, inputs, plan, read)
         return out[:count]
 
 
@@ -217,28 +225,6 @@ def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
         )
     if not jnp.issubdtype(choices.dtype, jnp.integer):
         raise ValueError(f"choices must be integers; got {choices.dtype}.")
-
-
-def _in_stacks(stack: LayerStack, weights: Any, Experts: Axis) -> list[InStack | None]:
-    """Each array of the stack, with the experts of all layers on one axis.
-
-    None where they are not the next axis, or where the weights of the layer have another dtype; on the device
-    also within gradient dot products, which read the layer's own, and for TPUs, where XLA would pad whole
-    stacks of narrow matrices.
-    """
-    reads_device = not is_noting() and platform() != "tpu"
-
-    def of(leaf: Any, own: Any) -> InStack | None:
-        array = raw_array(leaf)
-        moved = is_named(leaf) and leaf.axes[1].name != Experts.name
-        if moved or array.dtype != raw_array(own).dtype or not (reads_device or is_on_host(array)):
-            return None
-        flat = array.reshape(-1, *array.shape[2:])
-        return InStack(flat, stack.layer_index * Experts.size, Experts.size)
-
-    leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, weights))
-    pairs = [pair for pair in zip(leaves, owns, strict=True) if is_named(pair[0]) or is_array(pair[0])]
-    return [of(*pair) for pair in pairs]
 
 
 def _split(weights: Any, Experts: Axis) -> tuple[TreeLayout, list[Array], list[Any]]:

@@ -13,8 +13,8 @@ from .._compat import cudnn_attention, cudnn_attention_gradients, cudnn_is_insta
 from ._attention_blockwise import BLOCKWISE
 from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight, Sinks
 from ._attention_splash import splash_block_size, splash_kernel
-from ._attention_tokamax import TOKAMAX, why_not_tokamax
 from ._backends import HALVES, Backend, Call
+from ._tokamax import ATTENTION, why_not_tokamax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,10 @@ def _why_not_cudnn(call: AttentionCall) -> str | None:
     return None
 
 
+def _why_not_tokamax(call: AttentionCall) -> str | None:
+    return _why_not_width(call, 256) or why_not_tokamax("its kernels", {9.0: "Hopper", 10.0: "Blackwell"})
+
+
 def _why_not_splash(call: AttentionCall) -> str | None:
     if call.has_rows:
         return "the axis of positions is divided over devices, and its table of blocks is for all queries"
@@ -131,7 +135,7 @@ BACKENDS: dict[str, Backend[Kernel | None]] = {
     "cudnn": Backend(
         Kernel(_cudnn_forward, _cudnn_backward), "cuda", HALVES, _why_not_cudnn, is_partitioned=True
     ),
-    "tokamax": Backend(TOKAMAX, "cuda", HALVES, lambda call: _why_not_width(call, 256) or why_not_tokamax()),
+    "tokamax": Backend(ATTENTION, "cuda", HALVES, _why_not_tokamax),
     "splash": Backend(splash_kernel(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_splash),
     "blockwise": Backend(BLOCKWISE),
     "exact": Backend(None),  # the definition, with all scores in memory at once

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from .._placement import compiled_for, platform
 from ._backends import HALVES, Backend, Call, first_supported
 from ._grouped_linear import Kernels
-from ._grouped_tokamax import tokamax_kernels, why_not_tokamax
+from ._tokamax import PRODUCTS, why_not_tokamax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,10 @@ def _why_not_products(call: ExpertsFacts) -> str | None:
             "its kernels do not say over which devices results vary: use jax.shard_map with check_vma=False"
         )
     return None
+
+
+def _why_not_tokamax(call: ExpertsFacts) -> str | None:
+    return _why_not_products(call) or why_not_tokamax("all of its products", {9.0: "Hopper"})
 
 
 # The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
@@ -82,9 +86,7 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
 
 EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
     "megablox": Backend(megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_products),
-    "tokamax": Backend(
-        tokamax_kernels(), "cuda", HALVES, lambda call: _why_not_products(call) or why_not_tokamax()
-    ),
+    "tokamax": Backend(PRODUCTS, "cuda", HALVES, _why_not_tokamax),
     "block": Backend(None),  # the walk over blocks
 }
 """By name, in the order in which `"auto"` tries them."""

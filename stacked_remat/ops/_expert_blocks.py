@@ -141,7 +141,7 @@ class BlockLoop(ExpertLoop):
     """The loop over blocks, whose rows are `[block, row, ...]` in an iteration."""
 
     def call(self, fn: Callable[..., Any], at: BlockPlan, weights: tuple[Array, ...], *rows: Any) -> Any:
-        """See `ExpertLoop.call`. A single block has no batch axis: XLA for CPUs transposes its weights there."""
+        """See `ExpertLoop.call`. One block has no batch axis: XLA for CPUs transposes its weights there."""
 
         def of_block(weights: tuple[Array, ...], *rows: Any) -> Any:
             return fn(self.rebuild(weights), *rows)

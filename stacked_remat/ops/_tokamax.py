@@ -1,25 +1,43 @@
-"""Whether tokamax's kernels can be called, and how.
+"""tokamax's kernels for NVIDIA GPUs: attention and grouped products, and whether they can be called.
 
 tokamax (Python 3.12 and later) has them in private modules, so the versions that were tried are listed, and
 others are refused.
+
+Attention: every query has a first and a last key. The forward kernel skips blocks of keys outside of these;
+the backward kernels compute all blocks that causality leaves, and with the positions of some queries all
+blocks. So queries with a window, or in documents that are all short, are cut into chunks, which see two
+chunks of keys, and strips of queries go with the keys that they may see.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import layout
 from jax.extend import backend
+from jaxtyping import Array, Int
 
 from .._placement import target_device
+from .._trips import known_products
+from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight
 from ._backends import UnsupportedCallError
+from ._grouped_linear import Kernels
 
 _VERSIONS = ("0.0.17",)
 _called_for: dict[str, str] = {}
+_CHUNK, _PARTS = 512, 24
+_PARTS_OF_LENGTH = 32, 8  # documents no longer than these parts of all positions are in chunks backward
+_COPIED, _TILE = 8, 64  # elements of 16 bits: the least that a kernel copies, and a tile
 
 
-def why_not_kernels(what: str, capabilities: Mapping[float, str]) -> str | None:
+def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
     """Why there is no such kernel for the device that the program is for; None if there is.
 
     Args:
@@ -69,3 +87,216 @@ def calling_tokamax() -> Iterator[None]:
 def _says_more_than_tuning(record: logging.LogRecord) -> bool:
     """False for tokamax's word, a page for every kernel, that it takes its own guess of a tiling."""
     return not str(record.msg).startswith("Autotuning cache miss")
+
+
+def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
+    from tokamax._src.ops.attention import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+
+    shape, mask = query.shape, _mask(sight, query.shape[1], blocks.window)
+    seen = min(key.shape[1] // 2, blocks.window or key.shape[1])  # by a query in the mean, at most
+    with calling_tokamax(), known_products(4 * seen * query.size):
+        output, (highest, total) = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()(
+            _heads_as_one(query), key, value, logits_scale=blocks.scale, mask=mask, return_residuals=True
+        )
+    lse = jnp.moveaxis(highest + jnp.log(total), 1, 2)
+    return output.reshape(shape), lse.reshape(shape[:-1])
+
+
+def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+    length, window, sight = attended.query.shape[1], blocks.window, attended.sight
+    if blocks.strips > 1:
+        return _in_strips(attended, cotangent, blocks)
+
+    def whole(attended: Attended, cotangent: Query) -> tuple[Query, Key, Key]:
+        return _gradients(attended, cotangent, _mask(attended.sight, length, window), blocks.scale)
+
+    if sight.rows is not None or (window is None and sight.starts is None):
+        return whole(attended, cotangent)
+    seen = [window] if window is not None else [length // part for part in _PARTS_OF_LENGTH]
+    chunks = sorted({-(-each // _CHUNK) * _CHUNK for each in seen})
+    chunks = [chunk for chunk in chunks if 2 * chunk < length]
+    ways = [functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks]
+    if window is not None or sight.starts is None:
+        return (ways or [whole])[0](attended, cotangent)
+    longest = 1 + jnp.max(jnp.arange(length, dtype=jnp.int32)[None] - sight.starts)
+    fitting = jnp.sum(longest > jnp.asarray(chunks, jnp.int32))
+    return lax.switch(fitting, [*ways, whole], attended, cotangent)
+
+
+ATTENTION = Kernel(_forward, _backward)
+
+
+def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
+    """The gradients of parts of the queries, each with the keys up to its last strip's."""
+    parts = math.gcd(_PARTS, blocks.strips)
+    rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
+    of_query: list[Query] = []
+    of_keys = [jnp.zeros(x.shape, jnp.float32) for x in (attended.key, attended.value)]
+    for part in range(parts):
+        own, seen = slice(part * rows, (part + 1) * rows), slice((part + 1) * columns)
+        some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])  # noqa: B023
+        sight = Sight(*(None if x is None else x[..., own] for x in attended.sight))
+        mask = _mask(sight, rows, blocks.window)
+        found, *of_seen = _gradients(some, cotangent[:, own], mask, blocks.scale)
+        of_query.append(found)
+        pairs = zip(of_keys, of_seen, strict=True)
+        of_keys = [x.at[:, seen].add(more.astype(jnp.float32)) for x, more in pairs]
+    of_key, of_value = (x.astype(attended.key.dtype) for x in of_keys)
+    return jnp.concatenate(of_query, axis=1), of_key, of_value
+
+
+def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int) -> tuple[Query, Key, Key]:
+    """The gradients of chunks of queries, each with its own keys and those of the chunk before it.
+
+    No query sees more than a chunk.
+    """
+    length = attended.query.shape[1]
+    chunks = -(-length // chunk)
+
+    def cut(x: Array, fill: float = 0) -> Array:
+        widths = [(0, 0), (0, chunks * chunk - length), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, widths, constant_values=fill).reshape(-1, chunk, *x.shape[2:])
+
+    def with_before(x: Array) -> Array:
+        own = cut(x).reshape(-1, chunks, chunk, *x.shape[2:])
+        before = jnp.roll(own, 1, axis=1)  # the first chunk's is not seen
+        return jnp.concatenate([before, own], axis=2).reshape(-1, 2 * chunk, *x.shape[2:])
+
+    def joined(x: Array) -> Array:
+        return x.reshape(-1, chunks * chunk, *x.shape[2:])[:, :length]
+
+    def summed(x: Array) -> Array:
+        x = x.reshape(-1, chunks, 2, chunk, *x.shape[2:])
+        return joined((x[:, :, 1] + jnp.roll(x[:, :, 0], -1, axis=1)).reshape(-1, chunk, *x.shape[4:]))
+
+    first = jnp.broadcast_to(attended.sight.first(length, blocks.window), attended.lse.shape[:2])
+    begins = chunk * (jnp.arange(chunks, dtype=jnp.int32) - 1)
+    first = cut(first).reshape(-1, chunks, chunk) - begins[None, :, None]
+    mask = _between(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
+    some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))  # no weights
+    of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks.scale)
+    return joined(of_query), summed(of_key), summed(of_value)
+
+
+def _cut(
+    attended: Attended, of_queries: Callable[[Array], Array], of_keys: Callable[[Array], Array]
+) -> Attended:
+    key, value = map(of_keys, (attended.key, attended.value))
+    query, output, lse = map(of_queries, (attended.query, attended.output, attended.lse))
+    return attended._replace(query=query, key=key, value=value, output=output, lse=lse)
+
+
+def _gradients(attended: Attended, cotangent: Query, mask: Any, scale: float) -> tuple[Query, Key, Key]:
+    from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
+        pallas_mosaic_gpu,
+        pallas_mosaic_gpu_vjp,
+    )
+
+    query, key, value, _, _, output, lse = attended
+    one, output, cotangent = map(_heads_as_one, (query, output, cotangent))
+    # The highest score and the sum of the exponentials of others less that, of which it has the logarithm.
+    highest = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 2, 1)
+    forward = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
+    pairs = key.shape[1] // 2 if mask.is_causal else key.shape[1]
+    with calling_tokamax(), known_products(7 * pairs * query.size):  # seven products by two kernels
+        bound = forward.bind(one, key, value, logits_scale=scale, mask=mask)
+        found = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp()(
+            (highest, jnp.ones_like(highest)), output, cotangent, *bound.args, **bound.kwargs
+        )
+    return found["q"].reshape(query.shape), found["k"], found["v"]
+
+
+def _mask(sight: Sight, length: int, window: int | None) -> Any:
+    """Tokamax's mask; without positions of queries it is causal, which skips blocks backward too."""
+    from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
+
+    first = sight.first(length, window)
+    if sight.rows is not None:
+        return _between(jnp.zeros_like(sight.rows)[None] if first is None else first, sight.rows)
+    return base.Mask(is_causal=True, k_start=None if first is None else jnp.asarray(first)[:, None])
+
+
+def _between(first: Int[Array, "batch row"], last: Int[Array, " row"]) -> Any:
+    from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
+
+    return base.Mask(k_start=first[:, None], k_end=last[None, None] + 1)
+
+
+def _heads_as_one(x: Query) -> Array:
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
+    # Kernels take one order. Without a layout XLA transposes the stack that these are a slice of.
+    w = layout.with_layout_constraint(w, layout.Layout((0, 1, 2)))
+    if transposed and not any(size % _TILE for size in w.shape[1:]):
+        return _transposed_product(x, w, sizes)
+    found = _ragged_dot(_aligned(x, 1, _COPIED), _aligned(w, 2, _COPIED), sizes, transposed)
+    return found[:, : w.shape[1 if transposed else 2]]
+
+
+def _transposed_product(x: Array, w: Array, sizes: Array) -> Array:
+    """By JAX's kernel: for tokamax's, XLA makes a transposed copy of all matrices."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    with calling_tokamax():
+        return ragged_dot_mgpu.ragged_dot(
+            x,
+            w,
+            group_sizes=sizes,
+            block_m=2 * _TILE,
+            block_n=_width(w.shape[1]),
+            block_k=_TILE,
+            max_concurrent_steps=4,
+            grid_block_n=4,
+            transpose_rhs=True,
+        )
+
+
+def _outer(x: Array, y: Array, sizes: Array) -> Array:
+    """By JAX's kernel: tokamax's (0.0.17) overwrites what it reads, and gave wrong sums on an H200."""
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+    is_real = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
+    # Rows of other experts in a tile are multiplied by zero, and those of none may hold anything.
+    wide = [_aligned(jnp.where(is_real, one, jnp.zeros((), one.dtype)), 1, _TILE) for one in (x, y)]
+    tiles = [_width(one.shape[1]) for one in wide]
+    with calling_tokamax():
+        found = transposed_ragged_dot_mgpu.transposed_ragged_dot(
+            *wide,
+            group_sizes=sizes,
+            block_m=tiles[0],
+            block_n=tiles[1],
+            block_k=_TILE,
+            max_concurrent_steps=4,
+            grid_block_n=4,
+        )
+    return found[:, : x.shape[1], : y.shape[1]]
+
+
+def _width(size: int) -> int:
+    return 2 * _TILE if size % (2 * _TILE) == 0 else _TILE
+
+
+def _aligned(x: Array, axes: int, multiple: int) -> Array:
+    """With zeros to multiples of a number in the last axes."""
+    widths = [(0, -size % multiple if axis >= x.ndim - axes else 0) for axis, size in enumerate(x.shape)]
+    return jnp.pad(x, widths)
+
+
+def _ragged_dot(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
+    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+
+    names = base.TRANS_RHS_RAGGED_DOT_DIM_NUMS if transposed else base.DEFAULT_RAGGED_DOT_DIM_NUMS
+    # On an H200 about twice as fast as the kernel's own guess.
+    config = pallas_mosaic_gpu.Config(
+        block_m=128, block_n=128, block_k=_TILE, num_stages=4, split_k=1, persistent=False, grid_minor_dim=0
+    )
+    with calling_tokamax():
+        return pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config)(
+            x, w, group_sizes=sizes, ragged_dot_dimension_numbers=names
+        )
+
+
+PRODUCTS = Kernels(_product, _outer, 128)
+"""For bfloat16 and float16 on Hopper GPUs; one kernel of tokamax and two of JAX."""

@@ -12,10 +12,9 @@ from haliax import Axis
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._placement import compiled_for
-from stacked_remat.ops import _attention_tokamax, causal_attention
+from stacked_remat.ops import _tokamax, causal_attention
 from stacked_remat.ops._attention_backends import exact_attention
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
-from stacked_remat.ops._attention_tokamax import TOKAMAX
 
 from .test_attention import SINKS, arrays, quick, random_documents
 from .test_attention_splash import shapes
@@ -38,8 +37,8 @@ def by_definition(monkeypatch):
 
     monkeypatch.setattr(pallas_mosaic_gpu, "PallasMosaicGpuFlashAttention", base.DotProductAttention)
     monkeypatch.setattr(pallas_mosaic_gpu_vjp, "PallasMosaicGpuFlashAttentionVjp", lambda: gradients)
-    monkeypatch.setattr(_attention_tokamax, "_CHUNK", 4)
-    monkeypatch.setattr(_attention_tokamax, "_PARTS_OF_LENGTH", (6, 3))
+    monkeypatch.setattr(_tokamax, "_CHUNK", 4)
+    monkeypatch.setattr(_tokamax, "_PARTS_OF_LENGTH", (6, 3))
 
 
 def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
@@ -94,7 +93,7 @@ def test_queries_see_keys_from_a_first_to_a_last(window, has_documents, rows, by
     with compiled_for(Hopper()):
         found, expected = (
             jax.jit(functools.partial(both, of), compiler_options=quick)
-            for of in (functools.partial(attend_by, TOKAMAX), exact_attention)
+            for of in (functools.partial(attend_by, _tokamax.ATTENTION), exact_attention)
         )
         for _ in range(4):
             documents = random_documents(rng, length) if has_documents else None

@@ -9,7 +9,7 @@ import pytest
 
 from stacked_remat import memory
 from stacked_remat._placement import compiled_for
-from stacked_remat.ops import _grouped_tokamax, _tokamax
+from stacked_remat.ops import _tokamax
 from stacked_remat.ops._backends import choose_backend
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts
 from stacked_remat.ops._grouped_linear import _Dot, grouped_dot, grouped_outer
@@ -84,11 +84,11 @@ def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(widths, 
     for transposed in (False, True):
         shape = (4, *(reversed(widths) if transposed else widths))
         w = jax.random.normal(keys[2], shape, jnp.bfloat16)
-        found = jax.jit(_grouped_tokamax._product, static_argnums=3)(x, w, sizes, transposed)
+        found = jax.jit(_tokamax._product, static_argnums=3)(x, w, sizes, transposed)
         wanted = _product(x, w, sizes, transposed).astype(jnp.float32)
         np.testing.assert_allclose(found.astype(jnp.float32)[:240], wanted[:240], rtol=0.01, atol=0.05)
     assert taken == ([(4, 64, 128)] if widths == (128, 64) else [])
-    found = jax.jit(_grouped_tokamax._outer)(x, y, sizes)
+    found = jax.jit(_tokamax._outer)(x, y, sizes)
     wanted = _outer(x, y, sizes).astype(jnp.float32)
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=0.01, atol=0.05)
 
@@ -97,7 +97,7 @@ def test_products_mean_what_kernels_say_whatever_rows_of_no_expert_hold(widths, 
 @pytest.mark.parametrize("rank", [2, 64])
 def test_products_compile_for_every_rank_and_their_arithmetic_is_counted(rank):
     pytest.importorskip("tokamax")
-    kernels = _grouped_tokamax.tokamax_kernels()
+    kernels = _tokamax.PRODUCTS
     wide, narrow = (jax.ShapeDtypeStruct((256, width), jnp.bfloat16) for width in (128, rank))
     down = jax.ShapeDtypeStruct((4, 128, rank), jnp.bfloat16)
 

@@ -19,7 +19,7 @@ from ._tokamax import ATTENTION, why_not_tokamax
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall(Call):
-    """See `Call`; with `has_rows` queries are of some of `position` positions only."""
+    """See `Call`; with `has_rows` positions are divided over devices, of which each has `position`."""
 
     position: int
     head_dim: int

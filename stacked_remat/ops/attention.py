@@ -3,20 +3,19 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, AxisSelector, NamedArray, axis_name
+from haliax import Axis, AxisSelector, NamedArray
 
-from .._messages import axes_text
 from .._noted import DERIVATIVE_OF_RESULT, noted
 from .._placement import platform
 from ._attention_backends import BACKENDS, AttentionCall, attend_by_definition, exact_attention
 from ._attention_rule import Blocks, Key, Query, Sight, attend_by, attend_in_context
 from ._backends import choose_backend, devices_left_to_the_compiler
+from ._named import FLOATS, INTEGERS, check_named
 from .per_device import mesh_axes, per_device
 
 _BLOCKS = (512, 256)
@@ -82,13 +81,17 @@ def causal_attention(
     values, and the devices exchange queries, so that each has as many to see; the backends are tokamax,
     blockwise and exact.
     """
-    position, heads = axis_name(Pos), axis_name(KVHeads)
-    _check_arrays(query, key, value, Pos, KVHeads, HeadDim)
-    batch = tuple(axis for axis in key.axes if axis.name not in (position, heads, HeadDim.name))
-    _check_documents(documents, (*batch, query.resolve_axis(position)))
-    _check_sinks(sinks, [axis for axis in query.axes if axis not in key.axes or axis.name == heads])
-    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
-        raise ValueError(f"window must be a number of positions, at least 1; got {window!r}.")
+    Pos, KVHeads = (one if isinstance(one, Axis) else key.resolve_axis(one) for one in (Pos, KVHeads))
+    batch = tuple(axis for axis in key.axes if axis not in (Pos, KVHeads, HeadDim))
+    check_named("key", key, FLOATS, (Pos, KVHeads, HeadDim), batch)
+    check_named("value", value, FLOATS, key.axes, ())
+    check_named("query", query, FLOATS, key.axes)
+    if documents is not None:
+        check_named("documents", documents, INTEGERS, (Pos,), batch)
+    if sinks is not None:
+        heads = [axis for axis in query.axes if axis not in key.axes]
+        check_named("sinks", sinks, FLOATS, (KVHeads, *heads), ())
+    _check_window(window)
     if isinstance(scale, jax.Array):
         raise ValueError(
             "scale must be a Python number; multiply query by a factor that is computed or learnt."
@@ -98,15 +101,13 @@ def causal_attention(
     factor = HeadDim.size**-0.5 if scale is None else scale
     window = None if window is None else int(window)
     blocks = Blocks(factor, _BLOCKS[platform() == "cpu"], window, heads_first=platform() == "cpu")
-
-    attend = functools.partial(
-        _attend, position=position, heads=heads, HeadDim=HeadDim, blocks=blocks, backend=backend
-    )
-    over = (*batch, key.resolve_axis(heads), key.resolve_axis(position))
+    names = Pos.name, KVHeads.name, HeadDim.name
 
     def of_all(*arguments: Any) -> NamedArray:
-        context = mesh_axes(key.resolve_axis(position))
-        return per_device(functools.partial(attend, context=context), *arguments, over=over, out=query.axes)
+        attend = functools.partial(
+            _attend, names=names, blocks=blocks, backend=backend, context=mesh_axes(Pos)
+        )
+        return per_device(attend, *arguments, over=(*batch, KVHeads, Pos), out=query.axes)
 
     return noted(DERIVATIVE_OF_RESULT, of_all)(query, key, value, documents, sinks)
 
@@ -151,29 +152,26 @@ def decode_attention(
     Cost: `4 * heads * Slot * HeadDim` FLOPs per query, masked slots included, and one read of the cache;
     memory for `heads * Slot` scores per query. Fastest where `key` and `value` end in `Slot, HeadDim`.
     """
-    slot = axis_name(Slot)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be a number of slots, at least 1; got {window}.")
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(f"positions must be integers; got {positions.dtype}.")
-    if any(axis.name == slot for axis in query.axes):
+    Slot = Slot if isinstance(Slot, Axis) else key.resolve_axis(Slot)
+    if any(axis.name == Slot.name for axis in query.axes):
         raise ValueError(
-            f"query has the axis {slot!r} of the cache's slots; rename its own axis of positions, as in "
-            f"query.rename({{{slot!r}: 'query_position'}})."
+            f"query has the axis {Slot.name!r} of the cache's slots; rename its own axis of positions, as in "
+            f"query.rename({{{Slot.name!r}: 'query_position'}})."
         )
-    _check_axes(query, key, value, {HeadDim.name}, {slot, HeadDim.name})
-    for what, given in (("positions", positions), ("sinks", sinks)):
-        if given is not None and not set(given.axes) <= set(query.axes) - {HeadDim}:
-            raise ValueError(
-                f"{what} have {axes_text(given.axes)}; they may have the axes of query, "
-                f"{axes_text(query.axes)}, but not {HeadDim.name}."
-            )
+    check_named("key", key, FLOATS, (Slot, HeadDim))
+    check_named("value", value, FLOATS, key.axes, ())
+    check_named("query", query, FLOATS, [axis for axis in key.axes if axis != Slot])
+    own = [axis for axis in query.axes if axis != HeadDim]
+    check_named("positions", positions, INTEGERS, (), own)
+    if sinks is not None:
+        check_named("sinks", sinks, FLOATS, (), own)
+    _check_window(window)
     last = positions.astype(jnp.int32)
     return attend_by_definition(
         query,
         key,
         value,
-        key.resolve_axis(slot),
+        Slot,
         HeadDim,
         last=last,
         first=None if window is None else last - (window - 1),
@@ -189,27 +187,25 @@ def _attend(
     documents: NamedArray | None,
     sinks: NamedArray | None,
     *,
-    position: str,
-    heads: str,
-    HeadDim: Axis,
+    names: tuple[str, str, str],
     blocks: Blocks,
     backend: str,
     context: tuple[str, ...],
 ) -> NamedArray:
     """Attention of one device, which may have some of the batch, of the heads and of the positions.
 
-    `context` are the axes of the mesh over which positions are divided.
+    `names` are of the axes of positions, key heads and coordinates; `context` are the axes of the mesh over
+    which positions are divided.
     """
-    own = Row, KVHeads, _ = key.resolve_axis(position), key.resolve_axis(heads), HeadDim
+    own = Row, KVHeads, HeadDim = tuple(key.resolve_axis(name) for name in names)
     batch = tuple(axis for axis in key.axes if axis not in own)
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
-    Pos = Row.resize(Row.size * math.prod(jax.sharding.get_abstract_mesh().shape[one] for one in context))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
         platform=platform(),
         dtype=query.dtype,
         devices=devices_left_to_the_compiler(query.array),
-        position=Pos.size,
+        position=Row.size,
         head_dim=HeadDim.size,
         has_documents=documents is not None,
         blocks=blocks,
@@ -243,61 +239,6 @@ def _attend(
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 
-def _check_arrays(
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    Pos: AxisSelector,
-    KVHeads: AxisSelector,
-    HeadDim: Axis,
-) -> None:
-    own = {axis_name(axis) for axis in (Pos, KVHeads, HeadDim)}
-    _check_axes(query, key, value, own, own)
-    for what, x in (("query", query), ("key", key), ("value", value)):
-        for axis in (Pos, KVHeads, HeadDim):
-            if isinstance(axis, Axis) and axis not in x.axes:
-                raise ValueError(f"{what} has {axes_text(x.axes)}; {axes_text([axis])} was expected.")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{what} is {x.dtype}; attention takes floating-point numbers.")
-
-
-def _check_axes(
-    query: NamedArray, key: NamedArray, value: NamedArray, of_query: set[str], of_key: set[str]
-) -> None:
-    """Check the axes that query and key must have; query must also have all other axes of key."""
-    for what, x, names in (("query", query, of_query), ("key", key, of_key), ("value", value, of_key)):
-        if missing := names - {axis.name for axis in x.axes}:
-            raise ValueError(f"{what} lacks the axes {sorted(missing)}; it has {axes_text(x.axes)}.")
-    if set(key.axes) != set(value.axes):
-        raise ValueError(
-            f"key has {axes_text(key.axes)} and value has {axes_text(value.axes)}; they must have the same "
-            "axes."
-        )
-    shared = [axis for axis in key.axes if axis.name not in of_key - of_query]
-    if not set(shared) <= set(query.axes):
-        raise ValueError(
-            f"query has {axes_text(query.axes)}; it must have the axes of key: {axes_text(shared)}."
-        )
-
-
-def _check_sinks(sinks: NamedArray | None, heads: Sequence[Axis]) -> None:
-    """Check that sinks have exactly the axes of query heads."""
-    if sinks is not None and not (isinstance(sinks, NamedArray) and set(sinks.axes) == set(heads)):
-        got = axes_text(sinks.axes) if isinstance(sinks, NamedArray) else type(sinks).__name__
-        raise ValueError(f"sinks have {got}; the axes of query heads were expected: {axes_text(heads)}.")
-
-
-def _check_documents(documents: NamedArray | None, axes: tuple[Axis, ...]) -> None:
-    """Check that documents have the axis of positions, and no axis that keys lack."""
-    if documents is None:
-        return
-    if not isinstance(documents, NamedArray):
-        raise ValueError(f"documents must be a named array of integers; got {type(documents).__name__}.")
-    position = axes[-1]
-    if position not in documents.axes or set(documents.axes) - set(axes):
-        raise ValueError(
-            f"documents have {axes_text(documents.axes)}; they must have {axes_text([position])} and may "
-            f"have {axes_text(axes[:-1])}."
-        )
-    if not jnp.issubdtype(documents.dtype, jnp.integer):
-        raise ValueError(f"documents must be integers; got {documents.dtype}.")
+def _check_window(window: Any) -> None:
+    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(f"window must be a number of positions, at least 1; got {window!r}.")

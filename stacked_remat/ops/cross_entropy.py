@@ -17,9 +17,9 @@ from haliax import Axis, NamedArray
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .._messages import axes_text
 from .._noted import noted
 from .._sweep.store import zeros_after
+from ._named import FLOATS, INTEGERS, check_named
 from ._perturbed_vjp import perturbed_vjp
 from ._row_calls import call_on_rows
 from .per_device import align_varying_axes, per_device
@@ -92,18 +92,11 @@ def chunked_cross_entropy(
     float32.
     """
     tokens = targets.axes
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"targets must be integers; got {targets.dtype}.")
-    if set(hidden.axes) != {*tokens, Embed} or set(head.axes) != {Embed, Vocab}:
-        raise ValueError(
-            f"hidden has the axes ({axes_text(hidden.axes)}), head ({axes_text(head.axes)}) and targets "
-            f"({axes_text(tokens)}); these must be (..., {axes_text([Embed])}), "
-            f"({axes_text([Embed, Vocab])}) and (...)."
-        )
-    if weights is not None and set(weights.axes) != set(tokens):
-        raise ValueError(
-            f"weights has the axes ({axes_text(weights.axes)}), targets has ({axes_text(targets.axes)})."
-        )
+    check_named("targets", targets, INTEGERS, ())
+    check_named("hidden", hidden, FLOATS, (*tokens, Embed), ())
+    check_named("head", head, FLOATS, (Embed, Vocab), ())
+    if weights is not None:
+        check_named("weights", weights, FLOATS, tokens, ())
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be a number of tokens, at least 1; got {chunk_size}.")
 

@@ -175,15 +175,10 @@ def test_the_gradient_of_a_weight_is_the_loss_of_its_token():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            dict(Vocab=Axis("words", 11)),
-            r"head \(embed=4, vocab=11\).*these must be \(..., embed=4\), \(embed=4, words=11\)",
-        ),
-        (
-            dict(weights=hax.ones(Axis("other", 3))),
-            r"weights has the axes \(other=3\), targets has \(axis0=3\)",
-        ),
-        (dict(targets=hax.ones(Axis("axis0", 3))), "targets must be integers; got float32"),
+        (dict(Vocab=Axis("words", 11)), "`head` has embed=4, vocab=11; it must have embed=4, words=11"),
+        (dict(Embed=Axis("width", 4)), "`hidden` has axis0=3, embed=4; it must have axis0=3, width=4"),
+        (dict(weights=hax.ones(Axis("other", 3))), "`weights` has other=3; it must have axis0=3"),
+        (dict(targets=hax.ones(Axis("axis0", 3))), "`targets` must be integers; got float32"),
         (dict(chunk_size=0), "chunk_size must be a number of tokens, at least 1; got 0"),
     ],
 )

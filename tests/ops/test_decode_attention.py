@@ -100,27 +100,18 @@ def test_half_precision_has_wide_scores_and_sums():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(window=0), "window must be a number of slots, at least 1; got 0"),
-        (dict(positions=Positions.astype(jnp.float32)), "positions must be integers; got float32"),
-        (dict(positions=hax.arange(Axis("other", 2))), "positions have other=2; they may have"),
-        (dict(positions=hax.arange(Slot)), "positions have slot=9; they may have"),
-        (dict(sinks=hax.ones((KVHeads, HeadDim))), "sinks have kv_heads=2, head_dim=6; they may have"),
+        (dict(window=0), "window must be a number of positions, at least 1; got 0"),
+        (dict(positions=Positions.astype(jnp.float32)), "`positions` must be integers; got float32"),
+        (dict(positions=hax.arange(Axis("other", 2))), "`positions` has other=2; .* may have batch=3"),
+        (dict(sinks=hax.ones((KVHeads, HeadDim))), "`sinks` has kv_heads=2, head_dim=6; .* may have"),
+        (dict(query=sequences()[0]), r"query has the axis 'slot' of the cache's slots; rename"),
+        (dict(key=hax.ones((Batch, KVHeads, HeadDim))), "`key` has .*; it must have slot=9, head_dim=6"),
+        (dict(value=hax.ones((Batch, Slot, HeadDim))), "`value` has .*; it must have batch=3, kv_heads=2"),
+        (dict(query=hax.ones((Batch, HeadDim))), "`query` has .*; it must have batch=3, kv_heads=2"),
     ],
 )
 def test_arguments_are_checked(change, message):
     query, key, value = sequences()
+    arguments = dict(query=at(query, Positions), key=key, value=value) | change
     with pytest.raises(ValueError, match=message):
-        attend(at(query, Positions), key, value, **change)
-
-
-def test_axes_that_do_not_fit_are_named():
-    query, key, value = sequences()
-    own = at(query, Positions)
-    with pytest.raises(ValueError, match=r"query has the axis 'slot' of the cache's slots; rename"):
-        attend(query, key, value)
-    with pytest.raises(ValueError, match=r"key lacks the axes \['slot'\]"):
-        attend(own, key[Slot, 0], value)
-    with pytest.raises(ValueError, match="they must have the same axes"):
-        attend(own, key, value[Slot, :4])
-    with pytest.raises(ValueError, match="query has .*; it must have the axes of key"):
-        attend(own[KVHeads, 0], key, value)
+        attend(**arguments)

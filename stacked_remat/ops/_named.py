@@ -1,0 +1,34 @@
+"""Checks of named arguments of operations."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from .._messages import axes_text
+
+FLOATS, INTEGERS = (jnp.floating, "floating-point numbers"), (jnp.integer, "integers")
+
+
+def check_named(
+    what: str, x: Any, kind: tuple[Any, str], has: Iterable[Axis], may_have: Iterable[Axis] | None = None
+) -> None:
+    """Check that `x` is a named array of `FLOATS` or `INTEGERS` with some axes.
+
+    Args:
+        what: the argument's name.
+        x: the argument.
+        kind: of its numbers.
+        has: the axes that it must have.
+        may_have: others that it may have; None for any.
+    """
+    dtype, numbers = kind
+    if not isinstance(x, NamedArray):
+        raise ValueError(f"`{what}` must be a named array of {numbers}; got {type(x).__name__}.")
+    lacks = set(has) - set(x.axes)
+    if lacks or (may_have is not None and set(x.axes) - {*has, *may_have}):
+        more = f", and may have {axes_text(may_have)}" if may_have else ""
+        raise ValueError(f"`{what}` has {axes_text(x.axes)}; it must have {axes_text(has)}{more}.")
+    if not jnp.issubdtype(x.dtype, dtype):
+        raise ValueError(f"`{what}` must be {numbers}; got {x.dtype}.")

@@ -26,18 +26,11 @@ _NEVER = -1e30  # finite, so that differences of two of them are not NaN
 
 
 class _Cut(NamedTuple):
-    """Queries and keys in blocks, the last padded.
+    """Queries and keys in blocks, the last padded; causality hides the padding of keys."""
 
-    Attributes:
-        blocks: the arguments of the call, with a block no longer than the queries.
-        sight: which keys the queries see; causality hides the padding of keys.
-        queries: how many blocks of them there are.
-        keys: likewise.
-    """
-
-    blocks: Blocks
+    blocks: Blocks  # no longer than the queries
     sight: Sight
-    queries: int
+    queries: int  # number of blocks
     keys: int
 
     @staticmethod
@@ -48,14 +41,9 @@ class _Cut(NamedTuple):
         return _Cut(dataclasses.replace(blocks, size=size), padded, queries, keys)
 
     @property
-    def row(self) -> str:
-        """The axes of a block of queries."""
-        return "bkgqd" if self.blocks.heads_first else "bqkgd"
-
-    @property
-    def column(self) -> str:
-        """The axes of a block of keys."""
-        return "bksd" if self.blocks.heads_first else "bskd"
+    def axes(self) -> tuple[str, str]:
+        """Of a block of queries, and of keys."""
+        return ("bkgqd", "bksd") if self.blocks.heads_first else ("bqkgd", "bskd")
 
     def padded(self, *arrays: Array) -> list[Array]:
         return [_padded(x, self.blocks.size) for x in arrays]
@@ -76,8 +64,8 @@ class _Cut(NamedTuple):
         for CPUs need not transpose for the products of the backward pass.
         """
         size, (rows, starts) = self.blocks.size, self.sight
-        axes = "bksgq" if keys_first else "bkgqs"
-        scores = _einsum(f"{self.row},{self.column}->{axes}", q, k) * self.blocks.scale
+        result = "bksgq" if keys_first else "bkgqs"
+        scores = _einsum(f"{','.join(self.axes)}->{result}", q, k) * self.blocks.scale
         within = jnp.arange(size, dtype=jnp.int32)
         row = (i * size + within if rows is None else _block(rows, i, size))[:, None]
         column = (j * size + within)[None, :]
@@ -105,17 +93,11 @@ class _Cut(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """Consecutive blocks, for each of some others.
-
-    Attributes:
-        first: their first.
-        last: their last; -1 where there are none.
-        total: how many they are in all; None if that depends on data.
-    """
+    """Consecutive blocks, for each of some others."""
 
     first: Int[Array, " block"]
-    last: Int[Array, " block"]
-    total: int | None
+    last: Int[Array, " block"]  # -1 where there are none
+    total: int | None  # None if it depends on data
 
     @staticmethod
     def of(seen: Any) -> "_Ranges":
@@ -135,7 +117,7 @@ class _Ranges(NamedTuple):
 def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
     length, cut = query.shape[1], _Cut.of(query, key, sight, blocks)
     query, key, value = cut.padded(query, key, value)
-    ranges = _Ranges.of(cut.overlap())
+    ranges, (_, column) = _Ranges.of(cut.overlap()), cut.axes
     shape = (query.shape[0], *query.shape[2:4], cut.blocks.size)
 
     def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
@@ -148,7 +130,7 @@ def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -
             weights = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
             v = cut.cut(value, j)
-            new = _einsum(f"bkgqs,{cut.column}->bkgqd", weights.astype(v.dtype), v)
+            new = _einsum(f"bkgqs,{column}->bkgqd", weights.astype(v.dtype), v)
             return (
                 new_highest,
                 total * shrink + jnp.sum(weights, axis=-1),
@@ -173,7 +155,7 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
     query, key, value = cut.padded(query, key, value)
     lse = _padded(lse, cut.blocks.size, constant_values=np.inf)  # weights are zero
     ranges = _Ranges.of(cut.overlap().T)
-    size, row, column = cut.blocks.size, cut.row, cut.column
+    size, (row, column) = cut.blocks.size, cut.axes
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k, v = cut.cut(key, j), cut.cut(value, j)

@@ -26,15 +26,10 @@ Sinks = Float[Array, "kv_heads group"]
 
 
 class Sight(NamedTuple):
-    """Which keys queries see: from where their document begins to their own position.
+    """Which keys queries see: from where their document begins to their own position."""
 
-    Attributes:
-        rows: the position of each query, `[row]`, ascending; None for all positions, in order.
-        starts: where the document of each query begins, `[batch, row]`; None for one document.
-    """
-
-    rows: Int[Array, " row"] | None = None
-    starts: Int[Array, "batch row"] | None = None
+    rows: Int[Array, " row"] | None = None  # positions of queries, ascending; None for all, in order
+    starts: Int[Array, "batch row"] | None = None  # of documents; None for one document
 
     @staticmethod
     def of(documents: Documents | None, rows: Int[Array, " row"] | None = None) -> "Sight":
@@ -96,10 +91,9 @@ class Attended(NamedTuple):
 class Kernel:
     """An implementation of attention without sinks.
 
-    Attributes:
-        forward: the output, like the query, and the log-sum-exp of each row of scores, in float32.
-        backward: the gradients of query, key and value, like these, from weights that are the exponentials of
-            scores less `lse`, whatever else than scores of these keys that sums up.
+    `forward` gives the output, like the query, and the log-sum-exp of each row of scores, in float32.
+    `backward` gives the gradients of query, key and value, like these, from weights that are the exponentials
+    of scores less `lse`, whatever else than scores of these keys that sums up.
     """
 
     forward: Callable[[Query, Key, Key, Sight, Blocks], tuple[Query, LogSumExp]]
@@ -149,9 +143,8 @@ def _forward_rule(attended: Attended, kernel: Kernel, blocks: Blocks) -> tuple[Q
 
 
 def _backward_rule(kernel: Kernel, blocks: Blocks, attended: Attended, cotangent: Query) -> tuple[Any]:
-    nothing: Any = None
-    query, key, value, sinks = _once_only(kernel, blocks, attended, cotangent)
-    return (Attended(query, key, value, sinks, nothing, nothing, nothing),)
+    of_inputs = _once_only(kernel, blocks, attended, cotangent)
+    return (Attended(*of_inputs, *(None,) * 3),)  # pyright: ignore[reportArgumentType]
 
 
 _with_derivative.defvjp(_forward_rule, _backward_rule)
@@ -198,10 +191,8 @@ def attend_in_context(
     exchange strips first: each gets an equal part of every device's positions, and has about as much to
     compute (Brandon et al. 2023, "Striped Attention").
 
-    Args:
-        attend: of a backend; its last argument is in how many strips the queries are.
-        query: this and the others up to `documents` are of this device's positions.
-        context: the axes of the mesh over which positions are divided.
+    Arrays are of this device's positions, which `context`, axes of the mesh, divide. The last argument of
+    `attend` is in how many strips the queries are.
     """
     exchange, rows, strips = _exchange(query.shape[1], context)
     gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)

@@ -35,12 +35,9 @@ class CausalWindow(splash.Mask):
     JAX's own masks evaluate every entry on the host, which takes half a minute at 65,536 positions. JAX only
     asks whether any and whether all entries of a block are visible, so two entries represent it.
 
-    Attributes:
-        position: number of positions in a sequence.
-        window: how many positions a position sees, itself included; None for all before it.
     """
 
-    position: int
+    position: int  # number of positions
     window: int | None
 
     @property
@@ -70,10 +67,7 @@ class CausalWindow(splash.Mask):
 def splash_block_size(position: int, window: int | None, row_bytes: int) -> int | str:
     """Positions in a block of queries and of keys, or why no size is possible.
 
-    Args:
-        position: number of positions in a sequence.
-        window: how many positions a position sees; None for all before it.
-        row_bytes: bytes of one position of one head.
+    `row_bytes` are those of one position of one head.
     """
     if position % LANES:
         return f"it takes sequences that are a multiple of {LANES} positions, not {position}"
@@ -91,14 +85,10 @@ def splash_block_size(position: int, window: int | None, row_bytes: int) -> int 
 
 
 def splash_kernel(block_size: int | None = None, interpret: bool = False) -> Kernel:
-    """The kernels; documents are told apart by where they begin.
+    """The kernels, or for tests their interpretation on the CPU; by default in blocks of `splash_block_size`.
 
-    Args:
-        block_size: by default `splash_block_size`.
-        interpret: whether to interpret the kernels on the CPU, for tests.
-
-    Matrix products of float32 have JAX's default precision, which on a TPU is that of bfloat16 unless
-    `jax.default_matmul_precision` says otherwise.
+    Documents are told apart by where they begin. Matrix products of float32 have JAX's default precision,
+    which on a TPU is that of bfloat16 unless `jax.default_matmul_precision` says otherwise.
 
     Cost: `2 * heads * position**2 * head_dim` FLOPs forward and 3.5 times that backward, which computes
     scores twice; less for a window, but documents skip no blocks. Memory: the results, a copy of each array
@@ -109,17 +99,11 @@ def splash_kernel(block_size: int | None = None, interpret: bool = False) -> Ker
 
 
 class _Heads(NamedTuple):
-    """How a kernel is called, with one key head of one sequence at a time.
-
-    Attributes:
-        call: the kernel.
-        starts: of the documents, `[batch, position]`, or None.
-        products: FLOPs of a matrix product of all visible blocks.
-    """
+    """How a kernel is called, with one key head of one sequence at a time."""
 
     call: Any
-    starts: Array | None
-    products: int
+    starts: Array | None  # of documents, `[batch, position]`
+    products: int  # FLOPs of a matrix product of all visible blocks
 
     @staticmethod
     def of(query: Query, sight: Sight, blocks: Blocks, block_size: int | None, interpret: bool) -> "_Heads":

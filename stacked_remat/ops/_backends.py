@@ -23,36 +23,22 @@ class UnsupportedCallError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What decides whether a backend supports a call.
+    """What decides whether a backend supports a call."""
 
-    Attributes:
-        platform: of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`.
-        dtype: of what is computed.
-        devices: over how many the compiler partitions the program; 1 inside `jax.shard_map`.
-    """
-
-    platform: str
+    platform: str  # of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`
     dtype: Any
-    devices: int = 1
+    devices: int = 1  # over which the compiler partitions the program; 1 inside `jax.shard_map`
 
 
 @dataclass(frozen=True)
 class Backend(Generic[K]):
-    """An implementation of an operation.
-
-    Attributes:
-        kernel: what computes it.
-        platform: which one it is for; None for all.
-        dtypes: those that it takes, where it is for one platform.
-        why_not_call: why a call is not supported, besides these; None if it is.
-        is_partitioned: whether the compiler divides it among devices.
-    """
+    """An implementation of an operation."""
 
     kernel: K
-    platform: str | None = None
-    dtypes: tuple[Any, ...] = ()
-    why_not_call: Callable[[Any], str | None] = lambda call: None
-    is_partitioned: bool = False
+    platform: str | None = None  # None for all
+    dtypes: tuple[Any, ...] = ()  # where it is for one platform
+    why_not_call: Callable[[Any], str | None] = lambda call: None  # besides these; None if it is supported
+    is_partitioned: bool = False  # whether the compiler divides it among devices
 
     def why_not(self, call: Call) -> str | None:
         """Why a call is not supported; None if it is."""
@@ -93,12 +79,7 @@ def backends_taken() -> Iterator[dict[str, str]]:
 
 
 def first_supported(backends: Mapping[str, Backend[Any]], call: Call) -> tuple[str, list[str]]:
-    """The name of what `"auto"` is for a call, and why not those before it that are for this platform.
-
-    Args:
-        backends: by name, in the order in which they are tried; the last supports every call.
-        call: what is computed.
-    """
+    """The name of what `"auto"` is for a call, and why not those before it that are for this platform."""
     reasons: list[str] = []
     for name, backend in backends.items():
         if (reason := backend.why_not(call)) is None:
@@ -111,12 +92,8 @@ def first_supported(backends: Mapping[str, Backend[Any]], call: Call) -> tuple[s
 def choose_backend(of: str, backends: Mapping[str, Backend[K]], name: str, call: Call, kind: str = "") -> K:
     """The kernel of the backend of that name, or for `"auto"` of the first that supports the call.
 
-    Args:
-        of: the operation, as in `"attention"`.
-        backends: by name, in the order in which `"auto"` tries them.
-        name: one of them, or `"auto"`.
-        call: what is computed.
-        kind: of the call, as in `"window 128"`, for `backends_taken`.
+    `of` is the operation, as in `"attention"`, and `kind` is that of the call, as in `"window 128"`, for
+    `backends_taken`.
 
     Raises:
         ValueError: no backend has that name.

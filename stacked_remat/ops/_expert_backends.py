@@ -16,17 +16,11 @@ from ._tokamax import PRODUCTS, why_not_tokamax
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsFacts(Call):
-    """See `Call`.
+    """See `Call`."""
 
-    Attributes:
-        on_host: whether some weights are in host memory.
-        is_varying: whether types say over which devices values vary, as with `check_vma=True`.
-        takes_linear: whether the expert applies its maps by a function that it is given.
-    """
-
-    on_host: bool = False
-    is_varying: bool = False
-    takes_linear: bool = True
+    on_host: bool = False  # whether some weights are in host memory
+    is_varying: bool = False  # whether types say over which devices values vary, as with `check_vma=True`
+    takes_linear: bool = True  # whether the expert applies its maps by a function that it is given
 
 
 def _why_not_products(call: ExpertsFacts) -> str | None:

@@ -24,19 +24,12 @@ _LEAST_HALF = 32  # rows; with fewer a CPU's time is not that of the rows
 
 
 class BlockPlan(NamedTuple):
-    """The blocks; the leading axes are iterations of the loop, and blocks in an iteration.
-
-    Attributes:
-        expert: the block's expert.
-        pair: the (token, choice) pair of each row.
-        token: the token of that pair.
-        real: False for padding rows of an expert's last block.
-    """
+    """The blocks; the leading axes are iterations of the loop, and blocks in an iteration."""
 
     expert: Int[Array, "iteration block"]
-    pair: Int[Array, "iteration block row"]
+    pair: Int[Array, "iteration block row"]  # (token, choice)
     token: Int[Array, "iteration block row"]
-    real: Bool[Array, "iteration block row"]
+    real: Bool[Array, "iteration block row"]  # False for padding rows of an expert's last block
 
 
 def block_plans(choices: Int[Array, "token choice"], experts: int) -> list[BlockPlan]:
@@ -97,16 +90,10 @@ def sizes_of_blocks(pairs: int, experts: int) -> tuple[int, int]:
 
 
 class InStack(eqx.Module):
-    """An array of weights, `[expert, ...]`, that is read where it is, in the stack of all layers.
+    """An array of weights, `[expert, ...]`, that is read where it is, in the stack of all layers."""
 
-    Attributes:
-        stack: the experts of all layers, `[layer and expert, ...]`.
-        first: where this layer's begin.
-        experts: how many these are.
-    """
-
-    stack: Array
-    first: Int[Array, ""]
+    stack: Array  # `[layer and expert, ...]`
+    first: Int[Array, ""]  # of this layer's experts
     experts: int = eqx.field(static=True)
 
     @property
@@ -204,8 +191,7 @@ def _gathered(inputs: Inputs, at: BlockPlan) -> Inputs:
 
 
 def _skips_padding(at_once: int) -> bool:
-    """Whether blocks that are all padding are skipped. GPUs copy what a conditional has."""
-    return at_once == 1 and platform() == "cpu"
+    return at_once == 1 and platform() == "cpu"  # GPUs copy what a conditional has
 
 
 def _over_plans(plans: list[BlockPlan], iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:

@@ -49,15 +49,10 @@ def chunk_plan(choices: Int[Array, "token choice"], experts: int, chunks: int, r
 
 @dataclass(frozen=True, eq=False)
 class ChunkLoop(ExpertLoop):
-    """The loop over chunks of tokens; experts take the rows and the weights of all experts, and `linear`.
-
-    Attributes:
-        kernels: what computes grouped products.
-        experts: the name of the experts' axis.
-    """
+    """The loop over chunks of tokens; experts take the rows and the weights of all experts, and `linear`."""
 
     kernels: Kernels
-    experts: str
+    experts: str  # the name of their axis
 
     def call(self, fn: Callable[..., Any], at: Groups, weights: tuple[Array, ...], *rows: Any) -> Any:
         """See `ExpertLoop.call`."""

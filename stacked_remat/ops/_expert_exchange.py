@@ -44,21 +44,13 @@ def devices_along(over: Sequence[str]) -> int:
 
 
 class _Routes(NamedTuple):
-    """Where pairs go.
+    """Where pairs go."""
 
-    Attributes:
-        order: the pairs by the device that they go to.
-        first: the number in `order` of the first pair of each device.
-        counts: how many go to each device.
-        expert: the number of each pair's expert on that device.
-        rounds: how many the device with most to send needs.
-    """
-
-    order: Int[Array, " pair"]
-    first: Int[Array, " device"]
-    counts: Int[Array, " device"]
-    expert: Int[Array, " pair"]
-    rounds: Int[Array, ""]
+    order: Int[Array, " pair"]  # the pairs by the device that they go to
+    first: Int[Array, " device"]  # in `order`, of each device
+    counts: Int[Array, " device"]  # how many go to each device
+    expert: Int[Array, " pair"]  # each pair's, numbered on its device
+    rounds: Int[Array, ""]  # that the device with most to send needs
 
 
 class _Sent(NamedTuple):
@@ -71,21 +63,13 @@ class _Sent(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """How rows are exchanged, in a loop over rounds.
+    """How rows are exchanged, in a loop over rounds."""
 
-    Attributes:
-        over: the axes of the mesh over which experts are divided.
-        devices: how many there are along these.
-        slots: rows that a device sends to each other one in a round.
-        even_rounds: how many an even routing takes.
-        apply: computes the rows that have arrived.
-    """
-
-    over: tuple[str, ...]
-    devices: int
-    slots: int
-    even_rounds: int
-    apply: Apply
+    over: tuple[str, ...]  # the axes of the mesh over which experts are divided
+    devices: int  # along these
+    slots: int  # rows that a device sends to each other one in a round
+    even_rounds: int  # that an even routing takes
+    apply: Apply  # of the rows that have arrived
 
     @staticmethod
     def of(over: Sequence[str], pairs: int, row_bytes: int, apply: Apply) -> "Exchange":

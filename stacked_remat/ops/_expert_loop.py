@@ -49,17 +49,11 @@ def like_inputs(gradients: Inputs, inputs: Inputs) -> Inputs:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: an expert need not be hashable
 class ExpertLoop(ABC):
-    """A loop over the rows of all experts, on raw arrays.
-
-    Attributes:
-        expert: see `grouped_experts`.
-        saved: see there.
-        rebuild: makes the tree of weights that these take from arrays.
-    """
+    """A loop over the rows of all experts, on raw arrays."""
 
     expert: Expert
     saved: Saved | None
-    rebuild: Callable[[Any], Any]
+    rebuild: Callable[[Any], Any]  # makes the tree of weights that these take
 
     @abstractmethod
     def call(self, fn: Callable[..., Any], at: Any, weights: tuple[Array, ...], *rows: Any) -> Any:

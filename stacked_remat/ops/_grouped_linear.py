@@ -44,21 +44,12 @@ def apply_linear(linear: Any, x: Any) -> Any:
 
 
 class Groups(NamedTuple):
-    """The rows of some tokens, sorted by expert.
+    """The rows of some tokens, sorted by expert. Padding and choices out of range are not real."""
 
-    Attributes:
-        pair: the (token, choice) pair of each row.
-        row: the row of each pair.
-        expert: the expert of each row, the first one's first; of those that are not real a number beyond the
-            last.
-        sizes: how many rows each expert has, without those.
-        real: False for rows of choices that are out of range, and for padding.
-    """
-
-    pair: Int[Array, " row"]
+    pair: Int[Array, " row"]  # (token, choice)
     row: Int[Array, "token choice"]
-    expert: Int[Array, " row"]
-    sizes: Sizes
+    expert: Int[Array, " row"]  # a number beyond the last for rows that are not real
+    sizes: Sizes  # without rows that are not real
     real: Bool[Array, " row"]
 
     @property
@@ -171,17 +162,11 @@ def _rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Arr
 
 @dataclass(frozen=True)
 class GroupedLinear:
-    """`apply_linear` with the maps of all experts, whose arrays have the axis of the experts too.
-
-    Attributes:
-        kernels: what computes the products.
-        groups: the rows.
-        experts: the name of the experts' axis in named arrays; in plain ones it is the first.
-    """
+    """`apply_linear` with the maps of all experts, whose arrays have the axis of the experts too."""
 
     kernels: Kernels
     groups: Groups
-    experts: str
+    experts: str  # the name of their axis in named arrays; in plain ones it is the first
 
     def __call__(self, linear: Any, x: Any) -> Any:
         """Rows `[row, ...]` to `[row, ...]`; see `apply_linear`."""

@@ -20,12 +20,8 @@ T = TypeVar("T")
 def call_on_rows(fn: Callable[[Any, Any], T], rows: Any, shared: Any) -> T:
     """`fn(rows, shared)`; in `jax.vmap` where `shared` is the same for all, of all rows in one dimension.
 
-    That is for one example of several, within `noting`. Elsewhere it is a plain call.
-
-    Args:
-        fn: takes and returns trees of arrays; those of `rows` and of the result have the rows in front.
-        rows: arrays with as many rows each.
-        shared: what all rows share.
+    That is for one example of several, within `noting`; elsewhere a plain call. All are trees of arrays;
+    those of `rows` and of the result have the rows in front.
     """
     return _bind(fn, rows, shared) if is_noting() else fn(rows, shared)
 

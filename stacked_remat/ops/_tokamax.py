@@ -38,11 +38,9 @@ _COPIED, _TILE = 8, 64  # elements of 16 bits: the least that a kernel copies, a
 
 
 def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
-    """Why there is no such kernel for the device that the program is for; None if there is.
+    """Why there are no such kernels for the device that the program is for; None if there are.
 
-    Args:
-        what: the kernels, for the reason.
-        capabilities: the compute capabilities of GPUs that they are for, with names.
+    `capabilities` are the compute capabilities of GPUs that they are for, with names.
     """
     capability = getattr(target_device(), "compute_capability", "0")
     if float(capability) not in capabilities:

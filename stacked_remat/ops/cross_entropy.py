@@ -35,11 +35,10 @@ IGNORED_TARGET = -100
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossEntropyCall:
-    """A call of `chunked_cross_entropy`, for whoever interprets the program that makes it.
+    """A call of `chunked_cross_entropy`, for an interpreter of the program that makes it.
 
-    Attributes:
-        along: from the arrays of hidden, head, targets and perhaps weights, and a direction of the head, to
-            the losses and their derivative along it. One product more than the losses alone.
+    `along` maps the arrays of hidden, head, targets and perhaps weights, and a direction of the head, to the
+    losses and their derivative along it. It costs one product more than the losses alone.
     """
 
     along: Callable[[Sequence[Any], Any], tuple[Any, Any]]

@@ -3,17 +3,19 @@
 from ._backends import UnsupportedCallError as UnsupportedCallError, backends_taken as backends_taken
 from ._expert_backends import expert_backend as expert_backend
 from ._grouped_linear import ExpertLinear as ExpertLinear, apply_linear as apply_linear
-from ._rotary_scaling import (
-    DefaultRotary as DefaultRotary,
-    LinearRotary as LinearRotary,
-    Llama3Rotary as Llama3Rotary,
-    RotaryScaling as RotaryScaling,
-    YarnRotary as YarnRotary,
-    rotary_from_hf as rotary_from_hf,
-    rotary_to_hf as rotary_to_hf,
-)
 from .attention import causal_attention as causal_attention, decode_attention as decode_attention
 from .cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from .grouped_experts import grouped_experts as grouped_experts
 from .per_device import mesh_axes as mesh_axes, per_device as per_device, unmapped as unmapped
-from .rotary import RotaryTable as RotaryTable, apply_rotary as apply_rotary, rotary_table as rotary_table
+from .rotary import (
+    DefaultRotary as DefaultRotary,
+    LinearRotary as LinearRotary,
+    Llama3Rotary as Llama3Rotary,
+    RotaryScaling as RotaryScaling,
+    RotaryTable as RotaryTable,
+    YarnRotary as YarnRotary,
+    apply_rotary as apply_rotary,
+    rotary_from_hf as rotary_from_hf,
+    rotary_table as rotary_table,
+    rotary_to_hf as rotary_to_hf,
+)

@@ -57,7 +57,7 @@ def test_sequences_packed_differently_have_their_own_tables():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(positions=hax.zeros(Pos)), "positions must be integers; got float32"),
+        (dict(positions=hax.zeros(Pos)), "`positions` must be integers; got float32"),
         (dict(positions=hax.arange(HeadDim)), "positions already have the axis 'head_dim'"),
         (dict(HeadDim=Axis("head_dim", 5)), "needs an even number of coordinates; a head has 5"),
         (dict(theta=1.0), "theta, the base of the wavelengths, must be above 1; got 1.0"),

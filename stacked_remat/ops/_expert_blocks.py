@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from .._placement import is_on_host, platform, to_device
 from .._scan.marks import LayerStack, is_array, is_named, raw_array
 from .._sweep.store import zeros_after
-from ._expert_loop import ExpertLoop, Inputs, like_inputs, masked, perturbed_part, sums_of
+from ._expert_loop import ExpertLoop, Inputs, add_at, like_inputs, masked, perturbed_part, sums_of
 from .per_device import free_axis_mapping
 
 _LEAST_HALF = 32  # rows; with fewer a CPU's time is not that of the rows
@@ -153,7 +153,7 @@ class BlockLoop(ExpertLoop):
             rows, new = rows_of(at)
             token, pair = (_dropped(index, at.real) for index in (at.token, at.pair))
             written = zip(kept, jax.tree.leaves(new), strict=True)
-            return _add_at(out, token, rows), [old.at[pair].set(own, mode="drop") for old, own in written]
+            return add_at(out, token, rows), [old.at[pair].set(own, mode="drop") for old, own in written]
 
         of_rows, of_kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan[0])))
         out = jax.ShapeDtypeStruct((len(inputs.x), of_rows.shape[-1]), jnp.float32)
@@ -176,7 +176,7 @@ class BlockLoop(ExpertLoop):
             token, pair = (_dropped(index, at.real) for index in (at.token, at.pair))
             expert = _dropped(at.expert, jnp.any(at.real, axis=1))
             places = Inputs(token, jax.tree.map(lambda _: pair, inputs.gates), (expert,) * len(own.weights))
-            return jax.tree.map(_add_at, gradients, perturbed_part(places, perturbed), new)
+            return jax.tree.map(add_at, gradients, perturbed_part(places, perturbed), new)
 
         flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
         start = zeros_after((inputs.x, plan, ct), sums_of(perturbed, flat))
@@ -236,7 +236,3 @@ def _rows(array: Array, index: Array) -> Array:
 def _dropped(index: Array, real: Array) -> Array:
     """The index, beyond every array where it is not real: what is written there is dropped."""
     return jnp.where(real, index, jnp.iinfo(index.dtype).max)
-
-
-def _add_at(old: Array, index: Array, new: Array) -> Array:
-    return old.at[index].add(new.astype(jnp.float32), mode="drop")

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from .._sweep.store import zeros_after
 from .._trips import expected_trips
-from ._expert_loop import Inputs, like_inputs, masked, perturbed_part, sums_of
+from ._expert_loop import Inputs, add_at, like_inputs, masked, perturbed_part, sums_of
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
@@ -69,34 +69,33 @@ class Exchange:
     devices: int  # along these
     slots: int  # rows that a device sends to each other one in a round
     even_rounds: int  # that an even routing takes
+    experts: int  # of each device
     apply: Apply  # of the rows that have arrived
 
     @staticmethod
-    def of(over: Sequence[str], pairs: int, row_bytes: int, apply: Apply) -> "Exchange":
+    def of(over: Sequence[str], pairs: int, row_bytes: int, experts: int, apply: Apply) -> "Exchange":
         """For so many (token, expert) pairs on each device."""
         devices = devices_along(over)
         to_each = -(-pairs // devices)
         slots = max(min(-(-to_each // _PARTS), _MOST_BYTES // (devices * row_bytes)), 1)
-        return Exchange(tuple(over), devices, slots, -(-to_each // slots), apply)
+        return Exchange(tuple(over), devices, slots, -(-to_each // slots), experts, apply)
 
-    def run(self, x: Array, choices: Array, gates: Array, weights: Sequence[Array], experts: int) -> Array:
-        """The sum over each token's chosen experts, of which this device has `experts`."""
-        if x.shape[0] == 0:
-            return self.apply(x, choices, gates, weights)
-        return _exchanged(self, Inputs(x, gates, tuple(weights)), self._routes(choices, experts))
+    def run(self, x: Array, choices: Array, gates: Array, weights: Sequence[Array]) -> Array:
+        """The sum over each token's chosen experts."""
+        return _exchanged(self, Inputs(x, gates, tuple(weights)), self._routes(choices))
 
-    def _routes(self, choices: Int[Array, "token choice"], experts: int) -> _Routes:
+    def _routes(self, choices: Int[Array, "token choice"]) -> _Routes:
         flat = choices.reshape(-1).astype(jnp.int32)
         # Out-of-range choices are sorted last and go nowhere.
-        is_none = (flat < 0) | (flat >= experts * self.devices)
-        device = jnp.where(is_none, self.devices, flat // experts)
+        is_none = (flat < 0) | (flat >= self.experts * self.devices)
+        device = jnp.where(is_none, self.devices, flat // self.experts)
         counts = jnp.zeros(self.devices, jnp.int32).at[device].add(1, mode="drop")
         rounds = -(-jnp.max(counts) // self.slots)
         return _Routes(
             jnp.argsort(device, stable=True).astype(jnp.int32),
             jnp.cumsum(counts) - counts,
             counts,
-            flat % experts,
+            flat % self.experts,
             lax.pmax(rounds, self.over),
         )
 
@@ -111,26 +110,24 @@ class Exchange:
         pair = routes.order[jnp.minimum(routes.first[:, None] + slot, last)]
         return _Sent(pair, pair // choices, slot < routes.counts[:, None])
 
-    def arrived(self, inputs: Inputs, routes: _Routes, sent: _Sent) -> tuple[Inputs, Array]:
-        """The rows and gates that this device gets in a round, with its weights, and their choices."""
-        rows = self.swap(masked(jnp.take(inputs.x, sent.token, axis=0), sent.real))
-        gates = self.swap(masked(inputs.gates.reshape(-1)[sent.pair], sent.real))
-        choices = self.swap(jnp.where(sent.real, routes.expert[sent.pair], -1))
-        flat = inputs._replace(x=rows.reshape(-1, rows.shape[-1]), gates=gates.reshape(-1, 1))
-        return flat, choices.reshape(-1, 1)
+    def results(self, own: Inputs, routes: _Routes, sent: _Sent) -> Array:
+        """The results of this device's experts, for rows that it gets; `own` has those that it sends."""
+        x, gates = (self.given(rows, sent) for rows in (own.x, own.gates))
+        choices = self.swap(jnp.where(sent.real, routes.expert[sent.pair], -1)).reshape(-1, 1)
+        return self.apply(x, choices, gates[:, None], own.weights)
 
-    def back(self, rows: Array, sent: _Sent) -> Array:
-        """Rows of this device, or their cotangents, back where they came from, in float32."""
-        split = rows.reshape(self.devices, self.slots, *rows.shape[1:])
-        return masked(self.swap(split).astype(jnp.float32), sent.real)
+    def given(self, rows: Array, sent: _Sent) -> Array:
+        """The rows that this device gets where each sends such, `[device, slot, ...]`."""
+        return self.swap(masked(rows, sent.real)).reshape(-1, *rows.shape[2:])
 
     def forward(self, inputs: Inputs, routes: _Routes) -> Array:
         """The sums of all tokens."""
 
         def one(i: Array, out: Array) -> Array:
             sent = self.sent(routes, inputs.gates.shape[1], i)
-            (x, gates, weights), choices = self.arrived(inputs, routes, sent)
-            return out.at[sent.token].add(self.back(self.apply(x, choices, gates, weights), sent))
+            rows = self.results(_gathered(inputs, sent), routes, sent)
+            back = self.swap(rows.reshape(self.devices, self.slots, -1))
+            return add_at(out, sent.token, masked(back, sent.real))
 
         shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
         start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
@@ -141,18 +138,15 @@ class Exchange:
     def backward(self, perturbed: Inputs, inputs: Inputs, routes: _Routes, cotangent: Array) -> Inputs:
         """The cotangents of what is perturbed, `None` for the rest."""
 
-        def one(i: Array, gradients: Inputs) -> Inputs:
+        def one(i: Array, sums: Inputs) -> Inputs:
             sent = self.sent(routes, inputs.gates.shape[1], i)
-            own, choices = self.arrived(inputs, routes, sent)
-            of_rows = self.swap(masked(jnp.take(cotangent, sent.token, axis=0), sent.real))
-            _, pullback = vjp_of_part(lambda own: self.apply(own.x, choices, *own[1:]), own, perturbed)
-            (new,) = pullback(of_rows.reshape(-1, of_rows.shape[-1]))
-            of_x, of_gates, of_weights = gradients
-            if of_x is not None:
-                of_x = of_x.at[sent.token].add(self.back(new.x, sent))
-            if of_gates is not None:
-                of_gates = of_gates.at[sent.pair].add(self.back(new.gates[:, 0], sent))
-            of_weights = jax.tree.map(lambda old, some: old + some.astype(old.dtype), of_weights, new.weights)
+            own = _gathered(inputs, sent)
+            _, pullback = vjp_of_part(lambda own: self.results(own, routes, sent), own, perturbed)
+            (new,) = pullback(self.given(jnp.take(cotangent, sent.token, axis=0), sent))
+            of_x = None if sums.x is None else add_at(sums.x, sent.token, new.x)
+            of_gates = None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
+            pairs = zip(sums.weights, new.weights, strict=True)
+            of_weights = tuple(old if old is None else old + some.astype(old.dtype) for old, some in pairs)
             return Inputs(of_x, of_gates, of_weights)
 
         flat = inputs._replace(gates=inputs.gates.reshape(-1))
@@ -160,6 +154,10 @@ class Exchange:
         with expected_trips(self.even_rounds):
             gradients = lax.fori_loop(0, routes.rounds, one, start)
         return like_inputs(gradients, perturbed_part(inputs, perturbed))
+
+
+def _gathered(inputs: Inputs, sent: _Sent) -> Inputs:
+    return Inputs(jnp.take(inputs.x, sent.token, axis=0), inputs.gates.reshape(-1)[sent.pair], inputs.weights)
 
 
 def _backward(exchange: Exchange, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:

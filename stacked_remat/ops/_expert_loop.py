@@ -95,6 +95,11 @@ def masked(rows: Array, real: Array) -> Array:
     )
 
 
+def add_at(sums: Array, index: Array, rows: Array) -> Array:
+    """Sums in float32 with rows added to them; those with an index beyond all are dropped."""
+    return sums.at[index].add(rows.astype(jnp.float32), mode="drop")
+
+
 class _Constants(NamedTuple):
     """The plan of a loop, and its weights as they are read."""
 

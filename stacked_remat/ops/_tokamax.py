@@ -35,6 +35,7 @@ _called_for: dict[str, str] = {}
 _CHUNK, _PARTS = 512, 24
 _PARTS_OF_LENGTH = 32, 8  # documents no longer than these parts of all positions are in chunks backward
 _COPIED, _TILE = 8, 64  # elements of 16 bits: the least that a kernel copies, and a tile
+_STEPS: Any = {"block_k": _TILE, "max_concurrent_steps": 4, "grid_block_n": 4}
 
 
 def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
@@ -244,10 +245,8 @@ def _transposed_product(x: Array, w: Array, sizes: Array) -> Array:
             group_sizes=sizes,
             block_m=2 * _TILE,
             block_n=_width(w.shape[1]),
-            block_k=_TILE,
-            max_concurrent_steps=4,
-            grid_block_n=4,
             transpose_rhs=True,
+            **_STEPS,
         )
 
 
@@ -261,13 +260,7 @@ def _outer(x: Array, y: Array, sizes: Array) -> Array:
     tiles = [_width(one.shape[1]) for one in wide]
     with calling_tokamax():
         found = transposed_ragged_dot_mgpu.transposed_ragged_dot(
-            *wide,
-            group_sizes=sizes,
-            block_m=tiles[0],
-            block_n=tiles[1],
-            block_k=_TILE,
-            max_concurrent_steps=4,
-            grid_block_n=4,
+            *wide, group_sizes=sizes, block_m=tiles[0], block_n=tiles[1], **_STEPS
         )
     return found[:, : x.shape[1], : y.shape[1]]
 

@@ -136,8 +136,10 @@ def grouped_experts(
     layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))
-    rebuild = functools.partial(layout.layer, shared=shared)
     x, choices, gates, arrays = align_varying_axes("grouped_experts", (x, choices, gates, arrays))
+    count = x.shape[0]
+    if count == 0:
+        x, choices, gates = (jnp.pad(some, ((0, 1), (0, 0))) for some in (x, choices, gates))
     facts = ExpertsFacts(
         platform=platform(),
         dtype=x.dtype,
@@ -149,32 +151,25 @@ def grouped_experts(
         ),
     )
     kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
-    whole = functools.partial(layout.stacked, shared=shared)
+    rebuild, whole = (functools.partial(of, shared=shared) for of in (layout.layer, layout.stacked))
     call = ExpertsCall(expert, saved, rebuild, Experts, kernels, whole)
     if over:
-        exchange = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize, call.run)
-        return exchange.run(x, choices, gates, arrays, Experts.size)
-    # Gradient dot products read the layer's own weights.
-    run = noted(call, call.run, otherwise=functools.partial(call.run, in_stack=in_stack))
-    return run(x, choices, gates, arrays)
+        run = Exchange.of(over, choices.size, x.shape[1] * x.dtype.itemsize, Experts.size, call.run).run
+    else:  # gradient dot products read the layer's own weights
+        run = noted(call, call.run, otherwise=functools.partial(call.run, in_stack=in_stack))
+    return run(x, choices, gates, arrays)[:count]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExpertsCall:
-    """A call of `grouped_experts`, on raw arrays.
-
-    Attributes:
-        rebuild: makes one expert's tree of weights from a slice of each array.
-        kernels: what computes grouped products; None for the walk over blocks.
-        whole: makes the tree of all experts' weights, for grouped products.
-    """
+    """A call of `grouped_experts`, on raw arrays."""
 
     expert: Expert
     saved: Saved | None
-    rebuild: Callable[[Any], Any]
+    rebuild: Callable[[Any], Any]  # makes one expert's tree of weights from a slice of each array
     Experts: Axis
-    kernels: Kernels | None = None
-    whole: Callable[[Any], Any] | None = None
+    kernels: Kernels | None = None  # of grouped products; None for the walk over blocks
+    whole: Callable[[Any], Any] | None = None  # makes the tree of all experts' weights, for these
 
     def run(
         self,
@@ -185,31 +180,21 @@ class ExpertsCall:
         in_stack: Sequence[InStack | None] | None = None,
     ) -> Array:
         """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
-        of_rows = functools.partial(self._of_rows, in_stack=in_stack)
-        return call_on_rows(of_rows, (x, choices, gates), tuple(arrays))
 
-    def _of_rows(
-        self, rows: Any, arrays: tuple[Array, ...], in_stack: Sequence[InStack | None] | None
-    ) -> Array:
-        x, choices, gates = rows
-        count = x.shape[0]
-        if count == 0:
-            x, choices, gates = jax.tree.map(
-                lambda some: jnp.zeros((1, *some.shape[1:]), some.dtype), (x, choices, gates)
-            )
-        inputs = Inputs(x, gates, arrays)
-        if self.kernels is None or self.whole is None:
-            loop = BlockLoop(self.expert, self.saved, self.rebuild)
-            plan: Any = block_plans(choices, self.Experts.size)
-            pairs = zip(arrays, in_stack or arrays, strict=True)
-            read = tuple(own if other is None else other for own, other in pairs)
-        else:
-            loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
-            chunks = chunks_of(choices.size, x, arrays)
-            plan = chunk_plan(choices, self.Experts.size, chunks, self.kernels.rows_of)
-            read = arrays  # kernels take no others
-        out = apply_experts(loop, inputs, plan, read)
-        return out[:count]
+        def of_rows(rows: Any, arrays: tuple[Array, ...]) -> Array:
+            (x, choices, gates), read = rows, arrays
+            if self.kernels is None or self.whole is None:
+                loop = BlockLoop(self.expert, self.saved, self.rebuild)
+                plan: Any = block_plans(choices, self.Experts.size)
+                pairs = zip(arrays, in_stack or arrays, strict=True)
+                read = tuple(own if other is None else other for own, other in pairs)
+            else:
+                loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
+                chunks = chunks_of(choices.size, x, arrays)
+                plan = chunk_plan(choices, self.Experts.size, chunks, self.kernels.rows_of)
+            return apply_experts(loop, Inputs(x, gates, arrays), plan, read)
+
+        return call_on_rows(of_rows, (x, choices, gates), tuple(arrays))
 
 
 def _check_tokens(x: Any, choices: Any, gates: Any) -> None:

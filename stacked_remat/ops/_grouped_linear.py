@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import haliax as hax
 import haliax.nn as hnn
@@ -78,55 +78,44 @@ class Kernels:
     rows_of: int = 1
 
 
-class _Dot(NamedTuple):
+class Product(NamedTuple):
+    """Rows times the matrices of their experts, as these are or transposed, or the outer product of rows."""
+
     kernels: Kernels
-    transposed: bool
+    kind: Literal["plain", "transposed", "outer"]
 
 
-def _dot(dot: _Dot, operands: tuple[Array, Array], sizes: Sizes) -> Array:
-    def product(x: Array, w: Array, sizes: Sizes) -> Array:
-        return dot.kernels.product(x, w, sizes, dot.transposed)
-
-    return _called(product, operands[1].shape[1 if dot.transposed else 2], *operands, sizes)
-
-
-def _dot_backward(dot: _Dot, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
-    (x, w), sizes = residuals
-    pair = (ct, x) if dot.transposed else (x, ct)
-    return (
-        grouped_dot(_Dot(dot.kernels, not dot.transposed), (ct, w), sizes) if wanted[0] else None,
-        grouped_outer(dot.kernels, pair, sizes) if wanted[1] else None,
-    )
-
-
-def _outer(kernels: Kernels, operands: tuple[Array, Array], sizes: Sizes) -> Array:
-    return _called(kernels.outer, operands[1].shape[1], *operands, sizes)
-
-
-def _outer_backward(kernels: Kernels, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
-    (x, y), sizes = residuals
-    return (
-        grouped_dot(_Dot(kernels, True), (y, ct), sizes) if wanted[0] else None,
-        grouped_dot(_Dot(kernels, False), (x, ct), sizes) if wanted[1] else None,
-    )
-
-
-grouped_dot = perturbed_vjp(_dot, _dot_backward)
-grouped_outer = perturbed_vjp(_outer, _outer_backward)
-
-
-def _called(kernel: Callable[..., Array], columns: int, *arrays: Array) -> Array:
-    """The kernel of the arrays, whose FLOPs are known; under `jax.vmap` of one example after the other.
+def _product(of: Product, operands: tuple[Array, Array], sizes: Sizes) -> Array:
+    """The product, whose FLOPs are known; under `jax.vmap` of one example after the other.
 
     A batch is another axis of a kernel's grid: on GPUs there may be three, and JAX's kernel of outer products
     for TPUs then does not store those of its last expert (0.10.2, 0.12).
     """
+    columns = operands[1].shape[2 if of.kind == "plain" else 1]
 
     def counted(x: Array, other: Array, sizes: Sizes) -> Array:
         with known_products(2 * x.size * columns):
-            return kernel(x, other, sizes)
+            if of.kind == "outer":
+                return of.kernels.outer(x, other, sizes)
+            return of.kernels.product(x, other, sizes, of.kind == "transposed")
 
-    return jax.custom_batching.sequential_vmap(counted)(*arrays)
+    return jax.custom_batching.sequential_vmap(counted)(*operands, sizes)
+
+
+def _product_backward(of: Product, wanted: tuple[bool, ...], residuals: Any, ct: Array) -> Any:
+    (x, y), sizes = residuals
+    found: Any = {
+        "plain": [("transposed", ct, y), ("outer", x, ct)],
+        "transposed": [("plain", ct, y), ("outer", ct, x)],
+        "outer": [("transposed", y, ct), ("plain", x, ct)],
+    }[of.kind]
+    return tuple(
+        grouped_product(Product(of.kernels, kind), (one, other), sizes) if is_ else None
+        for is_, (kind, one, other) in zip(wanted, found, strict=True)
+    )
+
+
+grouped_product = perturbed_vjp(_product, _product_backward)
 
 
 @jax.custom_vjp
@@ -192,7 +181,8 @@ class GroupedLinear:
                 f"An expert maps rows of {x.dtype} by weights of {w.dtype}: cast one to the dtype of the "
                 "other."
             )
-        return grouped_dot(_Dot(self.kernels, transposed), (x, w), self.groups.sizes)
+        product = Product(self.kernels, "transposed" if transposed else "plain")
+        return grouped_product(product, (x, w), self.groups.sizes)
 
     def _named(self, w: NamedArray, x: NamedArray) -> NamedArray:
         Row, *In = x.axes

@@ -25,9 +25,8 @@ from .._scan.marks import LayerStack, is_array, is_named, is_split
 from ._backends import choose_backend, devices_left_to_the_compiler
 from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts
 from ._expert_blocks import BlockLoop, InStack, arrays_in_stack, block_plans
-from ._expert_chunks import ChunkLoop, chunk_plan, chunks_of
 from ._expert_exchange import Exchange, devices_along
-from ._expert_loop import Expert, Inputs, Saved, apply_experts
+from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan, chunks_of
 from ._grouped_linear import Kernels
 from ._row_calls import call_on_rows
 from .per_device import align_varying_axes

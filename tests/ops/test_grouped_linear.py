@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from stacked_remat import fold, memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.lora import LoraLinear
-from stacked_remat.ops import _expert_chunks, apply_linear, grouped_experts
+from stacked_remat.ops import _expert_loop, apply_linear, grouped_experts
 from stacked_remat.ops._backends import Backend, choose_backend
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts, megablox_kernels
 from stacked_remat.ops._grouped_linear import Kernels
@@ -71,7 +71,7 @@ def plain(monkeypatch):
 @pytest.fixture
 def three_chunks(monkeypatch):
     """Of which the last is padded."""
-    monkeypatch.setattr(_expert_chunks, "_CHUNK_BYTES", 4 * CHOSEN * EMBED * 4)
+    monkeypatch.setattr(_expert_loop, "_CHUNK_BYTES", 4 * CHOSEN * EMBED * 4)
 
 
 def linear_of(key, Out, In, adapted=False):

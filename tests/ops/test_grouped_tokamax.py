@@ -12,7 +12,7 @@ from stacked_remat._placement import compiled_for
 from stacked_remat.ops import _tokamax
 from stacked_remat.ops._backends import choose_backend
 from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts
-from stacked_remat.ops._grouped_linear import _Dot, grouped_dot, grouped_outer
+from stacked_remat.ops._grouped_linear import Product, grouped_product
 
 from .test_grouped_linear import _outer, _product
 
@@ -102,9 +102,8 @@ def test_products_compile_for_every_rank_and_their_arithmetic_is_counted(rank):
     down = jax.ShapeDtypeStruct((4, 128, rank), jnp.bfloat16)
 
     def products(x, low, w, sizes):
-        into = grouped_dot(_Dot(kernels, False), (x, w), sizes)
-        outof = grouped_dot(_Dot(kernels, True), (low, w), sizes)
-        return into, outof, grouped_outer(kernels, (x, low), sizes), grouped_outer(kernels, (low, x), sizes)
+        cases = ("plain", x, w), ("transposed", low, w), ("outer", x, low), ("outer", low, x)
+        return [grouped_product(Product(kernels, kind), (a, b), sizes) for kind, a, b in cases]
 
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
     found = memory.report(products, wide, narrow, down, sizes, target="h200").flops

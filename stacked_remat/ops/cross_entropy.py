@@ -33,6 +33,10 @@ IGNORED_TARGET = -100
 """The target of a position without one, as in PyTorch and Hugging Face's transformers."""
 
 
+_Inputs: TypeAlias = tuple[Hidden, Head]
+_Constants: TypeAlias = tuple[Targets, Head | None]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossEntropyCall:
     """A call of `chunked_cross_entropy`, for an interpreter of the program that makes it.
@@ -99,8 +103,7 @@ def chunked_cross_entropy(
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be a number of tokens, at least 1; got {chunk_size}.")
 
-    options = {"Embed": Embed, "Vocab": Vocab, "z_loss": float(z_loss), "chunk_size": chunk_size}
-    losses = functools.partial(_of_tokens, **options)
+    losses = functools.partial(_of_tokens, Embed, Vocab, float(z_loss), chunk_size)
 
     def of_all(*arguments: Any) -> NamedArray:
         return per_device(losses, *arguments, over=tokens, out=tokens)
@@ -116,16 +119,15 @@ def chunked_cross_entropy(
 
 
 def _of_tokens(
+    Embed: Axis,
+    Vocab: Axis,
+    z_loss: float,
+    chunk_size: int,
     hidden: NamedArray,
     head: NamedArray,
     targets: NamedArray,
     weights: NamedArray | None,
     direction: NamedArray | None = None,
-    *,
-    Embed: Axis,
-    Vocab: Axis,
-    z_loss: float,
-    chunk_size: int,
 ) -> Any:
     """The losses, and with a direction of the head a tuple of these and their derivative along it."""
     given = hidden, head, targets, weights, direction
@@ -143,7 +145,7 @@ def _of_tokens(
     # A negative index would count from the end; an index beyond the end reads NaN.
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
     along = None if direction is None else direction.array.astype(flat.dtype)
-    of_rows = functools.partial(_of_rows, z_loss=z_loss, chunk_size=chunk_size, names=names)
+    of_rows = functools.partial(_of_rows, _Options(z_loss, chunk_size, names))
     found: Any = call_on_rows(of_rows, (flat, labels), (matrix, along))
 
     def of_tokens(each: Any) -> NamedArray:
@@ -156,53 +158,42 @@ def _of_tokens(
     return of_tokens(losses) if derivatives is None else (of_tokens(losses), of_tokens(derivatives))
 
 
-def _of_rows(
-    rows: tuple[Hidden, Targets],
-    heads: tuple[Head, Head | None],
-    *,
-    z_loss: float,
-    chunk_size: int,
-    names: str,
-) -> Any:
-    hidden, targets = rows
-    count = len(targets)
-    size = min(chunk_size, count) or 1
-    padding = (0, -count % size)
-    inputs = jnp.pad(hidden, (padding, (0, 0))), heads[0]
-    constants = jnp.pad(targets, padding), heads[1]
-    found = _losses(_Options(z_loss, size, names), inputs, constants)
-    return jax.tree.map(lambda each: each[:count], found)
-
-
 class _Options(NamedTuple):
     z_loss: float
-    size: int
-    names: str
+    size: int  # of a chunk
+    names: str  # of the axes of the head
 
 
-_Inputs: TypeAlias = tuple[Hidden, Head]
-_Constants: TypeAlias = tuple[Targets, Head | None]
+def _of_rows(options: _Options, rows: tuple[Hidden, Targets], heads: tuple[Head, Head | None]) -> Any:
+    (hidden, targets), (head, along), count = rows, heads, len(rows[1])
+    options = options._replace(size=min(options.size, count) or 1)
+    padding = (0, -count % options.size)
+    constants = jnp.pad(targets, padding), along
+    found = _losses(options, (jnp.pad(hidden, (padding, (0, 0))), head), constants)
+    return jax.tree.map(lambda each: each[:count], found)
 
 
 def _found(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[Any, PerToken]:
     """The losses and their derivatives along a direction of the head, and the log-sum-exps."""
     (hidden, head), (targets, along), (z_loss, size, names) = inputs, constants, options
+    chunks = hidden.reshape(-1, size, hidden.shape[1]), targets.reshape(-1, size)
 
-    def chunk(_: None, at: tuple[Hidden, Targets]) -> tuple[None, Any]:
-        own, target = at
-        logits = _logits(own, head, names)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        losses = lse - picked + z_loss * lse**2
-        if along is None:
-            return None, ((losses, None), lse)
-        tangent = _logits(own, along, names)
-        of_lse = jnp.sum(jnp.exp(logits - lse[:, None]) * tangent, axis=-1)
-        of_picked = jnp.take_along_axis(tangent, target[:, None], axis=-1)[:, 0]
-        return None, ((losses, of_lse - of_picked + 2.0 * z_loss * lse * of_lse), lse)
+    def of_head(head: Head) -> tuple[PerToken, PerToken]:
+        def chunk(_: None, at: tuple[Hidden, Targets]) -> tuple[None, tuple[PerToken, PerToken]]:
+            own, target = at
+            logits = _logits(own, head, names)
+            lse = jax.nn.logsumexp(logits, axis=-1)
+            picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+            return None, (lse - picked + z_loss * lse**2, lse)
 
-    _, found = lax.scan(chunk, None, (_cut(hidden, size), _cut(targets, size)))
-    return jax.tree.map(lambda each: each.reshape(-1), found)
+        _, (losses, lse) = lax.scan(chunk, None, chunks)
+        return losses.reshape(-1), lse.reshape(-1)
+
+    if along is None:
+        losses, lse = of_head(head)
+        return (losses, None), lse
+    (losses, lse), (derivatives, _) = jax.jvp(of_head, (head,), (along,))
+    return (losses, derivatives), lse
 
 
 def _run(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[PerToken, PerToken | None]:
@@ -245,7 +236,3 @@ _losses = perturbed_vjp(_run, _backward, _forward)
 
 def _logits(hidden: Hidden, head: Head, names: str) -> Float[Array, "token vocab"]:
     return jnp.einsum(f"te,{names}->tv", hidden, head, preferred_element_type=jnp.float32)
-
-
-def _cut(x: Array, size: int) -> Array:
-    return x.reshape(-1, size, *x.shape[1:])

@@ -143,7 +143,7 @@ class Exchange:
             own = _gathered(inputs, sent)
             _, pullback = vjp_of_part(lambda own: self.results(own, routes, sent), own, perturbed)
             (new,) = pullback(self.given(jnp.take(cotangent, sent.token, axis=0), sent))
-            of_x = None if sums.x is None else add_at(sums.x, sent.token, new.x)
+            of_x: Any = None if sums.x is None else add_at(sums.x, sent.token, new.x)
             of_gates = None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
             pairs = zip(sums.weights, new.weights, strict=True)
             of_weights = tuple(old if old is None else old + some.astype(old.dtype) for old, some in pairs)

@@ -47,8 +47,8 @@ def causal_attention(
             heads that share a key head.
         key: `[..., Pos, KVHeads, HeadDim]`.
         value: like `key`.
-        Pos: the axis of positions.
-        KVHeads: the axis of key and value heads.
+        Pos: the axis of positions, or its name.
+        KVHeads: the axis of key and value heads, or its name.
         HeadDim: the axis that is contracted.
         documents: integers `[..., Pos]`; consecutive positions with the same are a document, and a position
             sees no other. None for one document.
@@ -65,8 +65,7 @@ def causal_attention(
         Like `query`, in its axis order and dtype. Scores and sums are in float32.
 
     Raises:
-        ValueError: axes or dtypes do not match; a window below 1; an unknown backend, or one
-            that does not support the call, with the reason.
+        ValueError: an argument does not fit, or the backend does not support the call.
         NotImplementedError: a derivative of the gradient, except for `"exact"`.
 
     Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
@@ -127,27 +126,21 @@ def decode_attention(
     """Softmax attention to the slots of a cache up to each query's position; slot i holds position i.
 
     One query takes so few FLOPs that reading the cache is the limit, so this is the definition on any device.
-    Equals `causal_attention` on the whole sequence, for the query's position. Slots after that position may
-    hold anything finite.
+    Equals `causal_attention` on the whole sequence, for the query's position; `window`, `sinks`, `scale` and
+    what comes back are as there. Slots after that position may hold anything finite.
 
     Args:
         query: `[..., KVHeads, HeadsPerKV..., HeadDim]` in any order; several positions have an axis of their
             own. Query heads along axes that `key` lacks share a key head.
         key: `[..., KVHeads, Slot, HeadDim]` in any order; `query` has all its axes but `Slot`.
         value: like `key`.
-        Slot: the axis of positions in the cache.
+        Slot: the axis of positions in the cache, or its name.
         HeadDim: the axis that is contracted.
         positions: integers over some axes of `query`: the position of each query. Its key and value are in
             the cache already.
-        window: how many slots a query sees, its own included; None for all up to it.
-        sinks: a number for each query head, over axes of `query`; see `causal_attention`.
-        scale: factor of the scores; `HeadDim.size ** -0.5` if not given.
-
-    Returns:
-        Like `query`, in its axis order and dtype. Scores and sums are in float32.
 
     Raises:
-        ValueError: axes do not match, positions are not integers, or the window is below one.
+        ValueError: an argument does not fit.
 
     Cost: `4 * heads * Slot * HeadDim` FLOPs per query, masked slots included, and one read of the cache;
     memory for `heads * Slot` scores per query. Fastest where `key` and `value` end in `Slot, HeadDim`.

@@ -73,8 +73,6 @@ def chunked_cross_entropy(
         head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
         targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any weight. The
             loss of any other integer outside `Vocab` is NaN.
-        Embed: the axis that is contracted.
-        Vocab: the axis of the logits.
         weights: float `[...]`; a token of weight 0 may have any target. The gradient of a weight is the
             token's loss, and zero where its target is outside `Vocab`.
         z_loss: factor of the squared log-sum-exp, which keeps logits from drifting (Chowdhery et al. 2022); a
@@ -85,7 +83,7 @@ def chunked_cross_entropy(
         Float32 `[...]`, in the axis order of `targets`.
 
     Raises:
-        ValueError: axes do not match, targets are not integers, or the chunk size is not positive.
+        ValueError: an argument does not fit.
 
     On several devices: each computes the tokens that Haliax's axis mapping gives it, in its own chunks, with
     all of `head`.

@@ -76,9 +76,8 @@ def grouped_experts(
         backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
             at once, products of each row with the matrix of its expert (grouped products): `"megablox"`, by
             JAX's kernels for TPUs, and `"tokamax"`, by its kernels for Hopper GPUs, both of which have been
-            compiled, and not yet run on a device. They give an expert with an argument `linear` the weights
-            of all experts, and a `linear` that maps each row by its own. `"auto"` is the one of them that
-            supports the call, or `"block"`.
+            compiled, and not yet run on a device. They give an expert the weights of all experts, and a
+            `linear` that maps each row by its own. `"auto"` is the one that supports the call, or `"block"`.
         over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
             `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
             to the devices of their experts and back. Nothing is `saved` then.
@@ -87,10 +86,9 @@ def grouped_experts(
         In the dtype of `x`; sums are in float32.
 
     Raises:
-        ValueError: there are no experts; an array of weights lacks the axis, shapes do not match, or choices
-            are not integers; the gradient of weights in host memory; `over` does not divide `Experts`, or the
-            call is not inside of a `jax.shard_map` over it; an unknown backend, or one that does not support
-            the call, with the reason.
+        ValueError: an argument does not fit, or the backend does not support the call; the gradient of
+            weights in host memory; `over` does not divide `Experts`, or is not of a `jax.shard_map` around
+            the call.
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block` rows, once forward, and once and its two
     products backward; a block has 8 to 256 rows, so that padding is at most an eighth, on a CPU half, where

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -23,32 +23,18 @@ from .._compat import no_axis_mapping
 from .._sweep.store import varying_alike
 from ._backends import UnsupportedCallError
 
-Axes: TypeAlias = tuple[Axis, ...]
 T = TypeVar("T")
 
 
-@overload
-def per_device(fn: Callable[..., NamedArray], *args: Any, over: Sequence[Axis], out: Axes) -> NamedArray: ...
-
-
-@overload
-def per_device(
-    fn: Callable[..., tuple[NamedArray, ...]], *args: Any, over: Sequence[Axis], out: tuple[Axes, ...]
-) -> tuple[NamedArray, ...]: ...
-
-
-def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: Any) -> Any:
-    """`fn(*args)`, computed by each device for its own part.
+def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any) -> T:
+    """`fn(*args)`, computed by each device for its own part; a plain call if no axis is mapped to a mesh.
 
     Args:
         fn: computes positions along the axes `over` independently of each other; returns a named array or a
             tuple of them.
         args: trees of named and plain arrays; plain ones, and named ones without these axes, are replicated.
         over: axes that may be divided.
-        out: the axes of the result, in order, or a tuple of the axes of each result.
-
-    Returns:
-        The results with their full axes. If no axis is mapped to a mesh, this is a plain call of `fn`.
+        out: the full axes of the result, in order, or a tuple of the axes of each result.
 
     Raises:
         UnsupportedCallError: an axis does not divide evenly, is mapped to an axis that the mesh lacks, or to
@@ -65,7 +51,7 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
     parts = {name: math.prod(sizes[one] for one in physical) for name, physical in cut.items()}
     arrays, static = eqx.partition(args, _is_any_array, is_leaf=is_named_array)
 
-    def local(axes: Sequence[Axis]) -> Axes:
+    def local(axes: Sequence[Axis]) -> tuple[Axis, ...]:
         return tuple(axis.resize(axis.size // parts.get(axis.name, 1)) for axis in axes)
 
     def spec(axes: Sequence[Axis]) -> PartitionSpec:
@@ -97,13 +83,8 @@ def per_device(fn: Callable[..., Any], *args: Any, over: Sequence[Axis], out: An
         )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         arrays = jax.tree.map(jax.reshard, arrays, specs, is_leaf=is_named_array)
-    run = jax.shard_map(
-        own,
-        in_specs=(specs,),
-        out_specs=out_specs,
-        axis_names=of_examples.union(*cut.values()),
-        check_vma=False,
-    )
+    names = of_examples.union(*cut.values())
+    run = jax.shard_map(own, in_specs=(specs,), out_specs=out_specs, axis_names=names, check_vma=False)
     if not any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
         run = jax.jit(run)  # outside of it, jax.shard_map takes no mesh with Auto axes
     return jax.tree.map(lambda axes, array: NamedArray(array, axes), out, run(arrays), is_leaf=_is_axes)
@@ -214,11 +195,7 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
 
 
 def _check_once(axes: Sequence[Axis], cut: dict[str, tuple[str, ...]]) -> None:
-    """Check that no two axes of an array are divided over one axis of the mesh.
-
-    Raises:
-        UnsupportedCallError: names them.
-    """
+    """Check that no two axes of an array are divided over one axis of the mesh."""
     for one, other in itertools.combinations(axes, 2):
         if both := {*cut.get(one.name, ())} & {*cut.get(other.name, ())}:
             raise UnsupportedCallError(

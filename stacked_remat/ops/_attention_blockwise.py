@@ -2,11 +2,8 @@
 
 The softmax is accumulated online (Milakov & Gimelshein 2018) and the backward pass recomputes the scores from
 the log-sum-exp, so that no array is of size sequence x sequence. Blocks that causality, the window or the
-documents mask out are not computed.
-
-Sums are in float32. Cost: forward `2 * heads * position**2 * head_dim` FLOPs (half of the square), backward
-2.5 times that, less where documents or the window skip blocks. Memory: the results, one block of scores, and
-in the backward pass the gradient of the queries in float32.
+documents mask out are not computed. Memory: the results, one block of scores, and in the backward pass the
+gradient of the queries in float32.
 """
 
 import dataclasses
@@ -58,10 +55,9 @@ class _Cut(NamedTuple):
         return jnp.moveaxis(_block(x, i, self.blocks.size), 1, 3)
 
     def scores(self, q: Array, k: Array, i: Array, j: Array, keys_first: bool = False) -> Array:
-        """Scores of a block, in float32, masked.
+        """Scores of a block, in float32, masked: `[batch, kv_heads, group, query, key]`.
 
-        They are `[batch, kv_heads, group, query, key]`, or `[batch, kv_heads, key, group, query]`, which XLA
-        for CPUs need not transpose for the products of the backward pass.
+        With `keys_first` the keys come before the group: XLA for CPUs need not transpose them backward.
         """
         size, (rows, starts) = self.blocks.size, self.sight
         result = "bksgq" if keys_first else "bkgqs"

@@ -194,25 +194,15 @@ def attend_in_context(
     Arrays are of this device's positions, which `context`, axes of the mesh, divide. The last argument of
     `attend` is in how many strips the queries are.
     """
-    exchange, rows, strips = _exchange(query.shape[1], context)
+    length, device, devices = query.shape[1], lax.axis_index(context), lax.axis_size(context)
     gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)
     key, value, documents = jax.tree.map(gather, (key, value, documents))
-    return exchange(attend(exchange(query), key, value, Sight.of(documents, rows), strips))
-
-
-def _exchange(
-    length: int, context: tuple[str, ...]
-) -> tuple[Callable[[Array], Array], Int[Array, " row"], int]:
-    """Exchanges strips of arrays `[batch, position, ...]`; the positions that a device has then, and strips.
-
-    Strip j of device i becomes strip i of device j; done twice, nothing has changed. Where strips would be
-    uneven nothing is exchanged.
-    """
-    device, devices = lax.axis_index(context), lax.axis_size(context)
-    if length % devices:
-        return lambda x: x, device * length + jnp.arange(length, dtype=jnp.int32), 1
+    if length % devices:  # strips would be uneven
+        rows = device * length + jnp.arange(length, dtype=jnp.int32)
+        return attend(query, key, value, Sight.of(documents, rows), 1)
+    # Strip j of device i becomes strip i of device j; done twice, nothing has changed.
     exchange = functools.partial(lax.all_to_all, axis_name=context, split_axis=1, concat_axis=1, tiled=True)
     strip = length // devices
     starts = jnp.arange(devices, dtype=jnp.int32) * length + device * strip
-    rows = starts[:, None] + jnp.arange(strip, dtype=jnp.int32)[None, :]
-    return exchange, rows.reshape(-1), devices
+    rows = (starts[:, None] + jnp.arange(strip, dtype=jnp.int32)[None, :]).reshape(-1)
+    return exchange(attend(exchange(query), key, value, Sight.of(documents, rows), devices))

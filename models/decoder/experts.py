@@ -176,9 +176,11 @@ class SparseExperts(eqx.Module):
         return choices, gates, sums
 
     def __call__(
-        self, x: NamedArray, documents: NamedArray | None = None
+        self, x: NamedArray, documents: NamedArray | None = None, stack: LayerStack | None = None
     ) -> tuple[NamedArray, RouterStatistics]:
         """Maps `[..., Embed]` to `[..., Embed]`, with the sums of `route`; takes what that takes.
+
+        With `stack`, for a few tokens, experts are read there block by block: no backend has an advantage.
 
         In a layer that is not recomputed, or keeps `expert_internals`, the outputs of `gate_proj` and
         `up_proj` are kept for the backward pass, which then recomputes neither, at
@@ -189,8 +191,8 @@ class SparseExperts(eqx.Module):
         """
         choices, gates, sums = self.route(x, documents)
         keep = internals_are_saved("expert_internals")
-        backend = self.config.experts.backend
-        weights = _stacked(self.experts)
+        backend = self.config.experts.backend if stack is None else "block"
+        weights = _stacked(self.experts) if stack is None else stack
         output = self._mixed(x, choices, gates, weights, self.config.Experts, backend, keep)
         output = checkpoint_name(output, "expert_output")
         return output if self.shared is None else output + self.shared(x).rearrange(x.axes), sums
@@ -199,22 +201,19 @@ class SparseExperts(eqx.Module):
         """Maps a few tokens `[..., Embed]` to themselves, without a copy of the layer's experts.
 
         From a stack on the host only those come to the device that tokens may choose; where that can be all
-        of them, the layer's come as it begins, once. They are applied block by block: no backend has an
-        advantage for a few tokens.
+        of them, the layer's come as it begins, once.
 
         Args:
             x: `[..., Embed]`.
             layers: these weights of all layers of the stack, whose axis is the first of every array.
             layer_index: the index of this layer in the stack.
         """
-        Experts, stack = self.config.Experts, layers.experts.stacked
-        choices, gates, _ = self.route(x)
+        stack, config = layers.experts.stacked, self.config
         Layers = jax.tree.leaves(stack, is_leaf=is_named_array)[0].axes[0]
-        weights = LayerStack(stack, layer_index.array, Layers.name)
-        if choices.size >= Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stack))):
-            weights = _stacked(self.experts)
-        output = self._mixed(x, choices, gates, weights, Experts, "block")
-        return output if self.shared is None else output + self.shared(x).rearrange(x.axes)
+        choices = x.size // config.Embed.size * config.experts.experts_per_token
+        if choices >= config.Experts.size and any(map(streaming.is_on_host, jax.tree.leaves(stack))):
+            return self(x)[0]
+        return self(x, stack=LayerStack(stack, layer_index.array, Layers.name))[0]
 
     def _mixed(
         self,

@@ -125,22 +125,20 @@ def arrays_in_stack(stack: LayerStack, own: Any, Experts: Axis) -> list[InStack 
 
 
 class BlockLoop(ExpertLoop):
-    """The loop over blocks, whose rows are `[block, row, ...]` in an iteration."""
+    """The loop over blocks, of rows `[block, row, ...]` in an iteration; what is saved is `[pair, ...]`."""
 
     def call(self, fn: Callable[..., Any], at: BlockPlan, weights: tuple[Array, ...], *rows: Any) -> Any:
-        """See `ExpertLoop.call`. One block has no batch axis: XLA for CPUs transposes its weights there."""
-
         def of_block(weights: tuple[Array, ...], *rows: Any) -> Any:
             return fn(self.rebuild(weights), *rows)
 
         with free_axis_mapping():
             if at.expert.shape[0] > 1:
                 return jax.vmap(of_block)(weights, *rows)
+            # A single block has no batch axis: XLA for CPUs transposes its weights there.
             found = of_block(*jax.tree.map(lambda leaf: leaf[0], (weights, *rows)))
             return jax.tree.map(lambda leaf: leaf[None], found)
 
     def forward(self, inputs: Inputs, plan: list[BlockPlan]) -> tuple[Array, Any]:
-        """Add every block's rows to its tokens; also what is saved, arrays `[pair, ...]`."""
         pairs = jax.tree.leaves(inputs.gates)[0].size
 
         def rows_of(at: BlockPlan) -> tuple[Array, Any]:
@@ -164,8 +162,6 @@ class BlockLoop(ExpertLoop):
     def backward(
         self, perturbed: Inputs, inputs: Inputs, plan: list[BlockPlan], kept: Any, ct: Array
     ) -> Inputs:
-        """The cotangents of what is perturbed, `None` for the rest."""
-
         def iteration(gradients: Inputs, at: BlockPlan) -> Inputs:
             own = _gathered(inputs, at)
             # Its axes may have the number of rows, so it has another structure in each plan.

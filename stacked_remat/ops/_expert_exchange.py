@@ -121,8 +121,6 @@ class Exchange:
         return self.swap(masked(rows, sent.real)).reshape(-1, *rows.shape[2:])
 
     def forward(self, inputs: Inputs, routes: _Routes) -> Array:
-        """The sums of all tokens."""
-
         def one(i: Array, out: Array) -> Array:
             sent = self.sent(routes, inputs.gates.shape[1], i)
             rows = self.results(_gathered(inputs, sent), routes, sent)
@@ -136,8 +134,6 @@ class Exchange:
         return out.astype(inputs.x.dtype)
 
     def backward(self, perturbed: Inputs, inputs: Inputs, routes: _Routes, cotangent: Array) -> Inputs:
-        """The cotangents of what is perturbed, `None` for the rest."""
-
         def one(i: Array, sums: Inputs) -> Inputs:
             sent = self.sent(routes, inputs.gates.shape[1], i)
             own = _gathered(inputs, sent)

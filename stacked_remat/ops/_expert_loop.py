@@ -112,11 +112,8 @@ def add_at(sums: Array, index: Array, rows: Array) -> Array:
     return sums.at[index].add(rows.astype(jnp.float32), mode="drop")
 
 
-class _Constants(NamedTuple):
-    """The plan of a loop, and its weights as they are read."""
-
-    plan: Any
-    weights: tuple[Any, ...]
+_Constants: TypeAlias = tuple[Any, tuple[Any, ...]]
+"""The plan of a loop, and its weights as they are read."""
 
 
 def apply_experts(
@@ -127,18 +124,19 @@ def apply_experts(
     Weights are read in `read`. Those of `inputs` only get the gradients: where they are others, XLA does not
     compute them.
     """
-    return _applied(loop, inputs, _Constants(plan, read))
+    return _applied(loop, inputs, (plan, read))
 
 
 def _run(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> Array:
-    # Without a backward pass nothing is saved.
-    return replace(loop, saved=None).forward(inputs._replace(weights=constants.weights), constants.plan)[0]
+    plan, read = constants
+    return replace(loop, saved=None).forward(inputs._replace(weights=read), plan)[0]  # no backward pass
 
 
 def _forward(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> tuple[Array, Any]:
-    inputs = inputs._replace(weights=constants.weights)
-    out, kept = loop.forward(inputs, constants.plan)
-    return out, (inputs, *checkpoint_name((constants.plan, kept), "expert_internals"))
+    plan, read = constants
+    inputs = inputs._replace(weights=read)
+    out, kept = loop.forward(inputs, plan)
+    return out, (inputs, *checkpoint_name((plan, kept), "expert_internals"))
 
 
 def _backward(loop: ExpertLoop, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
@@ -189,7 +187,6 @@ class ChunkLoop(ExpertLoop):
     experts: str  # the name of their axis
 
     def call(self, fn: Callable[..., Any], at: Groups, weights: tuple[Array, ...], *rows: Any) -> Any:
-        """See `ExpertLoop.call`."""
         with free_axis_mapping():
             return fn(self.rebuild(weights), *rows, linear=GroupedLinear(self.kernels, at, self.experts))
 
@@ -197,8 +194,6 @@ class ChunkLoop(ExpertLoop):
         return jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), arrays)
 
     def forward(self, inputs: Inputs, plan: Groups) -> tuple[Array, Any]:
-        """The sums of all tokens; also what is saved, `[chunk, row, ...]`."""
-
         def chunk(_: None, part: Any) -> tuple[None, Any]:
             (x, gates), at = part
             own = _rows(x, gates, inputs.weights, at)
@@ -209,8 +204,6 @@ class ChunkLoop(ExpertLoop):
         return _joined(out, inputs.x.shape[0]), kept
 
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Groups, kept: Any, ct: Array) -> Inputs:
-        """The cotangents of what is perturbed, `None` for the rest."""
-
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             (x, gates, ct), kept, at = part
             own = _rows(x, gates, inputs.weights, at)

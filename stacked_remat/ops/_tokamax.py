@@ -72,7 +72,11 @@ def calling_tokamax() -> Iterator[None]:
             f"{capability}, not {device.compute_capability} too: compile for {device.device_kind} in another."
         )
     log = logging.getLogger("absl")
-    log.addFilter(_says_more_than_tuning)
+
+    def says_more(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Autotuning cache miss")  # a page for every kernel
+
+    log.addFilter(says_more)
     own = backend.get_default_device, jax.devices
     backend.get_default_device, jax.devices = lambda: device, lambda *_: [device]
     try:
@@ -80,12 +84,7 @@ def calling_tokamax() -> Iterator[None]:
             yield
     finally:
         backend.get_default_device, jax.devices = own
-        log.removeFilter(_says_more_than_tuning)
-
-
-def _says_more_than_tuning(record: logging.LogRecord) -> bool:
-    """False for tokamax's word, a page for every kernel, that it takes its own guess of a tiling."""
-    return not str(record.msg).startswith("Autotuning cache miss")
+        log.removeFilter(says_more)
 
 
 def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
@@ -207,18 +206,17 @@ def _gradients(attended: Attended, cotangent: Query, mask: Any, scale: float) ->
 
 def _mask(sight: Sight, length: int, window: int | None) -> Any:
     """Tokamax's mask; without positions of queries it is causal, which skips blocks backward too."""
+    return _between(sight.first(length, window), sight.rows)
+
+
+def _between(first: Int[Array, "batch row"] | None, last: Int[Array, " row"] | None) -> Any:
     from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
 
-    first = sight.first(length, window)
-    if sight.rows is not None:
-        return _between(jnp.zeros_like(sight.rows)[None] if first is None else first, sight.rows)
-    return base.Mask(is_causal=True, k_start=None if first is None else jnp.asarray(first)[:, None])
-
-
-def _between(first: Int[Array, "batch row"], last: Int[Array, " row"]) -> Any:
-    from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
-
-    return base.Mask(k_start=first[:, None], k_end=last[None, None] + 1)
+    start = None if first is None else jnp.asarray(first)[:, None]
+    if last is None:
+        return base.Mask(is_causal=True, k_start=start)
+    start = jnp.zeros_like(last)[None, None] if start is None else start
+    return base.Mask(k_start=start, k_end=last[None, None] + 1)
 
 
 def _heads_as_one(x: Query) -> Array:

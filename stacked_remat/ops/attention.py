@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -207,16 +208,14 @@ def _attend(
     kind = "" if blocks.window is None else f"window {blocks.window}"
     kernel = choose_backend("attention", BACKENDS, backend, call, kind)
     whole, shape = (*batch, Row, KVHeads, *group, HeadDim), (size, Row.size, KVHeads.size)
-    query_array = query.rearrange(whole).array.reshape(*shape, groups, HeadDim.size)
-    key_array, value_array = (
-        x.rearrange((*batch, *own)).array.reshape(*shape, HeadDim.size) for x in (key, value)
-    )
-    document_array = None
-    if documents is not None:
-        document_array = documents.broadcast_to((*batch, Row)).array.reshape(size, Row.size)
-    sink_array = None
-    if sinks is not None:
-        sink_array = sinks.rearrange((KVHeads, *group)).array.reshape(KVHeads.size, groups)
+
+    def flat(x: NamedArray | None, axes: Sequence[Axis], *shape: int) -> Any:
+        return None if x is None else x.broadcast_to(axes).rearrange(axes).array.reshape(shape)
+
+    query_array = flat(query, whole, *shape, groups, HeadDim.size)
+    key_array, value_array = (flat(x, (*batch, *own), *shape, HeadDim.size) for x in (key, value))
+    document_array = flat(documents, (*batch, Row), size, Row.size)
+    sink_array = flat(sinks, (KVHeads, *group), KVHeads.size, groups)
 
     def attend(query: Query, key: Key, value: Key, sight: Sight, strips: int = 1) -> Query:
         if kernel is None:

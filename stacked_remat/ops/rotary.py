@@ -14,8 +14,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import Float
 
-from .._messages import axes_text
-from ._named import INTEGERS, check_named
+from ._named import FLOATS, INTEGERS, check_named
 
 Frequencies = Float[np.ndarray, " half"]
 
@@ -199,8 +198,7 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
         ValueError: a `rope_type` that is not supported, or an unknown or missing field; names it.
     """
     fields = {name: value for name, value in (parameters or {}).items() if value is not None}
-    legacy = fields.pop("type", "default")
-    rope_type = fields.pop("rope_type", legacy)
+    rope_type = fields.pop("rope_type", fields.pop("type", "default"))
     if rope_type not in _SCALINGS:
         raise ValueError(f"rope_type {rope_type!r} is not supported. Those that are: {', '.join(_SCALINGS)}.")
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -303,12 +301,7 @@ def apply_rotary(x: NamedArray, table: RotaryTable, HeadDim: Axis) -> NamedArray
     """
     pairs = table.cos.resolve_axis(HeadDim.name)
     own = [axis for axis in table.cos.axes if axis != pairs]
-    lacking = [axis for axis in (*own, pairs.resize(2 * pairs.size), HeadDim) if axis not in x.axes]
-    if lacking:
-        raise ValueError(
-            f"x has {axes_text(x.axes)}; the rotary table has {axes_text(lacking)}. Make the table from the "
-            "positions of x, with its HeadDim."
-        )
+    check_named("x", x, FLOATS, (*own, pairs.resize(2 * pairs.size), HeadDim))
     wide = x.astype(jnp.float32)
     first, second = wide[HeadDim, : pairs.size], wide[HeadDim, pairs.size :]
     rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]

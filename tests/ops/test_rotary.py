@@ -218,7 +218,7 @@ def test_scalings_are_those_of_hugging_face(parameters, head_dim, theta):
 def test_a_table_of_other_positions_or_heads_is_refused():
     Pos, HeadDim = Axis("position", 4), Axis("head_dim", 6)
     table = rotary_table(hax.arange(Pos), HeadDim, theta=1e4)
-    with pytest.raises(ValueError, match="x has position=3, head_dim=6; the rotary table has position=4"):
+    with pytest.raises(ValueError, match="`x` has position=3, head_dim=6; it must have position=4"):
         apply_rotary(hax.ones((Pos.resize(3), HeadDim)), table, HeadDim)
-    with pytest.raises(ValueError, match="x has position=4, head_dim=8; .* head_dim=6"):
+    with pytest.raises(ValueError, match="`x` has position=4, head_dim=8; .* head_dim=6"):
         apply_rotary(hax.ones((Pos, HeadDim.resize(8))), table, HeadDim)

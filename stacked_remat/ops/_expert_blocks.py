@@ -105,12 +105,15 @@ class InStack(eqx.Module):
         return self.stack.dtype
 
 
-def arrays_in_stack(stack: LayerStack, own: Any, Experts: Axis) -> list[InStack | None]:
-    """For each array of a layer's weights where it is in the stack, all layers' experts on one axis.
+def of_layer(weights: Any, Experts: Axis) -> tuple[Any, list[InStack | None] | None]:
+    """A layer's weights, and for each array of a `LayerStack` where it is in the stack of all layers.
 
-    None where they are not the next axis, or where the layer has another dtype than the stack; for TPUs too,
-    where XLA would pad whole stacks of narrow matrices, but for what is on the host.
+    None where the experts are not the next axis, or where the layer has another dtype than the stack; for
+    TPUs too, where XLA would pad whole stacks of narrow matrices, but for what is on the host.
     """
+    if not isinstance(weights, LayerStack):
+        return weights, None
+    stack, layer = weights, weights.layer
 
     def of(leaf: Any, own: Any) -> InStack | None:
         array = raw_array(leaf)
@@ -119,9 +122,9 @@ def arrays_in_stack(stack: LayerStack, own: Any, Experts: Axis) -> list[InStack 
             return None
         return InStack(array.reshape(-1, *array.shape[2:]), stack.layer_index * Experts.size, Experts.size)
 
-    leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, own))
+    leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, layer))
     pairs = [pair for pair in zip(leaves, owns, strict=True) if is_named(pair[0]) or is_array(pair[0])]
-    return [of(*pair) for pair in pairs]
+    return layer, [of(*pair) for pair in pairs]
 
 
 class BlockLoop(ExpertLoop):

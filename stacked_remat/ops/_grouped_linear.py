@@ -1,5 +1,6 @@
 """Linear maps of rows that are sorted by expert, of each row by the map of its expert."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from .._scan.marks import is_array
 from .._trips import known_products
 from ..lora import LoraLinear
 from ._perturbed_vjp import perturbed_vjp
+
+# The kernels mix dtypes, also where `jax_numpy_dtype_promotion` is `strict`.
+_MIXED_DTYPES = functools.partial(jax.numpy_dtype_promotion, "standard")
+_ROWS_OF_TILE = 128
+_LANES = 128  # of a TPU's vectors. Kernels take row-major arrays, whose rows are padded to these in memory.
 
 Sizes: TypeAlias = Int[Array, " expert"]
 
@@ -116,6 +122,38 @@ def _product_backward(of: Product, wanted: tuple[bool, ...], residuals: Any, ct:
 
 
 grouped_product = perturbed_vjp(_product, _product_backward)
+
+
+def _tiling(rows: int, inner: int, outer: int, itemsize: int) -> tuple[int, int, int]:
+    """Tiles that fit 16 MiB of vector memory twice, with the sums in float32."""
+    widest = 2048 // itemsize
+    rows_of_tile = max(size for size in (128, 256, 512) if rows % size == 0)
+    return rows_of_tile, min(inner, widest), min(outer, widest)
+
+
+def megablox_kernels(interpret: bool = False) -> Kernels:
+    """JAX's kernels for TPUs, or their interpretation, which runs anywhere."""
+
+    def product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+        outer = w.shape[1 if transposed else 2]
+        tiling = _tiling(len(x), x.shape[1], outer, x.dtype.itemsize)
+        if w.shape[2] < _LANES <= w.shape[1]:
+            w, transposed = w.swapaxes(1, 2), not transposed
+        with _MIXED_DTYPES():
+            return gmm(x, w, sizes, x.dtype, tiling, transpose_rhs=transposed, interpret=interpret)
+
+    def outer(x: Array, y: Array, sizes: Array) -> Array:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+        if y.shape[1] < _LANES <= x.shape[1]:
+            return outer(y, x, sizes).swapaxes(1, 2)
+        tiling = _tiling(len(x), x.shape[1], y.shape[1], x.dtype.itemsize)
+        with _MIXED_DTYPES():
+            return tgmm(x.swapaxes(0, 1), y, sizes, x.dtype, tiling, interpret=interpret)
+
+    return Kernels(product, outer, _ROWS_OF_TILE)
 
 
 @jax.custom_vjp

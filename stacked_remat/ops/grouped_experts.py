@@ -18,18 +18,63 @@ from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
 from .._noted import noted
-from .._placement import is_on_host, platform
+from .._placement import compiled_for, is_on_host, platform
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
-from .._scan.marks import LayerStack, is_array, is_named, is_split
-from ._backends import choose_backend, devices_left_to_the_compiler
-from ._expert_backends import EXPERT_BACKENDS, ExpertsFacts
-from ._expert_blocks import BlockLoop, InStack, arrays_in_stack, block_plans
+from .._scan.marks import is_array, is_named, is_split
+from ._backends import HALVES, Backend, Call, choose_backend, devices_left_to_the_compiler, first_supported
+from ._expert_blocks import BlockLoop, InStack, block_plans, of_layer
 from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan, chunks_of
-from ._grouped_linear import Kernels
+from ._grouped_linear import Kernels, megablox_kernels
 from ._row_calls import call_on_rows
+from ._tokamax import PRODUCTS, why_not_tokamax
 from .per_device import align_varying_axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsFacts(Call):
+    """See `Call`."""
+
+    on_host: bool = False  # whether some weights are in host memory
+    is_varying: bool = False  # whether types say over which devices values vary, as with `check_vma=True`
+    takes_linear: bool = True  # whether the expert applies its maps by a function that it is given
+
+
+def _why_not_products(call: ExpertsFacts) -> str | None:
+    """Why no kernels of grouped products support a call."""
+    if not call.takes_linear:
+        return "its expert has no argument `linear`, by which it would map the rows of all experts at once"
+    if call.on_host:
+        return "weights are in host memory, from which the block walk alone reads the experts that are chosen"
+    if call.is_varying:
+        return (
+            "its kernels do not say over which devices results vary: use jax.shard_map with check_vma=False"
+        )
+    return None
+
+
+def _why_not_tokamax(call: ExpertsFacts) -> str | None:
+    return _why_not_products(call) or why_not_tokamax("all of its products", {9.0: "Hopper"})
+
+
+EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
+    "megablox": Backend(megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_products),
+    "tokamax": Backend(PRODUCTS, "cuda", HALVES, _why_not_tokamax),
+    "block": Backend(None),  # the walk over blocks
+}
+"""By name, in the order in which `"auto"` tries them."""
+
+
+def expert_backend(dtype: Any, device: Any) -> str:
+    """The backend of `grouped_experts` that `"auto"` is on a device, attached or not.
+
+    Args:
+        dtype: of the tokens.
+        device: as `stacked_remat.memory.find_target(...).devices()` has them.
+    """
+    with compiled_for(device):
+        return first_supported(EXPERT_BACKENDS, ExpertsFacts(platform=platform(), dtype=jnp.dtype(dtype)))[0]
 
 
 def grouped_experts(
@@ -126,10 +171,7 @@ def grouped_experts(
                 f"axes of the mesh that divide it."
             )
         Experts, saved = Experts.resize(Experts.size // devices), None
-    in_stack = None
-    if isinstance(weights, LayerStack):
-        stack, weights = weights, weights.layer
-        in_stack = arrays_in_stack(stack, weights, Experts)
+    weights, in_stack = of_layer(weights, Experts)
     layout, arrays, shared = _split(weights, Experts)
     _check_tokens(x, choices, gates)
     x, choices, gates, arrays = jax.tree.map(jnp.asarray, (x, choices, gates, arrays))

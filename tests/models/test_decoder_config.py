@@ -20,7 +20,7 @@ from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
 from stacked_remat.ops._attention_backends import BACKENDS
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS
+from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS
 
 
 def test_axes_follow_the_sizes():

@@ -17,7 +17,8 @@ from models.gpt_oss import GptOssConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
 from stacked_remat.ops._backends import Backend
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, megablox_kernels
+from stacked_remat.ops._grouped_linear import megablox_kernels
+from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS
 
 from .random_weights import random_weights
 

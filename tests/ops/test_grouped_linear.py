@@ -18,8 +18,8 @@ from stacked_remat._placement import compiled_for
 from stacked_remat.lora import LoraLinear
 from stacked_remat.ops import _expert_loop, apply_linear, grouped_experts
 from stacked_remat.ops._backends import Backend, choose_backend
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts, megablox_kernels
-from stacked_remat.ops._grouped_linear import Kernels
+from stacked_remat.ops._grouped_linear import Kernels, megablox_kernels
+from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS, ExpertsFacts
 from tests.ops.test_grouped_experts import dense, example as swiglu_example, swiglu
 from tests.ops.test_per_device import mesh
 

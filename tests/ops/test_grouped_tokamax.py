@@ -11,8 +11,8 @@ from stacked_remat import memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.ops import _tokamax
 from stacked_remat.ops._backends import choose_backend
-from stacked_remat.ops._expert_backends import EXPERT_BACKENDS, ExpertsFacts
 from stacked_remat.ops._grouped_linear import Product, grouped_product
+from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS, ExpertsFacts
 
 from .test_grouped_linear import _outer, _product
 

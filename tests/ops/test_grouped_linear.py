@@ -317,13 +317,6 @@ def test_an_expert_without_grouped_products_is_refused(expert, message):
         jax.eval_shape(lambda: run(backend="megablox"))
 
 
-def test_an_expert_that_applies_its_maps_by_itself_is_computed_block_by_block():
-    weights, x, choices, gates, _ = swiglu_example(5, routings()["random"])
-    with compiled_for("tpu"):
-        run = functools.partial(grouped_experts, by_itself, weights, Experts, x, choices, gates)
-        assert jax.eval_shape(run).shape == x.shape
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -118,20 +118,30 @@ def mesh_axes(axis: Axis) -> tuple[str, ...]:
     return _cut((axis,)).get(axis.name, ())
 
 
-@contextlib.contextmanager
-def unmapped(*axes: Axis) -> Iterator[None]:
+def unmapped(*axes: Axis) -> contextlib.AbstractContextManager[None]:
     """Within it, Haliax's axis mapping maps none of these axes: their arrays are whole on every device.
 
     For arrays that have two axes which are mapped to one axis of the mesh.
     """
     names = {axis.name for axis in axes}
+    return _mapping_with(lambda name, physical: None if name in names else physical)
+
+
+def free_axis_mapping() -> contextlib.AbstractContextManager[None]:
+    """Restrict Haliax's axis mapping to mesh axes that no enclosing `jax.shard_map` has made manual.
+
+    The rules of a `jax.custom_vjp` that call functions on named axes need it, because they are traced after
+    `jax.shard_map` has returned.
+    """
+    free = _free_mesh_axes()
+    return _mapping_with(lambda _, physical: tuple(one for one in ensure_tuple(physical) if one in free))
+
+
+def _mapping_with(kept: Callable[[str, Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Haliax's axis mapping with what is kept of each axis's part."""
     mapping = current_thread_local_mapping() or {}
-    with _mapping({name: physical for name, physical in mapping.items() if name not in names}):
-        yield
-
-
-def _mapping(mapping: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    return axis_mapping(mapping) if mapping else no_axis_mapping()
+    left = {name: some for name, physical in mapping.items() if (some := kept(name, physical))}
+    return axis_mapping(left) if left else no_axis_mapping()
 
 
 _examples_over = jax.make_user_context(default_value=())
@@ -144,22 +154,6 @@ def each_example(axis: Axis, over: Sequence[str]) -> Iterator[None]:
     They are its `spmd_axis_name`. Each device then computes an operation for its examples.
     """
     with unmapped(axis), _examples_over(tuple(over)):
-        yield
-
-
-@contextlib.contextmanager
-def free_axis_mapping() -> Iterator[None]:
-    """Restrict Haliax's axis mapping to mesh axes that no enclosing `jax.shard_map` has made manual.
-
-    The rules of a `jax.custom_vjp` that call functions on named axes need it, because they are traced after
-    `jax.shard_map` has returned.
-    """
-    mapping, free = current_thread_local_mapping(), _free_mesh_axes()
-    left = {
-        name: tuple(one for one in ensure_tuple(physical) if one in free)
-        for name, physical in (mapping or {}).items()
-    }
-    with _mapping({name: physical for name, physical in left.items() if physical}):
         yield
 
 

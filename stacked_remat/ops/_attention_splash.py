@@ -7,7 +7,7 @@ block sizes, the mask, and the order of axes that they need.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,67 +98,60 @@ def splash_kernel(block_size: int | None = None, interpret: bool = False) -> Ker
     return Kernel(functools.partial(_forward, **options), functools.partial(_backward, **options))
 
 
-class _Heads(NamedTuple):
-    """How a kernel is called, with one key head of one sequence at a time."""
+def _of_heads(fn: Callable[..., tuple[Array, ...]], sight: Sight, *arrays: Array) -> list[Array]:
+    """`fn` of the documents and each key head of a sequence; arrays are `[batch, position, kv_heads, ...]`.
 
-    call: Any
-    starts: Array | None  # of documents, `[batch, position]`
-    products: int  # FLOPs of a matrix product of all visible blocks
+    lax.map over heads takes less memory than jax.vmap.
+    """
 
-    @staticmethod
-    def of(query: Query, sight: Sight, blocks: Blocks, block_size: int | None, interpret: bool) -> "_Heads":
-        _, position, _, group, head_dim = query.shape
-        size = block_size or splash_block_size(position, blocks.window, head_dim * query.dtype.itemsize)
-        assert isinstance(size, int), size
-        kernel = _kernel(CausalWindow(position, blocks.window), group, size, interpret)
-        seen = int(np.count_nonzero(kernel.fwd_mask_info.block_mask))
-        return _Heads(kernel, sight.starts, 2 * seen * size**2 * head_dim)
+    def of_sequence(sequence: tuple[Any, tuple[Array, ...]]) -> tuple[Array, ...]:
+        starts, heads = sequence
+        segments = None if starts is None else splash.SegmentIds(starts, starts)
+        return lax.map(lambda head: fn(segments, *head), heads)
 
-    def map(self, fn: Callable[..., tuple[Array, ...]], *arrays: Array) -> list[Array]:
-        """`fn` of the documents and each key head; arrays and results are `[batch, position, kv_heads, ...]`.
-
-        lax.map over heads takes less memory than jax.vmap.
-        """
-
-        def of_sequence(sequence: tuple[Any, tuple[Array, ...]]) -> tuple[Array, ...]:
-            starts, heads = sequence
-            segments = None if starts is None else splash.SegmentIds(starts, starts)
-            return lax.map(lambda head: fn(segments, *head), heads)
-
-        heads_first = tuple(jnp.moveaxis(x, 2, 1) for x in arrays)
-        return [jnp.moveaxis(x, 1, 2) for x in lax.map(of_sequence, (self.starts, heads_first))]
+    heads_first = tuple(jnp.moveaxis(x, 2, 1) for x in arrays)
+    return [jnp.moveaxis(x, 1, 2) for x in lax.map(of_sequence, (sight.starts, heads_first))]
 
 
 def _forward(
     query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks, **options: Any
 ) -> tuple[Query, LogSumExp]:
-    heads = _Heads.of(query, sight, blocks, **options)
+    kernel, products = _kernel_for(query, blocks, **options)
 
     def attend(segments: Any, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         # The kernels take no scale, so queries are scaled, and rounded once more.
         queries = jnp.moveaxis(query * blocks.scale, 1, 0)
-        with known_products(2 * heads.products * len(queries)):
-            output, (lse,) = heads.call(queries, key, value, segments)
+        with known_products(2 * products * len(queries)):
+            output, (lse,) = kernel(queries, key, value, segments)
         return jnp.moveaxis(output, 0, 1), lse.T
 
-    output, lse = heads.map(attend, query, key, value)
+    output, lse = _of_heads(attend, sight, query, key, value)
     return output, lse
 
 
 def _backward(attended: Attended, cotangent: Query, blocks: Blocks, **options: Any) -> tuple[Query, Key, Key]:
     query, key, value, _, sight, output, lse = attended
-    heads = _Heads.of(query, sight, blocks, **options)
+    kernel, products = _kernel_for(query, blocks, **options)
 
     def gradients(segments: Any, query: Array, key: Array, value: Array, *of_rows: Array) -> Any:
         queries, output, cotangent = (jnp.moveaxis(x, 1, 0) for x in (query * blocks.scale, *of_rows[:2]))
         residuals = queries, key, value, segments, None, output, of_rows[2].T
         # Scores again and two products in each of two kernels, and one more in one.
-        with known_products(7 * heads.products * len(queries) // 2):
-            of_query, of_key, of_value = splash_gradients(heads.call, residuals, cotangent)
+        with known_products(7 * products * len(queries) // 2):
+            of_query, of_key, of_value = splash_gradients(kernel, residuals, cotangent)
         return jnp.moveaxis(of_query, 0, 1) * blocks.scale, of_key, of_value
 
-    of_query, of_key, of_value = heads.map(gradients, query, key, value, output, cotangent, lse)
+    of_query, of_key, of_value = _of_heads(gradients, sight, query, key, value, output, cotangent, lse)
     return of_query, of_key, of_value
+
+
+def _kernel_for(query: Query, blocks: Blocks, block_size: int | None, interpret: bool) -> tuple[Any, int]:
+    """The kernel of one key head, and the FLOPs of a matrix product of all its visible blocks."""
+    _, position, _, group, head_dim = query.shape
+    size = block_size or splash_block_size(position, blocks.window, head_dim * query.dtype.itemsize)
+    assert isinstance(size, int), size
+    kernel = _kernel(CausalWindow(position, blocks.window), group, size, interpret)
+    return kernel, 2 * int(np.count_nonzero(kernel.fwd_mask_info.block_mask)) * size**2 * head_dim
 
 
 @functools.lru_cache(maxsize=64)

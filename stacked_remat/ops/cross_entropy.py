@@ -194,10 +194,6 @@ def _found(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[A
     return (losses, derivatives), lse
 
 
-def _run(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[PerToken, PerToken | None]:
-    return _found(options, inputs, constants)[0]
-
-
 def _forward(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[Any, Any]:
     found, lse = _found(options, inputs, constants)
     return found, (*inputs, constants[0], lse)
@@ -229,7 +225,7 @@ def _backward(options: _Options, wanted: tuple[bool, ...], residuals: Any, cotan
     return of_hidden, None if of_head is None else of_head.astype(head.dtype)
 
 
-_losses = perturbed_vjp(_run, _backward, _forward)
+_losses = perturbed_vjp(lambda *args: _found(*args)[0], _backward, _forward)
 
 
 def _logits(hidden: Hidden, head: Head, names: str) -> Float[Array, "token vocab"]:

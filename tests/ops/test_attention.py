@@ -18,14 +18,15 @@ from stacked_remat.ops._attention_blockwise import BLOCKWISE, _Cut, _Ranges
 from stacked_remat.ops._attention_rule import Attended, Blocks, Kernel, Sight, attend_by
 from stacked_remat.ops._backends import backends_taken, choose_backend
 
+from ..blocks import quick_jit
+
 Batch, Pos, HeadDim = Axis("batch", 2), Axis("position", 5), Axis("head_dim", 6)
 KVHeads, HeadsPerKV = Axis("kv_heads", 2), Axis("heads_per_kv", 3)
-quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def run(fn, *args):
     """`fn(*args)`, compiled in a hurry."""
-    return jax.jit(fn, compiler_options=quick)(*args)
+    return quick_jit(fn)(*args)
 
 
 def attend(query, key, value, *, Pos=Pos, **options):
@@ -173,7 +174,7 @@ def test_values_and_gradients_by_a_kernel_are_those_of_the_definition(
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), given)
         found, expected = (
-            jax.jit(functools.partial(both, of), compiler_options=quick)
+            quick_jit(functools.partial(both, of))
             for of in (functools.partial(attend_by, kernel), exact_attention)
         )
         for _ in range(8 if has_documents else 1):
@@ -252,7 +253,7 @@ def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
             policy = ScanCheckpointPolicy(save_block_internals=names)
             return jnp.sum(fold(layer, Axis("layers", 3), remat=policy)(query, scales))
 
-        compiled = jax.jit(jax.grad(loss)).lower(jnp.ones(3)).compile(compiler_options=quick)
+        compiled = quick_jit(jax.grad(loss)).lower(jnp.ones(3)).compile()
         return compiled.as_text().count(" while(")
 
     everything = loops(["attention_output", "attention_lse"])

@@ -17,7 +17,8 @@ from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._attention_splash import CausalWindow, splash_block_size, splash_kernel
 
-quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+from ..blocks import quick_jit
+
 INTERPRETED = splash_kernel(128, interpret=True)
 DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
 
@@ -30,7 +31,7 @@ def arrays(head_dim, dtype=jnp.float32):
 
 
 def values_and_gradients(f, *inputs_and_cotangent):
-    @functools.partial(jax.jit, compiler_options=quick)
+    @quick_jit
     def both(*inputs, cotangent):
         output, pullback = jax.vjp(f, *inputs)
         return output, pullback(cotangent)

@@ -16,7 +16,8 @@ from stacked_remat.ops import _tokamax, causal_attention
 from stacked_remat.ops._attention_backends import exact_attention
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 
-from .test_attention import SINKS, arrays, quick, random_documents
+from ..blocks import quick_jit
+from .test_attention import SINKS, arrays, random_documents
 from .test_attention_splash import shapes
 from .test_grouped_tokamax import Hopper
 
@@ -92,7 +93,7 @@ def test_queries_see_keys_from_a_first_to_a_last(window, has_documents, rows, by
     rng = np.random.default_rng(0)
     with compiled_for(Hopper()):
         found, expected = (
-            jax.jit(functools.partial(both, of), compiler_options=quick)
+            quick_jit(functools.partial(both, of))
             for of in (functools.partial(attend_by, _tokamax.ATTENTION), exact_attention)
         )
         for _ in range(4):

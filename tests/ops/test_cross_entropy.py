@@ -13,11 +13,11 @@ from haliax import Axis
 from stacked_remat import memory
 from stacked_remat.ops import chunked_cross_entropy
 
+from ..blocks import quick_jit
 from ..jaxprs import equations_of
 from ..random_arrays import normal
 
 Embed, Vocab = Axis("embed", 4), Axis("vocab", 11)
-quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def with_all_logits(hidden, head, targets, Embed, Vocab, *, weights=None, z_loss=0.0, chunk_size=None):
@@ -57,11 +57,11 @@ def test_values_and_gradients_are_those_with_all_logits(sizes, chunk, z_loss, we
             for of in (chunked_cross_entropy, with_all_logits)
         ]
 
-    found, expected = jax.jit(both, compiler_options=quick)(hidden, head)
+    found, expected = quick_jit(both)(hidden, head)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4), found, expected)
 
 
-@functools.partial(jax.jit, compiler_options=quick)
+@quick_jit
 def losses_and_gradients(hidden, head, targets, weights, cotangent):
     def total(hidden, head):
         options = dict(weights=weights, z_loss=0.1, chunk_size=4)
@@ -168,7 +168,7 @@ def test_the_gradient_of_a_weight_is_the_loss_of_its_token():
         return hax.sum(chunked_cross_entropy(hidden, head, targets, Embed, Vocab, weights=weights)).scalar()
 
     losses = chunked_cross_entropy(hidden, head, targets, Embed, Vocab).array
-    gradient = jax.jit(jax.grad(total), compiler_options=quick)(weights)
+    gradient = quick_jit(jax.grad(total))(weights)
     np.testing.assert_allclose(gradient.array, losses.at[2].set(0.0), rtol=1e-6)
 
 

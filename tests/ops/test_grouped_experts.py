@@ -13,10 +13,10 @@ from stacked_remat import memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.ops import _expert_blocks, apply_linear, grouped_experts
 
+from ..blocks import quick_jit
 from ..jaxprs import equations_of
 from ..random_arrays import normal
 
-quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 EMBED, INNER = 4, 3
 
 
@@ -77,7 +77,7 @@ def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(
     weights, x, _, gates, cotangent = example(experts, np.zeros((tokens, per_token), int))
     run = functools.partial(grouped_experts, Experts=Axis("experts", experts), saved=saved)
 
-    @functools.partial(jax.jit, compiler_options=quick)
+    @quick_jit
     def both(choices):
         def loss(weights, x, gates, of):
             out = of(swiglu, weights, x=x, choices=choices, gates=gates)
@@ -111,7 +111,7 @@ def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them(blocks)
     def loss(weights, choices, expert=expert):
         return jnp.sum(grouped_experts(expert, weights, Axis("experts", 4), x, choices, gates))
 
-    each = jax.jit(loss, compiler_options=quick)
+    each = quick_jit(loss)
     for own, count in zip(choices, (3, 4, 0), strict=True):  # of at most 14 // 5 + 4
         rows_of_blocks.clear()
         each(weights, own)
@@ -121,8 +121,8 @@ def test_blocks_of_padding_are_skipped_where_no_example_has_rows_in_them(blocks)
     of_all = jax.vmap(gradient, (None, 0))
     program = equations_of(of_all, weights, choices)
     assert [one.primitive.name for one in program].count("cond") == 2  # forward and backward
-    found = jax.jit(of_all, compiler_options=quick)(weights, choices)
-    one = jax.jit(gradient, compiler_options=quick)
+    found = quick_jit(of_all)(weights, choices)
+    one = quick_jit(gradient)
     expected = jax.tree.map(lambda *leaves: np.stack(leaves), *(one(weights, own) for own in choices))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
 
@@ -165,8 +165,7 @@ def test_what_is_saved_may_be_named_and_need_not_be_finite_at_zero(at_once, bloc
         return jax.grad(loss, (0, 1, 2))(weights, x, gates)
 
     found, expected = (
-        jax.jit(jax.vmap(functools.partial(gradients, saved=saved)), compiler_options=quick)(choices)
-        for saved in (kept, None)
+        quick_jit(jax.vmap(functools.partial(gradients, saved=saved)))(choices) for saved in (kept, None)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
 
@@ -197,7 +196,7 @@ def test_named_weights_with_the_axis_anywhere():
     def both(weights):
         return jax.value_and_grad(total)(weights), jax.value_and_grad(by_hand)(weights)
 
-    found, expected = jax.jit(both, compiler_options=quick)(weights)
+    found, expected = quick_jit(both)(weights)
     assert found[1].axes == weights.axes
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
@@ -290,7 +289,7 @@ def test_half_precision_has_wide_sums():
     half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)  # noqa: E731
     run = functools.partial(grouped_experts, swiglu, Experts=Axis("experts", 4), choices=choices)
 
-    @functools.partial(jax.jit, compiler_options=quick)
+    @quick_jit
     def gradient(weights, x, gates):
         return jax.grad(lambda w: jnp.sum(run(weights=w, x=x, gates=gates).astype(jnp.float32)))(weights)
 
@@ -372,7 +371,7 @@ def test_weights_on_the_host_have_no_gradient_and_others_do():
     def total(weights, x):
         return jnp.sum(grouped_experts(swiglu, weights, Axis("experts", 4), x, choices, gates))
 
-    of_x = jax.jit(jax.grad(total, 1), compiler_options=quick)
+    of_x = quick_jit(jax.grad(total, 1))
     np.testing.assert_allclose(of_x(moved, x), of_x(weights, x), rtol=1e-6)
     with pytest.raises(ValueError, match="no gradient of weights in host memory. Move them to the device"):
         jax.eval_shape(jax.grad(total), moved, x)
@@ -416,5 +415,5 @@ def test_no_tokens():
         assert out.shape == (0, EMBED)
         return jnp.sum(out)
 
-    gradients = jax.jit(jax.grad(total, (0, 1, 2)), compiler_options=quick)(weights, x[:0], gates[:0])
+    gradients = quick_jit(jax.grad(total, (0, 1, 2)))(weights, x[:0], gates[:0])
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))

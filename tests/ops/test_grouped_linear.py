@@ -23,9 +23,10 @@ from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS, ExpertsFacts
 from tests.ops.test_grouped_experts import dense, example as swiglu_example, swiglu
 from tests.ops.test_per_device import mesh
 
+from ..blocks import quick_jit
+
 EXPERTS, EMBED, INNER, TOKENS, CHOSEN = 5, 4, 3, 9, 2
 Experts = Axis("experts", EXPERTS)
-quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def _own_matrices(w, sizes, rows):
@@ -129,7 +130,7 @@ def routings():
 def of_backend(backend, saved=None, trained=lambda path: True):
     """Values and gradients of a backend; compiled once for every routing."""
 
-    @functools.partial(jax.jit, compiler_options=quick)
+    @quick_jit
     def run(choices, weights, x, gates, cotangent):
         chosen = jax.tree_util.tree_map_with_path(lambda path, _: trained(path), weights)
         moving, still = eqx.partition(weights, chosen)
@@ -219,7 +220,7 @@ def test_an_unusual_expert(backend, three_chunks):
     # Padding, and choices out of range: their rows are zeros, of which the expert's derivative is not finite.
     weights, x, choices, gates, cotangent = swiglu_example(5, routings()["out of range"])
 
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=quick)
+    @functools.partial(quick_jit, static_argnums=0)
     def gradients(backend, *args):
         def loss(weights, x, gates):
             return jnp.vdot(
@@ -348,7 +349,7 @@ def test_vmap_over_weights_alone(backend):
     weights, x, choices, gates, cotangent = swiglu_example(5, routings()["random"])
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), weights)
 
-    @functools.partial(jax.jit, compiler_options=quick)
+    @quick_jit
     def gradients(many):
         def loss(weights, name):
             out = grouped_experts(swiglu, weights, Experts, x, choices, gates, backend=name)

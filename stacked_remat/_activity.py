@@ -108,15 +108,18 @@ def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
     return [numbers.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars]
 
 
-def expansion(equation: core.JaxprEqn) -> Any:
-    """What a primitive that expands into others does, closed, as a fold that is cut; None for any other."""
+def expansion(equation: core.JaxprEqn, fn: Callable | None = None) -> Any:
+    """What a primitive that expands into others does, closed, as a fold that is cut; None for any other.
+
+    Or what `fn` does in its place.
+    """
     if equation.primitive.name != "call_hi_primitive":
         return None
     primitive = equation.params["_prim"]
     with equation.ctx.manager:  # its mesh, of which the axes of `jax.shard_map` are bound
         mesh = jax.sharding.get_abstract_mesh()
         axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
-        return jax.make_jaxpr(primitive.expand, axis_env=axes)(*primitive.in_avals)
+        return jax.make_jaxpr(fn or primitive.expand, axis_env=axes)(*primitive.in_avals)
 
 
 def programs_in(equation: core.JaxprEqn) -> list[core.Jaxpr]:

@@ -104,10 +104,10 @@ def grad_dot(
             an example's own loss either way.
         tokens: how the loss of an example is made of losses of tokens, "mean" or "sum"; for losses with more
             than one axis.
-        granularity: "leaf": a score for each array, and each layer of a stack: of the array as that layer
-            uses it. "block": one for each layer, and each array outside of stacks. "total": only the total,
-            by the derivative of the losses along the direction in forward mode, of any losses, also of those
-            that depend on several examples. It has derivatives; other scores have none.
+        granularity: "leaf": a score for each array, and each layer of a stack. "block": one for each layer,
+            and each array outside of stacks. "total": only the total, by the derivative of the losses along
+            the direction in forward mode, of any losses, also of those that depend on several examples. It
+            has derivatives; other scores have none.
         trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model,
             where a bool may stand for a part of it.
         norms: also the norms of each example's gradient. They and the scores are then found from the
@@ -138,7 +138,7 @@ def grad_dot(
     Raises:
         TypeError: scores are differentiated that have no derivatives. The gradients have them.
         UnsupportedLeafError: names the path of an array that is used where no derivative along a direction
-            is known (kernels, derivative rules), or whose layers a loop takes in other parts.
+            is known (kernels, derivative rules).
         ValueError, TypeError: losses, direction or options that do not fit.
 
     Cost: one product more for each linear map that is scored: 1.25 times the step's products where layers are

@@ -11,11 +11,14 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from .._activity import CALLS, CHECKPOINTS, program_of, programs_in
+from .._activity import CALLS, CHECKPOINTS, expansion, program_of, programs_in
 from .._noted import Notes, noting
-from .._sweep.primitive import Sweep, sweep_of
+from .._sweep.gradient import merge, pick
+from .._sweep.primitive import Rule, Sweep, sweep_of
+from .._sweep.rules import Linear
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
+from ._layerwise import MIXED, layers_of
 from ._traced import trace, type_of
 from ._weights import (
     Along,
@@ -31,6 +34,7 @@ from ._weights import (
     equation_without_rules,
     settled,
     tangents_of,
+    with_derivatives_of,
 )
 
 _WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "custom_partitioning")
@@ -82,8 +86,13 @@ class Interpreter:
             return self._scanned(equation, operands)
         if equation.primitive.name == "shard_map":
             return self._divided(equation, operands)
-        if isinstance(equation.params.get("_prim"), Sweep):
-            return self._swept(equation.params["_prim"], operands)
+        match equation.params.get("_prim"):
+            case Sweep() as sweep:
+                return self._swept(sweep, operands)
+            case Rule() as rule_of_sweep:
+                return self._by_reference(rule_of_sweep, equation, operands)
+            case Linear():
+                return self.arrays(expansion(equation), operands)
         alongs = _alongs_of(operands)
         of_one_layer = all(along.layers is None for along in alongs)
         if isinstance(rule, ExpertsCall) and of_one_layer:
@@ -125,14 +134,26 @@ class Interpreter:
 
     def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:
         """A `jax.checkpoint` around the same function with its deposits."""
+        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+        return self._recomputed(program_of(equation), operands, **options)
 
+    def _recomputed(self, program: Any, operands: list[Value], **options: Any) -> list[Any]:
         def run(arrays: list[Any]) -> list[Any]:
             left = iter(arrays)
             given = [value if value.node else value.of(next(left)) for value in operands]
-            return self.arrays(program_of(equation), given)
+            return self.arrays(program, given)
 
-        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
         return jax.checkpoint(run, **options)([value.array for value in operands if not value.node])
+
+    def _by_reference(self, rule: Rule, equation: Any, operands: list[Value]) -> list[Any]:
+        """A half of the gradient of a sweep, with deposits in the plain scan that reverse mode takes for it.
+
+        In reverse mode the second half depends on checkpoints of the first only by the first carry; the
+        half's own tangents are those with all checkpoints held fixed.
+        """
+        arrays, gives = bind(equation, _arrays(operands)), rule.gives  # the rest has no cotangents
+        found = self._recomputed(expansion(equation, rule.reference), operands)
+        return merge(arrays, with_derivatives_of(pick(found, gives), pick(arrays, gives)), gives)
 
     def _divided(self, equation: Any, operands: list[Value]) -> list[Any]:
         """A `jax.shard_map` with deposits in what each device computes."""
@@ -270,28 +291,28 @@ def _names_in(equation: Any) -> set[str]:
     return {equation.primitive.name}.union(*(_names_in(eqn) for eqn in inner))
 
 
-def _handed_on(value: Value, fits: Callable[[Along], bool] = lambda _: True) -> list[Along]:
+def _handed_on(value: Value, fits: Callable[[int], bool]) -> list[Along]:
     """The directions of a value, of its own shape; none for data.
 
-    A direction of layers that does not fit is one for each of its layers instead.
+    A direction of layers that are in no dimension that fits is one for each of its layers instead.
     """
 
-    def own(weight: Weight, along: Along) -> Along:
+    def own(along: Along, layers: int | None) -> Along:
         (tangent,) = tangents_of([value.node], weight, along.direction)
-        return dataclasses.replace(along, direction=lax.stop_gradient(tangent))
+        return dataclasses.replace(along, direction=lax.stop_gradient(tangent), layers=layers)
 
     found: list[Along] = []
     for weight, along in directions_of([value.node] if value.node else []):
-        whole = own(weight, along)
-        is_one = along.layers is None or fits(whole)
-        found += [whole] if is_one else [own(weight, layer) for layer in along.split()]
+        layers = layers_of(value.node, weight, along.layers)
+        is_one = layers is None or fits(layers)
+        found += [own(along, layers)] if is_one else [own(layer, None) for layer in along.split()]
     return found
 
 
 def _by_layer(value: Value) -> list[Along]:
     """The directions of a value that has a layer, or what a turn of a loop takes, in each row."""
     length = len(value.array)
-    found = _handed_on(value, lambda along: len(along.probe) == length)
+    found = _handed_on(value, lambda layers: layers == 0)
     rows = [jnp.broadcast_to(along.probe, (length,)) for along in found]
     return [
         dataclasses.replace(along, probe=row, layers=None) for along, row in zip(found, rows, strict=True)
@@ -300,7 +321,7 @@ def _by_layer(value: Value) -> list[Along]:
 
 def _shared(value: Value) -> list[Along]:
     """The directions of a value that every layer of a stack, or turn of a loop, takes whole."""
-    return _handed_on(value, lambda along: along.direction.shape[along.layers :][:1] == along.probe.shape)
+    return _handed_on(value, lambda layers: layers != MIXED)
 
 
 def _taken_layers(equation: Any, value: Value, arrays: Sequence[Any]) -> list[Weight] | None:
@@ -308,7 +329,7 @@ def _taken_layers(equation: Any, value: Value, arrays: Sequence[Any]) -> list[We
     params, name = equation.params, equation.primitive.name
     if name not in ("slice", "squeeze", "unstack") or value.node is None:
         return None
-    if any(a.probe.shape != value.array.shape[:1] or a.layers for _, a in directions_of([value.node])):
+    if any(layers_of(value.node, weight, a.layers) != 0 for weight, a in directions_of([value.node])):
         return None
     if 0 in (params.get("axis"), *params.get("dimensions", ())):
         taken: list[Any] = [*range(len(value.array))]
@@ -317,7 +338,7 @@ def _taken_layers(equation: Any, value: Value, arrays: Sequence[Any]) -> list[We
         taken = [slice(first[0], last[0], step and step[0])]
     else:
         return None
-    pairs = [(along, bind(equation, [along.direction])) for along in _handed_on(value)]
+    pairs = [(along, bind(equation, [along.direction])) for along in _shared(value)]
 
     def weight(at: int, rows: Any) -> Weight:
         layers = 0 if isinstance(rows, slice) else None

@@ -249,6 +249,16 @@ def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any,
 _deposit.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def with_derivatives_of(others: list[Any], arrays: list[Any]) -> list[Any]:
+    """The arrays, whose cotangents go to the others."""
+    pairs = zip(others, arrays, strict=True)
+    return [_of_each_example(other, [array])[0] for other, array in pairs]
+
+
+with_derivatives_of.defvjp(lambda *both: (with_derivatives_of(*both), None), lambda _, cts: (cts, None))
+
+
 def _product(cotangent: Any, tangent: Any) -> Any:
     if jnp.iscomplexobj(tangent):
         return jnp.sum(jnp.real(cotangent * tangent))

@@ -11,6 +11,7 @@ be higher without the sequence in that step, to first order.
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,14 +40,15 @@ from stacked_remat.training import (
     TrainingData,
     TrainState,
     build_optimizer,
+    build_step,
     checkpoint_run,
     checkpoint_steps,
     load_tokenizer,
     named_examples,
     open_training_data,
-    train_step,
     validation_batches,
 )
+from stacked_remat.training.processes import check_one_process
 
 _EPS_ROOT = 1e-30  # Adam's square root has no derivative at zero
 
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _replay(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
+    check_one_process("models.replay_lm")
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
     config, log = _checked(read_run_config(options.run_dir, first)), _log(options.run_dir, options.out)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_date)
@@ -71,10 +74,14 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         texts = [one.held_out.batch(one.index) for one in held_out]
     finally:
         data.training.close()
+    _check_no_skips(config, state, batches, first)
     Steps = Axis("steps", last - first)
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
     weights = jnp.asarray([one.weight for one in held_out])
-    loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
+    try:
+        loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
+    except eqx.EquinoxRuntimeError as error:
+        raise ConfigError(f"The replay has no scores: {str(error).splitlines()[0]}") from error
     for index, batch in enumerate(batches):
         ids, shown = named_examples(batch, tokenizer.decode)
         own = -np.asarray(found[index])
@@ -155,22 +162,53 @@ def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[T
     return [jax.device_put(data.training.next()) for _ in range(last - first)]
 
 
+class _WeightedBatch(eqx.Module):
+    """A batch, and by what the loss of each of its sequences is multiplied."""
+
+    batch: TokenBatch
+    factors: NamedArray
+
+    @property
+    def weights(self) -> NamedArray:
+        return self.batch.weights
+
+
+def _check_no_skips(config: LmRunConfig, state: TrainState, batches: list[TokenBatch], first: int) -> None:
+    """Runs the steps without derivatives, where some may have been skipped.
+
+    Raises:
+        ConfigError: one was.
+    """
+    if config.trainer.update.on_nonfinite != "skip":
+        return
+    loss = functools.partial(next_token_loss, z_loss=config.z_loss)
+    step = eqx.filter_jit(build_step(config.trainer, loss_function=loss, optimizer=_optimizer(config)))
+    for number, batch in enumerate(batches, first + 1):
+        state, metrics = step(batch, state)
+        if metrics["skips"] > 0:
+            raise ConfigError(
+                f"Step {number} was skipped, with a loss or gradient that is not finite "
+                f"(trainer.update.on_nonfinite), and has no derivative. Begin after it: --from_step."
+            )
+
+
+def _optimizer(config: LmRunConfig) -> Any:
+    dtype, steps = config.trainer.precision.optimizer_state, config.trainer.num_steps
+    return build_optimizer(config.optimizer, steps, state_dtype=dtype, eps_root=_EPS_ROOT)
+
+
 def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
     """A function to the held-out loss, and its derivatives by the weights of the sequences."""
-    optimizer = build_optimizer(
-        config.optimizer,
-        config.trainer.num_steps,
-        state_dtype=config.trainer.precision.optimizer_state,
-        eps_root=_EPS_ROOT,
-    )
+    optimizer, trainer = _optimizer(config), config.trainer
+
+    def loss(model: Any, part: Any) -> Any:
+        (parts, sums), metrics = example_losses(model, part.batch, config.z_loss)
+        weighted = hax.sum(parts * part.factors).scalar()
+        return weighted + auxiliary_of_sums(model, sums)[0], {**metrics, "loss": weighted}
 
     def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
-        def loss(model: Any, batch: TokenBatch) -> Any:
-            (parts, sums), metrics = example_losses(model, batch, config.z_loss)
-            return hax.sum(parts * weights).scalar() + auxiliary_of_sums(model, sums)[0], metrics
-
-        options = {"optimizer": optimizer, "gradient_dtype": config.trainer.precision.gradients}
-        return train_step(batch, state, loss_function=loss, **options)[0]
+        run: Any = build_step(trainer, loss_function=loss, optimizer=optimizer)
+        return run(_WeightedBatch(batch, weights), state)[0]
 
     @eqx.filter_jit
     def run(state: TrainState, batches: TokenBatch, texts: list[TokenBatch], shares: Any) -> Any:

@@ -73,6 +73,16 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
         ) from error
 
 
+def check_one_process(command: str) -> None:
+    """Refuses a command under a launcher of several processes, each of which would do all of its work.
+
+    Raises:
+        ConfigError: this is one of several processes.
+    """
+    if (count := max(cluster_size() or 1, jax.process_count())) > 1:
+        raise ConfigError(f"{command} is for one process, and this is one of {count}: start it alone.")
+
+
 def _in_thread(work: Callable[[], T]) -> T:
     """`work()` in a thread: the main thread handles signals meanwhile."""
     ended: Future[T] = Future()

@@ -35,8 +35,10 @@ def scores_of(folder, step):
     return found
 
 
-def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, capsys):
-    assert train(workplace, *SGD, *SCORED, *CHECKPOINTS, "--trainer.num_steps", "4") == 0
+@pytest.mark.parametrize("microbatches", ["2", pytest.param("1", marks=pytest.mark.deep)])
+def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, capsys, microbatches):
+    parts = ("--trainer.update.microbatches", microbatches)
+    assert train(workplace, *SGD, *SCORED, *CHECKPOINTS, *parts, "--trainer.num_steps", "4") == 0
     run = workplace / "run"
     assert main(["--run_dir", str(run), "--from_step", "2"]) == 0
     assert "replayed steps 3 to 4" in capsys.readouterr().out
@@ -47,8 +49,10 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
             np.testing.assert_allclose(score, RATE * dotted[example], rtol=0.02)
     assert not scores_of(run / "replay", 2)
     # again, over the log that is there, from the checkpoint before the latest
-    assert main(["--run_dir", str(run)]) == 0
+    assert main(["--run_dir", str(run), "--batches", "2"]) == 0
     assert scores_of(run / "replay", 4) and not scores_of(run / "replay", 3)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"held-out loss {last['held_out_loss']:.4f} after them" in capsys.readouterr().out
     assert main(["--run_dir", str(run), "--out", str(run / "ghost")]) == 1  # which has other scores
     assert "--out:" in capsys.readouterr().out and scores_of(run / "ghost", 4)
     assert main(["--run_dir", str(run), "--from_step", "1"]) == 1
@@ -62,3 +66,17 @@ def test_a_run_without_derivatives_is_refused(workplace, capsys):
     assert train(workplace, *fused, *CHECKPOINTS, "--trainer.num_steps", "2") == 0
     assert main(["--run_dir", str(workplace / "run")]) == 1
     assert "A run with trainer.update.fused can't be replayed" in capsys.readouterr().out
+
+
+def test_a_skipped_step_and_a_launcher_of_processes_are_refused(workplace, capsys, monkeypatch):
+    skipping = ("--trainer.update.on_nonfinite", "skip", *SGD, "--optimizer.learning_rate", "1e37")
+    assert train(workplace, *skipping, *CHECKPOINTS, "--trainer.num_steps", "3") == 0
+    capsys.readouterr()
+    assert main(["--run_dir", str(workplace / "run"), "--from_step", "1"]) == 1
+    assert "Step 2 was skipped, with a loss or gradient that is not finite" in capsys.readouterr().out
+    assert not list((workplace / "run" / "replay").glob("*"))
+    names = {"JOB_ID": "1", "STEP_NODELIST": "here", "NTASKS": "2", "PROCID": "0", "LOCALID": "0"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert main(["--run_dir", str(workplace / "run"), "--from_step", "1"]) == 1
+    assert "models.replay_lm is for one process, and this is one of 2" in capsys.readouterr().out

@@ -129,7 +129,7 @@ def one_at_a_time(
         by_path = dict(leaves_with_paths(found))
         dots, squares = {}, {}
         for path, along in scoring.direction.items():
-            own, at = by_path[path], scoring.places[path].dimension
+            own, at = by_path[path], scoring.leaves[path].dimension
             dots[path] = dot(own, along, at)
             squares[path] = dot(own, own, at)
         total = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype) * scale, total, (value, found))

@@ -25,7 +25,7 @@ from ._losses import (
     with_jax_arrays,
     without_marks,
 )
-from ._probed import Scoring, in_one_pass, places
+from ._probed import Scoring, in_one_pass, probed_leaves
 from ._totals import of_documents, of_losses
 
 
@@ -152,7 +152,7 @@ def grad_dot(
     batch = with_jax_arrays(batch)
     per_example_loss = without_marks(per_example_loss)
     losses = eqx.filter_eval_shape(per_example_loss, model, batch)
-    scoring = Scoring(places(model), directions(params, direction), objective.examples(losses))
+    scoring = Scoring(probed_leaves(model), directions(params, direction), objective.examples(losses))
     given = params, static, per_example_loss, batch, objective
     if is_total:
         (value, aux), gradients, along = of_losses(*given, scoring.direction)
@@ -238,9 +238,9 @@ def _grouped(scoring: Scoring, granularity: str, scores: dict[str, NamedArray]) 
         return scores
     found: dict[str, NamedArray] = {}
     for path in scoring.direction if granularity == "block" and scores else ():
-        place = scoring.places[path]
-        score = scores[place.shown]
-        found[place.group] = found[place.group] + score if place.group in found else score
+        leaf = scoring.leaves[path]
+        score = scores[leaf.shown]
+        found[leaf.group] = found[leaf.group] + score if leaf.group in found else score
     return found
 
 
@@ -261,15 +261,15 @@ def _checked(
     tolerance = 1e-3 if check is True else check
     by_path, checked = dict(leaves_with_paths(gradients)), {}
     for path, along in scoring.direction.items():
-        gradient, place = by_path[path], scoring.places[path]
-        whole = dot(gradient, along, at := place.dimension)
+        gradient, leaf = by_path[path], scoring.leaves[path]
+        whole = dot(gradient, along, at := leaf.dimension)
         found, most = (jnp.sum(some, -1) / scale for some in (scores[path], jnp.abs(scores[path])))
         most += 0.01 * jnp.sqrt(dot(gradient, gradient, at) * dot(along, along, at))
         wrong = jnp.any(jnp.abs(found - whole) > tolerance * most)
         checked[path] = eqx.error_if(
             scores[path],
             wrong,
-            f"The scores of {place.shown} do not add up to the dot product of its "
+            f"The scores of {leaf.shown} do not add up to the dot product of its "
             "gradient with the direction. With bfloat16 give check a larger part, such as 0.05; otherwise "
             "a derivative rule is not that of its operation, or not linear: use norms=True.",
         )

@@ -24,8 +24,8 @@ from ._weights import Along, Value, Weight, settled
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where an array of a model is.
+class ProbedLeaf:
+    """An array of a model that may be scored.
 
     Attributes:
         shown: its path as users see it: dotted, with `*` for the layers of a stack.
@@ -40,8 +40,8 @@ class Place:
     dimension: int | None
 
 
-def places(model: Any) -> dict[str, Place]:
-    """The places of a model's arrays, by their paths as `jax.tree_util.keystr` writes them."""
+def probed_leaves(model: Any) -> dict[str, ProbedLeaf]:
+    """A model's arrays, by their paths as `jax.tree_util.keystr` writes them."""
     found = {}
     for at, node in jtu.tree_leaves_with_path(model, is_leaf=_is_named_or_stack):
         Layers = node.Layers if isinstance(node, Stacked) else None
@@ -49,7 +49,7 @@ def places(model: Any) -> dict[str, Place]:
         for keys, leaf in jtu.tree_leaves_with_path(node, is_leaf=is_named):
             path = (*at, *keys)
             shown, group = dotted(model, path), dotted(model, (*at, *keys[:depth]))
-            found[jtu.keystr(path)] = Place(shown, group, Layers, _dimension(leaf, Layers))
+            found[jtu.keystr(path)] = ProbedLeaf(shown, group, Layers, _dimension(leaf, Layers))
     return found
 
 
@@ -68,18 +68,18 @@ class Scoring:
     """What is scored.
 
     Attributes:
-        places: of the arrays of the model.
+        leaves: the arrays of the model, by their paths.
         direction: the arrays of the direction by their paths.
         Batch: the axis of the examples.
     """
 
-    places: dict[str, Place]
+    leaves: dict[str, ProbedLeaf]
     direction: dict[str, Any]
     Batch: Axis
 
     def probes(self) -> dict[str, Any]:
         """Zeros for every scored array, a number for each example: `[batch]` or `[batch, layers]`."""
-        layers = {path: self.places[path].Layers for path in self.direction}
+        layers = {path: self.leaves[path].Layers for path in self.direction}
         return {
             path: jnp.zeros((self.Batch.size, *([] if Layers is None else [Layers.size])), jnp.float32)
             for path, Layers in layers.items()
@@ -87,10 +87,10 @@ class Scoring:
 
     def named(self, scores: dict[str, Any]) -> dict[str, NamedArray]:
         """Scores, `[layers, batch]` or `[batch]`, under the paths that users see."""
-        pairs = [(self.places[path], score) for path, score in scores.items()]
+        pairs = [(self.leaves[path], score) for path, score in scores.items()]
         return {
-            place.shown: hax.named(score, [axis for axis in (place.Layers, self.Batch) if axis is not None])
-            for place, score in pairs
+            leaf.shown: hax.named(score, [axis for axis in (leaf.Layers, self.Batch) if axis is not None])
+            for leaf, score in pairs
         }
 
     def values(self, model: Any, probes: dict[str, Any], example: Any, one: Traced) -> list[Value]:
@@ -100,9 +100,9 @@ class Scoring:
         for path, leaf in leaves_with_paths(model):
             array, along = raw_array(leaf), ()
             if path in self.direction:
-                pair, place = (raw_array(self.direction[path]), probes[path]), self.places[path]
+                pair, own = (raw_array(self.direction[path]), probes[path]), self.leaves[path]
                 pair = _scaled(*pair) if is_scaled else pair
-                along = (Along(place.shown or "the model", *pair, place.dimension),)
+                along = (Along(own.shown or "the model", *pair, own.dimension),)
             found.append(Value(array, Weight(array, along) if along else None))
         return found + [Value(array, depends=True) for array in arrays_of(example)]
 
@@ -111,7 +111,7 @@ class Scoring:
         found: dict[str, dict[str, int]] = {"covered": {}, "uncovered": {}}
         for path, leaf in leaves_with_paths(eqx.filter(params, eqx.is_inexact_array)):
             covered = "covered" if path in self.direction else "uncovered"
-            found[covered][self.places[path].shown] = raw_array(leaf).size
+            found[covered][self.leaves[path].shown] = raw_array(leaf).size
         return found
 
 

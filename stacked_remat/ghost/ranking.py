@@ -80,75 +80,52 @@ def rank_examples(selected: Selection) -> ExampleRanking:
     """
     by_norm = selected.normalize == "norm"
     table = selected.rows("step", "example", "score", *(["norm"] if by_norm else []))
-    example, ids = _encoded(table["example"])
-    step, of_step = np.unique(table["step"].to_numpy(), return_inverse=True)
-    keys, of_row = np.unique(of_step * len(ids) + example, return_inverse=True)
-    scores = np.bincount(of_row, weights=table["score"].to_numpy())
-    of_key, example = keys // len(ids), keys % len(ids)
-    if selected.normalize == "step":
-        scores /= _nonzero(np.bincount(of_key, weights=np.abs(scores), minlength=len(step)))[of_key]
-    elif by_norm:
+    summed = [("score", "sum")]
+    if by_norm:
         if table["norm"].null_count:
             raise ScoreLogError(
                 f"{selected.folder} has rows without the norms of gradients, which are logged by runs with "
                 f"ghost.norms: true and by a GhostManager with norms=True. Give --normalize step."
             )
         squares = np.square(table["norm"].to_numpy().astype(np.float64))
-        scores /= _nonzero(np.sqrt(np.bincount(of_row, weights=squares)))
-    counts = np.bincount(example, minlength=len(ids))
-    means = np.bincount(example, weights=scores, minlength=len(ids)) / np.maximum(counts, 1)
+        table, summed = table.append_column("square", [squares]), [*summed, ("square", "sum")]
+    table = table.group_by(["step", "example"], use_threads=False).aggregate(summed)
+    scores = table["score_sum"].to_numpy()
+    if selected.normalize == "step":
+        scores = scores / _of_steps(table, scores)
+    elif by_norm:
+        scores = scores / _nonzero(np.sqrt(table["square_sum"].to_numpy()))
+    table = table.append_column("mean", [scores]).group_by("example", use_threads=False)
+    table = table.aggregate([("mean", "mean"), ("mean", "count")])
+    means = table["mean_mean"].to_numpy()
     order = np.argsort(-means, kind="stable")
-    order = order[counts[order] > 0]
-    return ExampleRanking(ids[order], means[order], counts[order])
+    ids = table["example"].cast("string").to_numpy()
+    return ExampleRanking(ids[order], means[order], table["mean_count"].to_numpy()[order])
 
 
-@dataclass(frozen=True)
-class LeafScores:
-    """A leaf's part of the scores.
+def score_leaves(selected: Selection) -> list[dict[str, Any]]:
+    """The scores of each leaf and layer in a selection, every step counting the same.
 
-    Attributes:
-        path: of the leaf.
-        shares: share of the absolute scores of all leaves, layer by layer; of one number for a leaf outside
-            of stacks.
-        sums: likewise the sum of the scores, divided by the sum of all absolute scores.
-        in_stack: whether the numbers are of layers.
-    """
-
-    path: str
-    shares: np.ndarray
-    sums: np.ndarray
-    in_stack: bool
-
-
-def score_leaves(selected: Selection) -> list[LeafScores]:
-    """Each leaf's part of the scores of a selection, every step counting the same.
+    Returns:
+        For each `leaf` and `layer`, None outside of stacks: its `share` of the absolute scores, and the `sum`
+        of its scores divided by the sum of all absolute scores.
 
     Raises:
         ScoreLogError: no row is selected.
     """
     table = selected.rows("step", "layer", "leaf", "score")
-    leaf, paths = _encoded(table["leaf"])
-    in_stack = np.asarray(table["layer"].is_valid())
-    layer = table["layer"].fill_null(0).to_numpy()
-    _, step = np.unique(table["step"].to_numpy(), return_inverse=True)
     scores = table["score"].to_numpy().astype(np.float64)
-    scores = scores / _nonzero(np.bincount(step, weights=np.abs(scores)))[step] / (step.max() + 1)
-    found = []
-    for number, path in enumerate(paths):
-        own = leaf == number
-        if own.any():
-            shares = np.bincount(layer[own], weights=np.abs(scores[own]))
-            sums = np.bincount(layer[own], weights=scores[own])
-            found.append(LeafScores(str(path), shares, sums, bool(in_stack[own].any())))
-    return found
+    scores = scores / _of_steps(table, scores) / len(table["step"].unique())
+    table = table.append_column("sum", [scores]).append_column("share", [np.abs(scores)])
+    table = table.group_by(["leaf", "layer"], use_threads=False).aggregate([("share", "sum"), ("sum", "sum")])
+    table = table.select(["leaf", "layer", "share_sum", "sum_sum"])
+    return table.rename_columns(["leaf", "layer", "share", "sum"]).to_pylist()
 
 
-def _encoded(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The codes and the values of a column of repeated texts."""
-    (chunk,) = (
-        column.unify_dictionaries().combine_chunks().chunks if column.num_chunks != 1 else column.chunks
-    )
-    return chunk.indices.to_numpy().astype(np.int64), chunk.dictionary.to_numpy(zero_copy_only=False)
+def _of_steps(table: Any, scores: np.ndarray) -> np.ndarray:
+    """For each row the sum of the absolute scores of its step."""
+    _, step = np.unique(table["step"].to_numpy(), return_inverse=True)
+    return _nonzero(np.bincount(step, weights=np.abs(scores)))[step]
 
 
 def _nonzero(values: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .ranking import NORMALIZATIONS, ExampleRanking, LeafScores, Selection
+from .ranking import NORMALIZATIONS, ExampleRanking, Selection
 
 _LONGEST_TEXT = 160  # letters of an example that are shown
 
@@ -36,8 +36,12 @@ def print_examples(selected: Selection, ranked: ExampleRanking, count: int, *, b
     return chosen
 
 
-def print_layers(leaves: Sequence[LeafScores], count: int) -> None:
+def print_layers(parts: Sequence[dict[str, Any]], count: int) -> None:
     """Prints the share of the scores of each layer, and of the leaves with the largest shares.
+
+    Args:
+        parts: what `score_leaves` returned.
+        count: how many leaves to print.
 
     Raises:
         ImportError: rich is not installed; names the extra.
@@ -46,18 +50,30 @@ def print_layers(leaves: Sequence[LeafScores], count: int) -> None:
         "The layers' shares of the absolute scores",
         {"layer": "right", "share": "right", "sum": "right", "largest leaf": "left"},
     )
-    for layer, own in enumerate(_by_layer(leaves)):
-        largest = max(own, key=lambda leaf: leaf.shares[layer])
-        share, total = (
-            sum(values) for values in zip(*[(x.shares[layer], x.sums[layer]) for x in own], strict=True)
-        )
-        layers.add_row(str(layer), f"{share:.1%}", f"{total:+.3f}", _plain(largest.path))
+    for layer, own in _by([one for one in parts if one["layer"] is not None], "layer"):
+        largest = max(own, key=lambda one: one["share"])
+        layers.add_row(str(layer), *_sums(own), _plain(largest["leaf"]))
     table = _table("The largest leaves", {"leaf": "left", "share": "right", "sum": "right"})
-    for leaf in sorted(leaves, key=lambda leaf: -leaf.shares.sum())[:count]:
-        table.add_row(_plain(leaf.path), f"{leaf.shares.sum():.1%}", f"{leaf.sums.sum():+.3f}")
+    for leaf, own in sorted(_by(parts, "leaf"), key=lambda pair: -sum(one["share"] for one in pair[1]))[
+        :count
+    ]:
+        table.add_row(_plain(leaf), *_sums(own))
     if layers.row_count:
         _print(layers)
     _print(table)
+
+
+def _by(parts: Sequence[dict[str, Any]], name: str) -> list[tuple[Any, list[dict[str, Any]]]]:
+    """The parts with each value of a column, in its order."""
+    found = defaultdict(list)
+    for one in parts:
+        found[one[name]].append(one)
+    return sorted(found.items())
+
+
+def _sums(parts: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    share, total = (sum(one[name] for one in parts) for name in ("share", "sum"))
+    return f"{share:.1%}", f"{total:+.3f}"
 
 
 def plot_examples(ranked: ExampleRanking, chosen: np.ndarray, path: Path, *, best: bool) -> Path:
@@ -80,33 +96,25 @@ def plot_examples(ranked: ExampleRanking, chosen: np.ndarray, path: Path, *, bes
     return path
 
 
-def plot_layers(leaves: Sequence[LeafScores], path: Path) -> Path:
+def plot_layers(parts: Sequence[dict[str, Any]], path: Path) -> Path:
     """Plots the share of the absolute scores of each leaf in each layer, as a PNG; returns `path`.
 
     Raises:
         ImportError: matplotlib is not installed; names the extra.
     """
+    leaves = _by(parts, "leaf")
     figure = _figure((9, 1.5 + 0.3 * len(leaves)))
     axes = figure.add_subplot()
-    depth = max(len(leaf.shares) for leaf in leaves)
-    shares = np.full((len(leaves), depth), np.nan)
-    for row, leaf in enumerate(leaves):
-        shares[row, : len(leaf.shares)] = leaf.shares
+    shares = np.full((len(leaves), 1 + max(one["layer"] or 0 for one in parts)), np.nan)
+    for row, (_, own) in enumerate(leaves):
+        for one in own:
+            shares[row, one["layer"] or 0] = one["share"]
     picture = axes.imshow(shares, aspect="auto", cmap="viridis")
-    axes.set_yticks(range(len(leaves)), [_plain(leaf.path).plain for leaf in leaves], fontsize="small")
+    axes.set_yticks(range(len(leaves)), [_plain(leaf).plain for leaf, _ in leaves], fontsize="small")
     axes.set_xlabel("layer (leaves outside of stacks are in the first column)")
     figure.colorbar(picture, label="share of the absolute scores")
     figure.savefig(path, format="png")
     return path
-
-
-def _by_layer(leaves: Sequence[LeafScores]) -> list[list[LeafScores]]:
-    """For each number of a layer, the leaves that have one of it."""
-    found = defaultdict(list)
-    for leaf in leaves:
-        for layer in range(len(leaf.shares) if leaf.in_stack else 0):
-            found[layer].append(leaf)
-    return [found[layer] for layer in sorted(found)]
 
 
 def _texts(selected: Selection, examples: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import Stacked, ghost
 from stacked_remat._scan.marks import is_named, raw_array
 from stacked_remat.ghost._losses import leaves_with_paths, without_marks
-from stacked_remat.ghost._probed import places
+from stacked_remat.ghost._probed import probed_leaves
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import TokenBatch
@@ -195,9 +195,9 @@ def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_arra
     for number in range(Batch.size):
         for path, leaf in leaves_with_paths(_gradient(losses, trained, frozen, take_example(batch, number))):
             if path in along:
-                place = places(model)[path]
-                dots.setdefault(place.shown, []).append(_sum(leaf, along[path], place.Layers))
-                squares.setdefault(place.shown, []).append(_sum(leaf, leaf, place.Layers))
+                own = probed_leaves(model)[path]
+                dots.setdefault(own.shown, []).append(_sum(leaf, along[path], own.Layers))
+                squares.setdefault(own.shown, []).append(_sum(leaf, leaf, own.Layers))
     return tuple({path: np.stack(rows, -1) for path, rows in found.items()} for found in (dots, squares))
 
 

@@ -1,6 +1,6 @@
 """Shows the most helpful and the most harmful training examples of a run, and the layers in which they act.
 
-python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10] [--plot examples.png]
+python -m stacked_remat.ghost top|bottom|by-layer RUN [--count 10]
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .log import ScoreLogError, import_pyarrow, log_folder, read_scores
 from .ranking import NORMALIZATIONS, Selection, rank_examples, score_leaves
-from .report import plot_examples, plot_layers, print_examples, print_layers
+from .report import print_examples, print_layers
 
 _PURPOSE = "Shows the most helpful and the most harmful training examples of a run, and where they act."
 _COMMANDS = {
@@ -30,18 +30,13 @@ def main(arguments: Sequence[str]) -> int:
         import_pyarrow()
         selected = _selection(given)
         if given.command == "by-layer":
-            leaves = score_leaves(selected)
-            print_layers(leaves, given.count)
-            picture = None if given.plot is None else plot_layers(leaves, given.plot)
+            print_layers(score_leaves(selected), given.count)
         else:
-            examples, best = rank_examples(selected), given.command == "top"
-            chosen = print_examples(selected, examples, given.count, best=best)
-            picture = None if given.plot is None else plot_examples(examples, chosen, given.plot, best=best)
+            best = given.command == "top"
+            print_examples(selected, rank_examples(selected), given.count, best=best)
     except (ScoreLogError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if picture is not None:
-        print(f"plot: {picture}")
     return 0
 
 
@@ -58,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--layer", type=int, help="only this layer, from 0")
             how = "; ".join(f"{key}: {meaning}" for key, meaning in NORMALIZATIONS.items())
             command.add_argument("--normalize", choices=NORMALIZATIONS, default="step", help=f"{how} (step)")
-        command.add_argument("--plot", type=Path, metavar="FILE.png", help="also make a picture")
     return parser
 
 

@@ -1,8 +1,7 @@
-"""Prints and plots ranked examples and the scores of layers."""
+"""Prints ranked examples and the scores of layers."""
 
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,28 +11,24 @@ from .ranking import NORMALIZATIONS, ExampleRanking, Selection
 _LONGEST_TEXT = 160  # letters of an example that are shown
 
 
-def print_examples(selected: Selection, ranked: ExampleRanking, count: int, *, best: bool) -> np.ndarray:
+def print_examples(selected: Selection, ranked: ExampleRanking, count: int, *, best: bool) -> None:
     """Prints the examples with the highest scores, or the lowest, with their text.
-
-    Returns:
-        Their places in `ranked`, the most extreme one first.
 
     Raises:
         ImportError: rich is not installed; names the extra.
     """
-    places = np.arange(len(ranked.ids))
-    chosen = (places if best else places[::-1])[:count]
+    numbers = np.arange(len(ranked.ids))
+    chosen = (numbers if best else numbers[::-1])[:count]
     texts = _texts(selected, [str(name) for name in ranked.ids[chosen]])
     what = "most helpful" if best else "most harmful"
     table = _table(
-        f"The {len(chosen)} {what} of {len(places):,} examples; scores {NORMALIZATIONS[selected.normalize]}",
+        f"The {len(chosen)} {what} of {len(numbers):,} examples; scores {NORMALIZATIONS[selected.normalize]}",
         {"score": "right", "steps": "right", "example": "left", "text": "left"},
     )
     for at in chosen:
         name = str(ranked.ids[at])
         table.add_row(f"{ranked.scores[at]:+.3f}", f"{ranked.steps[at]}", _plain(name), _plain(texts[name]))
     _print(table)
-    return chosen
 
 
 def print_layers(parts: Sequence[dict[str, Any]], count: int) -> None:
@@ -76,47 +71,6 @@ def _sums(parts: Sequence[dict[str, Any]]) -> tuple[str, str]:
     return f"{share:.1%}", f"{total:+.3f}"
 
 
-def plot_examples(ranked: ExampleRanking, chosen: np.ndarray, path: Path, *, best: bool) -> Path:
-    """Plots the scores of all examples, sorted, with the chosen ones marked, as a PNG; returns `path`.
-
-    Raises:
-        ImportError: matplotlib is not installed; names the extra.
-    """
-    figure = _figure((8, 4))
-    axes = figure.add_subplot()
-    axes.plot(np.arange(len(ranked.ids)), ranked.scores, color="C0", label="all examples")
-    label = f"the {len(chosen)} most {'helpful' if best else 'harmful'}"
-    axes.plot(chosen, ranked.scores[chosen], "o", color="C2" if best else "C3", label=label)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("examples, from the most helpful to the most harmful")
-    axes.set_ylabel("mean score")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, format="png")
-    return path
-
-
-def plot_layers(parts: Sequence[dict[str, Any]], path: Path) -> Path:
-    """Plots the share of the absolute scores of each leaf in each layer, as a PNG; returns `path`.
-
-    Raises:
-        ImportError: matplotlib is not installed; names the extra.
-    """
-    leaves = _by(parts, "leaf")
-    figure = _figure((9, 1.5 + 0.3 * len(leaves)))
-    axes = figure.add_subplot()
-    shares = np.full((len(leaves), 1 + max(one["layer"] or 0 for one in parts)), np.nan)
-    for row, (_, own) in enumerate(leaves):
-        for one in own:
-            shares[row, one["layer"] or 0] = one["share"]
-    picture = axes.imshow(shares, aspect="auto", cmap="viridis")
-    axes.set_yticks(range(len(leaves)), [_plain(leaf).plain for leaf, _ in leaves], fontsize="small")
-    axes.set_xlabel("layer (leaves outside of stacks are in the first column)")
-    figure.colorbar(picture, label="share of the absolute scores")
-    figure.savefig(path, format="png")
-    return path
-
-
 def _texts(selected: Selection, examples: Sequence[str]) -> dict[str, str]:
     rows = selected.rows("example", "text", examples=examples)
     names, texts = (rows[name].to_pylist() for name in ("example", "text"))
@@ -148,11 +102,3 @@ def _print(table: Any) -> None:
     from rich.console import Console
 
     Console().print(table)
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'stacked_remat[plot]'.") from error
-    return Figure(figsize=size, layout="constrained")

@@ -149,19 +149,17 @@ def test_the_ranking_is_that_of_a_loop_over_steps(tmp_path, normalize):
     }
 
 
-def test_the_command_prints_and_plots(tmp_path, capsys, monkeypatch):
+def test_the_command_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")  # whatever the terminal has
     written(tmp_path / "run" / "ghost", [1, 2, 3])
-    run, picture = str(tmp_path / "run"), str(tmp_path / "picture.png")
+    run = str(tmp_path / "run")
     first = {}
     for command in ("top", "bottom", "by-layer"):
-        assert main([command, run, "--count", "2", "--plot", picture]) == 0
+        assert main([command, run, "--count", "2"]) == 0
         shown = capsys.readouterr().out
         lines = shown.splitlines()
-        assert lines.pop() == f"plot: {picture}"  # as long as the path
         assert max(map(len, lines)) <= 80
         assert "\x1b[31m" not in shown
-        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
         first[command] = next(line for line in shown.splitlines() if re.match(r" +([-+]0|0 )", line))
     assert re.search(r"\+\d.* id7 +text 7.* \[bold\]of it\[/bold\]", first["top"])
     assert re.search(r"-\d.* id2 +text 2", first["bottom"])
@@ -185,12 +183,12 @@ def test_the_command_refuses_with_one_message(tmp_path, capsys, arguments, messa
     assert shown.out == "" and re.match(f"error: .*{message}", shown.err) and shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("package", ["pyarrow", "rich", "matplotlib"])
+@pytest.mark.parametrize("package", ["pyarrow", "rich"])
 def test_a_missing_package_is_one_message_with_its_extra(tmp_path, capsys, monkeypatch, package):
     written(tmp_path / "ghost", [1])
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
-    assert main(["top", str(tmp_path), "--plot", str(tmp_path / "picture.png")]) == 1
-    extra = {"pyarrow": "data", "rich": "train", "matplotlib": "plot"}[package]
+    assert main(["top", str(tmp_path)]) == 1
+    extra = {"pyarrow": "data", "rich": "train"}[package]
     assert f"{package}: pip install 'stacked_remat[{extra}]'" in capsys.readouterr().err

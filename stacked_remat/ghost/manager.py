@@ -1,6 +1,5 @@
 """Scores for a training loop of one's own, with the methods that ghost engines of PyTorch have."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, final
@@ -46,28 +45,24 @@ class GhostManager:
         losses: the loss of each example, `[batch]`; with the option `tokens` of each token.
         validation: the batch whose loss the scores are about, as `losses` takes it.
         log: receives the scores; None to use only what `aggregate_and_log` returns.
-        method: `grad_dot`.
         reduction: whether the loss is the `mean` or the `sum` of the examples' losses.
         every: steps between scored ones; the others compute only gradients.
         save_every: steps between files of the log.
         options: more arguments of `grad_dot`: `granularity`, `norms`, `check`, `trainable`, `tokens`.
 
     Raises:
-        ValueError: the method is unknown, a number of steps is not positive, or options have others.
+        ValueError: a number of steps is not positive, or options have others.
     """
 
     losses: PerExampleLoss
     validation: Any
     log: ScoreLog | None = None
-    method: Literal["grad_dot"] = "grad_dot"
     reduction: Literal["mean", "sum"] = "mean"
     every: int = 1
     save_every: int = 100
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.method != "grad_dot":
-            raise ValueError(f"method must be 'grad_dot', got {self.method!r}.")
         for name in ("every", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -76,26 +71,15 @@ class GhostManager:
                 f"options can't have {', '.join(strange)}: only {', '.join(_OPTIONS)}. Call grad_dot itself "
                 "for the others."
             )
-        self._attached: _Attached | None = None
-        self._found: GradDots | None = None
-        self._losses: Any = None
+        self._attached: tuple[Any, int, list[str], Sequence[str] | None] | None = None
+        self._found: tuple[GradDots, Any] | None = None
         self._is_detached = self._is_checked = False
-        of_loss = {name: self.options[name] for name in ("trainable", "tokens") if name in self.options}
-        gradient = functools.partial(
-            val_direction, per_example_loss=self.losses, reduction=self.reduction, **of_loss
-        )
-        scored = functools.partial(
-            _scored, gradient=gradient, losses=self.losses, reduction=self.reduction, options=self.options
-        )
-        self._scored = eqx.filter_jit(scored)
-        self._plain = eqx.filter_jit(gradient)
+        self._scored, self._plain = eqx.filter_jit(self._score), eqx.filter_jit(self._gradient)
 
     def attach_train_batch(
         self, batch: Any, *, step: int, examples: Sequence[Any], texts: Sequence[str] | None = None
     ) -> None:
         """Names the batch of the next step.
-
-        In PyTorch it also moves the batch into the engine's hooks; here there are none.
 
         Args:
             batch: as `losses` takes it.
@@ -103,22 +87,15 @@ class GhostManager:
             examples: an id for each example.
             texts: what the log shows of each example.
         """
-        self._attached = _Attached(batch, step, [str(example) for example in examples], texts)
+        self._attached = (batch, step, [str(example) for example in examples], texts)
         self._found = None
 
     def prepare_forward_input(self) -> Any:
-        """The batch to compute gradients of: the attached one.
-
-        In PyTorch the validation batch is appended to it; here its gradient is a pass of its own, which is
-        exact for weights that are used twice.
-        """
-        return self._required().batch
+        """The attached batch. In PyTorch the validation batch is appended to it."""
+        return self._required()[0]
 
     def prepare_gradients(self, model: Any, batch: Any) -> Any:
         """The gradients of the reduced loss, and in a scored step the scores, for `aggregate_and_log`.
-
-        In PyTorch it moves gradients that were set aside into `.grad`; here this is where everything is
-        computed.
 
         Args:
             model: any tree; its floating-point arrays are differentiated.
@@ -130,28 +107,30 @@ class GhostManager:
         Raises:
             ValueError: at the first scored step: the loss of an example depends on other examples.
         """
-        if self._is_detached or self._required().step % self.every:
-            return self._plain(model, val_batch=batch)
+        if self._is_detached or self._required()[1] % self.every:
+            return self._plain(model, batch)
         if not self._is_checked and self.options.get("granularity") != "total":
             check_examples(model, self.losses, batch, tokens=self.options.get("tokens"))
             self._is_checked = True
-        gradients, self._found, self._losses = self._scored(model, batch, self.validation)
+        gradients, found, losses = self._scored(model, batch, self.validation)
+        self._found = (found, losses)
         return gradients
 
     def aggregate_and_log(self) -> GradDots | None:
         """Appends the scores to the log, and returns what `grad_dot` found; None where nothing was scored."""
-        attached, found = self._required(), self._found
-        if found is None or self.log is None:
-            return found
-        scores = _plain_arrays(found.scores or {"model": found.total})  # of granularity="total"
-        norms = None if found.norms is None else _plain_arrays(found.norms or {"model": found.total_norm})
-        losses = np.asarray(self._losses)
-        self.log.append(StepScores(attached.step, attached.examples, losses, scores, norms, attached.texts))
+        _, step, examples, texts = self._required()
+        if self._found is None:
+            return None
+        found, losses = self._found
+        if self.log is not None:
+            scores = _plain_arrays(found.scores or {"model": found.total})  # of granularity="total"
+            norms = None if found.norms is None else _plain_arrays(found.norms or {"model": found.total_norm})
+            self.log.append(StepScores(step, examples, np.asarray(losses), scores, norms, texts))
         return found
 
     def clear_gradients(self) -> None:
         """Forgets the attached batch and its scores; gradients are the caller's."""
-        self._attached = self._found = self._losses = None
+        self._attached = self._found = None
 
     def should_save_metrics(self, step: int) -> bool:
         """Whether `save_metrics` is due after this step."""
@@ -175,34 +154,25 @@ class GhostManager:
         self.clear_gradients()
         self.save_metrics()
 
-    def _required(self) -> "_Attached":
+    def _required(self) -> tuple[Any, int, list[str], Sequence[str] | None]:
         if self._attached is None:
             raise RuntimeError("There is no batch: call attach_train_batch before each step.")
         return self._attached
 
+    def _gradient(self, model: Any, batch: Any) -> Any:
+        of_loss = {name: self.options[name] for name in ("trainable", "tokens") if name in self.options}
+        return val_direction(model, self.losses, batch, reduction=self.reduction, **of_loss)
 
-@dataclass(frozen=True)
-class _Attached:
-    batch: Any
-    step: int
-    examples: list[str]
-    texts: Sequence[str] | None
-
-
-def _scored(
-    model: Any,
-    batch: Any,
-    validation: Any,
-    *,
-    gradient: Callable[..., Any],
-    losses: PerExampleLoss,
-    reduction: Any,
-    options: dict[str, Any],
-) -> tuple[Any, GradDots, Any]:
-    """The gradients, what `grad_dot` found, and the losses of the examples."""
-    direction = gradient(model, val_batch=validation)
-    found = grad_dot(model, losses, batch, direction=direction, reduction=reduction, **options)
-    return *found, Objective(reduction, options.get("tokens")).of_examples(losses(model, batch))
+    def _score(self, model: Any, batch: Any, validation: Any) -> tuple[Any, GradDots, Any]:
+        """The gradients, what `grad_dot` found, and the losses of the examples."""
+        options = {
+            "direction": self._gradient(model, validation),
+            "reduction": self.reduction,
+            **self.options,
+        }
+        gradients, found = grad_dot(model, self.losses, batch, **options)
+        losses = Objective(self.reduction, self.options.get("tokens")).of_examples(self.losses(model, batch))
+        return gradients, found, losses
 
 
 def _plain_arrays(named: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ from jaxtyping import PRNGKeyArray
 
 from stacked_remat import Stacked
 from stacked_remat.ghost import LOG_FOLDER, GhostManager, ScoreLog
-from stacked_remat.ghost.ranking import Selection, rank_examples
+from stacked_remat.ghost.ranking import rank_examples
 from stacked_remat.training.data.files import standard_library_files
 
 from .command import Rows, benchmark
@@ -152,7 +152,7 @@ def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
 
 def ranked(folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None) -> "Found":
     """The examples of the log in a folder, ranked by their scores in some steps or all."""
-    found = rank_examples(Selection(folder / LOG_FOLDER, steps))
+    found = rank_examples(folder / LOG_FOLDER, steps=steps)
     return Found(found.scores, wrong[found.ids.astype(int)])
 
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .log import ScoreLogError, import_pyarrow, log_folder, read_scores
-from .ranking import NORMALIZATIONS, Selection, rank_examples, score_leaves
-from .report import print_examples, print_layers
+from .ranking import NORMALIZATIONS, print_examples, print_layers
 
 _PURPOSE = "Shows the most helpful and the most harmful training examples of a run, and where they act."
 _COMMANDS = {
@@ -28,12 +27,13 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
     try:
         import_pyarrow()
-        selected = _selection(given)
+        folder = log_folder(given.run.expanduser())
+        selected = {"steps": given.steps, "leaves": _leaves(folder, given.leaf)}
         if given.command == "by-layer":
-            print_layers(score_leaves(selected), given.count)
+            print_layers(folder, given.count, **selected)
         else:
-            best = given.command == "top"
-            print_examples(selected, rank_examples(selected), given.count, best=best)
+            best, selected = given.command == "top", selected | {"layer": given.layer}
+            print_examples(folder, given.count, given.normalize, best=best, **selected)
     except (ScoreLogError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -56,19 +56,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _selection(given: argparse.Namespace) -> Selection:
-    folder = log_folder(given.run.expanduser())
-    leaves = None
-    if given.leaf is not None:
-        paths = read_scores(folder, ["leaf"])["leaf"].unique().to_pylist()
-        leaves = tuple(path for path in paths if fnmatch.fnmatchcase(path, given.leaf))
-        if not leaves:
-            raise ScoreLogError(
-                f"--leaf {given.leaf!r} matches none of the {len(paths)} leaves of {folder}, such as "
-                f"{', '.join(sorted(paths)[:3])}."
-            )
-    layer, normalize = getattr(given, "layer", None), getattr(given, "normalize", "step")
-    return Selection(folder, given.steps, layer, leaves, normalize)
+def _leaves(folder: Path, pattern: str | None) -> list[str] | None:
+    """The leaves of a log that match a pattern; None for all."""
+    if pattern is None:
+        return None
+    paths = read_scores(folder, ["leaf"])["leaf"].unique().to_pylist()
+    leaves = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    if not leaves:
+        raise ScoreLogError(
+            f"--leaf {pattern!r} matches none of the {len(paths)} leaves of {folder}, such as "
+            f"{', '.join(sorted(paths)[:3])}."
+        )
+    return leaves
 
 
 def _positive(text: str) -> int:

@@ -1,9 +1,9 @@
-"""The mean scores of a log's examples, and of a model's layers, over steps."""
+"""The mean scores of a log's examples, and of a model's layers, over steps; printed as tables."""
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,82 +16,44 @@ NORMALIZATIONS = {
 }
 """How scores of different steps are made comparable: raw ones are largest in the first steps."""
 
-
-@dataclass(frozen=True)
-class Selection:
-    """The rows of a log that are read, and how scores of different steps are made comparable.
-
-    Attributes:
-        folder: of the log.
-        steps: the first and the last step; None for all.
-        layer: number of a layer; None for the whole model.
-        leaves: paths of leaves; None for all.
-        normalize: a key of `NORMALIZATIONS`.
-    """
-
-    folder: Path
-    steps: tuple[int, int] | None = None
-    layer: int | None = None
-    leaves: tuple[str, ...] | None = None
-    normalize: str = "step"
-
-    def rows(self, *columns: str, examples: Sequence[str] | None = None) -> Any:
-        """These columns of the rows, as a `pyarrow.Table`; see `read_scores`.
-
-        Rows whose score is not a finite number are left out.
-
-        Raises:
-            ScoreLogError: there are none.
-        """
-        table = read_scores(
-            self.folder, columns, steps=self.steps, layer=self.layer, leaves=self.leaves, examples=examples
-        )
-        if "score" in columns:
-            table = table.filter(np.isfinite(table["score"].to_numpy()))
-        if not table.num_rows:
-            raise ScoreLogError(
-                f"{self.folder} has no finite scores of these steps, layer and leaves: select others."
-            )
-        return table
+_LONGEST_TEXT = 160  # letters of an example that are shown
 
 
-@dataclass(frozen=True)
-class ExampleRanking:
-    """Examples, from the highest mean score to the lowest.
-
-    Attributes:
-        ids: of the examples.
-        scores: mean over the steps that scored the example.
-        steps: how many steps scored it.
-    """
+class ExampleRanking(NamedTuple):
+    """Examples, from the highest mean score to the lowest, and how many steps scored each."""
 
     ids: np.ndarray
     scores: np.ndarray
     steps: np.ndarray
 
 
-def rank_examples(selected: Selection) -> ExampleRanking:
-    """The examples of a selection by their mean score over steps.
+def rank_examples(folder: Path, normalize: str = "step", **selected: Any) -> ExampleRanking:
+    """The examples of a log by their mean score over the steps that scored them.
+
+    Args:
+        folder: of the log.
+        normalize: a key of `NORMALIZATIONS`.
+        selected: which rows, as `read_scores` takes it. Those without a finite score are left out.
 
     Raises:
         ScoreLogError: no row is selected, or norms are asked for and were not logged.
 
     Memory: about 30 bytes a row.
     """
-    by_norm = selected.normalize == "norm"
-    table = selected.rows("step", "example", "score", *(["norm"] if by_norm else []))
+    by_norm = normalize == "norm"
+    table = _finite(folder, ["step", "example", "score", *(["norm"] if by_norm else [])], selected)
     summed = [("score", "sum")]
     if by_norm:
         if table["norm"].null_count:
             raise ScoreLogError(
-                f"{selected.folder} has rows without the norms of gradients, which are logged by runs with "
+                f"{folder} has rows without the norms of gradients, which are logged by runs with "
                 f"ghost.norms: true and by a GhostManager with norms=True. Give --normalize step."
             )
         squares = np.square(table["norm"].to_numpy().astype(np.float64))
         table, summed = table.append_column("square", [squares]), [*summed, ("square", "sum")]
     table = table.group_by(["step", "example"], use_threads=False).aggregate(summed)
     scores = table["score_sum"].to_numpy()
-    if selected.normalize == "step":
+    if normalize == "step":
         scores = scores / _of_steps(table, scores)
     elif by_norm:
         scores = scores / _nonzero(np.sqrt(table["square_sum"].to_numpy()))
@@ -103,23 +65,67 @@ def rank_examples(selected: Selection) -> ExampleRanking:
     return ExampleRanking(ids[order], means[order], table["mean_count"].to_numpy()[order])
 
 
-def score_leaves(selected: Selection) -> list[dict[str, Any]]:
-    """The scores of each leaf and layer in a selection, every step counting the same.
-
-    Returns:
-        For each `leaf` and `layer`, None outside of stacks: its `share` of the absolute scores, and the `sum`
-        of its scores divided by the sum of all absolute scores.
+def print_examples(folder: Path, count: int, normalize: str, *, best: bool, **selected: Any) -> None:
+    """Prints the examples with the highest scores, or the lowest, with their text.
 
     Raises:
+        ImportError: rich is not installed; names the extra.
+        ScoreLogError: what `rank_examples` raises.
+    """
+    ranked = rank_examples(folder, normalize, **selected)
+    numbers = np.arange(len(ranked.ids))
+    chosen = (numbers if best else numbers[::-1])[:count]
+    rows = read_scores(folder, ["example", "text"], examples=map(str, ranked.ids[chosen]), **selected)
+    texts = dict(zip(rows["example"].to_pylist(), rows["text"].to_pylist(), strict=True))
+    what = "most helpful" if best else "most harmful"
+    table = _table(
+        f"The {len(chosen)} {what} of {len(numbers):,} examples; scores {NORMALIZATIONS[normalize]}",
+        {"score": "right", "steps": "right", "example": "left", "text": "left"},
+    )
+    for at in chosen:
+        name = str(ranked.ids[at])
+        table.add_row(f"{ranked.scores[at]:+.3f}", f"{ranked.steps[at]}", _plain(name), _plain(texts[name]))
+    _print(table)
+
+
+def print_layers(folder: Path, count: int, **selected: Any) -> None:
+    """Prints the share of the scores of each layer, and of the leaves with the largest shares.
+
+    Every step counts the same. Sums are of scores, divided by the sum of all absolute scores.
+
+    Raises:
+        ImportError: rich is not installed; names the extra.
         ScoreLogError: no row is selected.
     """
-    table = selected.rows("step", "layer", "leaf", "score")
+    table = _finite(folder, ["step", "layer", "leaf", "score"], selected)
     scores = table["score"].to_numpy().astype(np.float64)
     scores = scores / _of_steps(table, scores) / len(table["step"].unique())
     table = table.append_column("sum", [scores]).append_column("share", [np.abs(scores)])
     table = table.group_by(["leaf", "layer"], use_threads=False).aggregate([("share", "sum"), ("sum", "sum")])
-    table = table.select(["leaf", "layer", "share_sum", "sum_sum"])
-    return table.rename_columns(["leaf", "layer", "share", "sum"]).to_pylist()
+    parts = table.to_pylist()
+    layers = _table(
+        "The layers' shares of the absolute scores",
+        {"layer": "right", "share": "right", "sum": "right", "largest leaf": "left"},
+    )
+    for layer, own in sorted(_by([one for one in parts if one["layer"] is not None], "layer").items()):
+        largest = max(own, key=lambda one: one["share_sum"])
+        layers.add_row(str(layer), *_sums(own), _plain(largest["leaf"]))
+    leaves = _table("The largest leaves", {"leaf": "left", "share": "right", "sum": "right"})
+    by_share = sorted(_by(parts, "leaf").items(), key=lambda pair: -sum(one["share_sum"] for one in pair[1]))
+    for leaf, own in by_share[:count]:
+        leaves.add_row(_plain(leaf), *_sums(own))
+    if layers.row_count:
+        _print(layers)
+    _print(leaves)
+
+
+def _finite(folder: Path, columns: Sequence[str], selected: dict[str, Any]) -> Any:
+    """The selected rows whose score is a finite number."""
+    table = read_scores(folder, columns, **selected)
+    table = table.filter(np.isfinite(table["score"].to_numpy()))
+    if not table.num_rows:
+        raise ScoreLogError(f"{folder} has no finite scores of these steps, layer and leaves: select others.")
+    return table
 
 
 def _of_steps(table: Any, scores: np.ndarray) -> np.ndarray:
@@ -130,3 +136,43 @@ def _of_steps(table: Any, scores: np.ndarray) -> np.ndarray:
 
 def _nonzero(values: np.ndarray) -> np.ndarray:
     return np.where(values > 0, values, 1.0)
+
+
+def _by(parts: Sequence[dict[str, Any]], name: str) -> dict[Any, list[dict[str, Any]]]:
+    """The parts with each value of a column."""
+    found = defaultdict(list)
+    for one in parts:
+        found[one[name]].append(one)
+    return found
+
+
+def _sums(parts: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    share, total = (sum(one[name] for one in parts) for name in ("share_sum", "sum_sum"))
+    return f"{share:.1%}", f"{total:+.3f}"
+
+
+def _plain(text: str) -> Any:
+    """A text on one line, as a rich `Text`: not markup, without control characters, and short."""
+    from rich.text import Text
+
+    spaced = " ".join(text.split())
+    kept = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in spaced)
+    return Text(kept if len(kept) <= _LONGEST_TEXT else f"{kept[: _LONGEST_TEXT - 1]}…", overflow="fold")
+
+
+def _table(title: str, columns: dict[str, Any]) -> Any:
+    try:
+        from rich import box
+        from rich.table import Table
+    except ImportError as error:
+        raise ImportError("Printing needs rich: pip install 'stacked_remat[train]'.") from error
+    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for name, side in columns.items():
+        table.add_column(name, justify=side, overflow="fold", ratio=1 if name == "text" else None)
+    return table
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)

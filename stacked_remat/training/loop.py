@@ -111,7 +111,7 @@ def train(
             returns, such as the name of a signal, ends the run after a checkpoint.
         partitioning: the sharding of the state and of batches; must be active.
         scoring: how the examples of some steps are scored; the weights are updated as without. It takes
-            neither microbatches, a `RandomLoss` nor a `FusedOptimizer`.
+            neither a `RandomLoss` nor a `FusedOptimizer`.
 
     Raises:
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were

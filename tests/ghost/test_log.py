@@ -13,7 +13,7 @@ import pytest
 from stacked_remat.ghost import ScoreLog, ScoreLogError, StepScores
 from stacked_remat.ghost.__main__ import main
 from stacked_remat.ghost.log import read_scores
-from stacked_remat.ghost.ranking import Selection, rank_examples
+from stacked_remat.ghost.ranking import rank_examples
 
 LAYERS, BATCH, EXAMPLES = 3, 4, 10
 
@@ -122,14 +122,14 @@ def test_scores_that_are_not_finite_are_not_ranked(tmp_path):
     scores = np.array([1.0, np.nan, -2.0], np.float32)
     log.append(StepScores(1, ["a", "b", "c"], np.zeros(3, np.float32), {"head.weight": scores}))
     log.flush()
-    ranked = rank_examples(Selection(tmp_path))
+    ranked = rank_examples(tmp_path)
     assert list(ranked.ids) == ["a", "c"]
     np.testing.assert_allclose(ranked.scores, [1 / 3, -2 / 3], rtol=1e-6)
 
 
 @pytest.mark.parametrize("normalize", ["none", "step", "norm"])
 def test_the_ranking_is_that_of_a_loop_over_steps(tmp_path, normalize):
-    ranked = rank_examples(Selection(written(tmp_path, [1, 2, 3]), normalize=normalize))
+    ranked = rank_examples(written(tmp_path, [1, 2, 3]), normalize)
     found: dict[str, list[float]] = {}
     for step in (1, 2, 3):
         scores = step_scores(step)

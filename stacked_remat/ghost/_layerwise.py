@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .._activity import CALLS, program_of
+from .._activity import CALLS, CHECKPOINTS, program_of
 from ._weights import Result, Weight
 
 MIXED = -1
@@ -13,7 +13,7 @@ MIXED = -1
 _ELEMENTWISE = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type copy cos cosh device_put div eq erf "
     "erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul "
-    "name ne neg not or pow reduce_precision rem round rsqrt select_n sharding_constraint sign sin "
+    "name ne neg not or pow reduce_precision rem reshard round rsqrt select_n sharding_constraint sign sin "
     "sinh sqrt square stop_gradient sub tan tanh".split()
 )
 
@@ -44,7 +44,7 @@ def layers_of(node: Any, weight: Weight, layers: int | None) -> int | None:
 def _after(equation: Any, given: Sequence[int | None]) -> list[int | None]:
     """The dimensions of layers in the results of an equation, from those in its operands."""
     name = equation.primitive.name
-    if name in (*CALLS, "custom_jvp_call"):
+    if name in (*CALLS, *CHECKPOINTS, "custom_jvp_call"):
         jaxpr = getattr(program_of(equation), "jaxpr", program_of(equation))
         at = dict(zip(jaxpr.invars, given, strict=True))
         for inner in jaxpr.eqns:
@@ -66,7 +66,7 @@ Operands = list[tuple[tuple[int, ...], int | None]]
 
 def _elementwise(params: Any, operands: Operands, shape: tuple[int, ...]) -> int:
     found = {at for _, at in operands if at is not None}
-    is_whole = all(own == shape for own, at in operands if at is not None)
+    is_whole = all(len(own) == len(shape) and own[at] == shape[at] for own, at in operands if at is not None)
     return found.pop() if len(found) == 1 and is_whole else MIXED
 
 
@@ -93,8 +93,10 @@ def _reshaped(params: Any, own: tuple[int, ...], at: int, shape: tuple[int, ...]
     return MIXED if params.get("dimensions") else next(fits, MIXED)
 
 
-def _sliced(params: Any, own: tuple[int, ...], at: int, shape: tuple[int, ...]) -> int:
-    return at if shape[at] == own[at] else MIXED
+def _kept(params: Any, own: tuple[int, ...], at: int, shape: tuple[int, ...]) -> int:
+    """Of a slice: one that has all layers; other dimensions may be cut and padded."""
+    padded = params.get("padding_config", [(0, 0, 0)] * len(own))[at]
+    return at if shape[at] == own[at] and not any(padded) else MIXED
 
 
 def _concatenated(params: Any, operands: Operands, shape: tuple[int, ...]) -> int:
@@ -123,7 +125,7 @@ _RULES = {
     "transpose": _alone(lambda params, own, at, shape: params["permutation"].index(at)),
     "broadcast_in_dim": _alone(lambda params, own, at, shape: int(params["broadcast_dimensions"][at])),
     "reshape": _alone(_reshaped),
-    "slice": _alone(_sliced),
+    **dict.fromkeys(("slice", "split", "pad"), _alone(_kept)),
     "concatenate": _concatenated,
     "dot_general": _product,
 }

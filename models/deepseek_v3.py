@@ -43,8 +43,7 @@ class DeepseekV3Config(SparseDecoderConfig):
         shared_experts: experts that all tokens visit.
         bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that more tokens than the mean
             chose and -1 for others, so that the optimizer evens the load out without a loss (Wang et al.
-            2024, arXiv:2408.15664). These gradients are part of the norm that `optimizer.max_grad_norm`
-            bounds: let it be null.
+            2024, arXiv:2408.15664). The norm that `optimizer.max_grad_norm` bounds leaves them out.
     """
 
     num_heads: int = 4
@@ -62,16 +61,18 @@ class DeepseekV3Config(SparseDecoderConfig):
         sizes = ("num_groups", "groups_per_token", "gate_scale", "shared_experts")
         check_positive("model", self, *sizes)
         check_choices("model", self)
-        if self.attention.head_dim not in (None, self.HeadDim.size) or self.num_kv_heads != self.num_heads:
-            raise ValueError(
-                "In latent attention model.latent gives the width of heads, and model.num_kv_heads is "
-                "model.num_heads. Leave model.attention.head_dim out."
-            )
         members = self.experts.num_experts // self.num_groups
         if self.experts.num_experts % self.num_groups or self.num_groups > 1 > members - 1:
             raise ValueError(
                 f"model.num_groups = {self.num_groups} must divide model.experts.num_experts = "
                 f"{self.experts.num_experts} into groups of at least two."
+            )
+
+    def _check_heads(self) -> None:
+        if self.attention.head_dim not in (None, self.HeadDim.size) or self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                "In latent attention model.latent gives the width of heads, and model.num_kv_heads is "
+                "model.num_heads. Leave model.attention.head_dim out."
             )
 
     @property

@@ -103,8 +103,15 @@ class ModelToEvaluate:
     ) -> str:
         """The text of a chat; without a prompt for the next message it ends within the last one."""
         text = self.tokenizer.chat_template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
         last = str(chat_history[-1]["content"]).strip()
-        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+        if last not in text:
+            raise ConfigError(
+                "The chat template changes the text of the last message, which the model is to continue. "
+                "Leave out --apply_chat_template."
+            )
+        return text[: text.rindex(last) + len(last)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any

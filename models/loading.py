@@ -118,7 +118,7 @@ class FoundModel:
             has = "" if memory is None else f" This device has {_mebibytes(memory)}."
             raise ConfigError(
                 f"{slots} tokens take {_mebibytes(cache)} for their keys and values, beside "
-                f"{_mebibytes(weights)} of weights.{has} Lower --max_new_tokens, or shorten the prompt."
+                f"{_mebibytes(weights)} of weights.{has} Use fewer of them, or a larger device."
             )
         return _MOST_POSITIONS if memory is None else (memory - weights) // cache
 

@@ -30,6 +30,7 @@ from models.decoder.config import DecoderConfig
 from models.lm import auxiliary_of_sums, example_losses, next_token_loss
 from models.loading import read_run_config, restored_state
 from models.run_config import LmRunConfig
+from models.run_state import run_optimizer
 from stacked_remat import ghost
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -39,7 +40,6 @@ from stacked_remat.training import (
     TokenBatch,
     TrainingData,
     TrainState,
-    build_optimizer,
     build_step,
     checkpoint_run,
     checkpoint_steps,
@@ -182,7 +182,7 @@ def _check_no_skips(config: LmRunConfig, state: TrainState, batches: list[TokenB
     if config.trainer.update.on_nonfinite != "skip":
         return
     loss = functools.partial(next_token_loss, z_loss=config.z_loss)
-    step = eqx.filter_jit(build_step(config.trainer, loss_function=loss, optimizer=_optimizer(config)))
+    step = eqx.filter_jit(build_step(config.trainer, loss_function=loss, optimizer=run_optimizer(config, _EPS_ROOT)))
     for number, batch in enumerate(batches, first + 1):
         state, metrics = step(batch, state)
         if metrics["skips"] > 0:
@@ -192,14 +192,9 @@ def _check_no_skips(config: LmRunConfig, state: TrainState, batches: list[TokenB
             )
 
 
-def _optimizer(config: LmRunConfig) -> Any:
-    dtype, steps = config.trainer.precision.optimizer_state, config.trainer.num_steps
-    return build_optimizer(config.optimizer, steps, state_dtype=dtype, eps_root=_EPS_ROOT)
-
-
 def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
     """A function to the held-out loss, and its derivatives by the weights of the sequences."""
-    optimizer, trainer = _optimizer(config), config.trainer
+    optimizer, trainer = run_optimizer(config, _EPS_ROOT), config.trainer
 
     def loss(model: Any, part: Any) -> Any:
         (parts, sums), metrics = example_losses(model, part.batch, config.z_loss)

@@ -14,6 +14,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import Sharding
 
 from models.decoder.config import DecoderConfig
+from models.decoder.experts import SparseExperts
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
 from models.lm import LanguageModel, build_model
@@ -37,14 +38,30 @@ from stacked_remat.training import (
 )
 
 
-def run_optimizer(config: LmRunConfig) -> optax.GradientTransformation | FusedOptimizer:
-    """The optimizer with the schedule and dtypes of a run."""
-    dtype, steps = config.trainer.precision.optimizer_state, config.trainer.num_steps
-    if not config.trainer.update.fused:
-        return build_optimizer(config.optimizer, steps, state_dtype=dtype)
-    without_clipping = dataclasses.replace(config.optimizer, max_grad_norm=None)
-    of_layer = build_optimizer(without_clipping, steps, state_dtype=dtype)
-    return FusedOptimizer(of_layer, config.optimizer.max_grad_norm)
+def run_optimizer(
+    config: LmRunConfig, eps_root: float = 0.0
+) -> optax.GradientTransformation | FusedOptimizer:
+    """The optimizer with the schedule and dtypes of a run; `eps_root` as `build_optimizer` takes it."""
+    most, steps = config.optimizer.max_grad_norm, config.trainer.num_steps
+    options: Any = {"state_dtype": config.trainer.precision.optimizer_state, "eps_root": eps_root}
+    unclipped = build_optimizer(dataclasses.replace(config.optimizer, max_grad_norm=None), steps, **options)
+    if config.trainer.update.fused:
+        return FusedOptimizer(unclipped, most)
+    if most is not None and isinstance(config.model, DecoderConfig) and config.model.balances_by_bias:
+        return optax.chain(optax.masked(optax.clip_by_global_norm(most), _but_router_biases), unclipped)
+    return build_optimizer(config.optimizer, steps, **options)
+
+
+def _but_router_biases(model: Any) -> Any:
+    """True for all arrays but the biases of routers, whose gradients are directions."""
+
+    def mark(node: Any) -> Any:
+        marks = jax.tree.map(lambda _: True, node)
+        if not isinstance(node, SparseExperts) or node.bias is None:
+            return marks
+        return eqx.tree_at(lambda one: one.bias.array, marks, False)
+
+    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, SparseExperts))
 
 
 def initial_state(

@@ -52,17 +52,20 @@ class AttentionConfig:
                 f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
                 f"position see all before it."
             )
-        types = self.layer_types
-        if not types:
-            return
-        if (SLIDING in types) != (self.window is not None):
+        if self.layer_types and (SLIDING in self.layer_types) != (self.window is not None):
             raise ValueError(
                 "model.attention.window is of layers of the type sliding_attention. Give both, or leave "
                 "model.attention.window and model.attention.layer_types out."
             )
-        # The shortest list that repeats to this one, so that equal patterns are equal configs.
-        size = next(n for n in range(1, len(types) + 1) if types == (types[:n] * len(types))[: len(types)])
-        object.__setattr__(self, "layer_types", None if size == 1 else types[:size])
+
+    @property
+    def shortest(self) -> "AttentionConfig":
+        """The shortest list of types that repeats to this one, so that equal patterns are equal configs."""
+        types = self.layer_types or ()
+        size = next(
+            (n for n in range(2, len(types)) if types == (types[:n] * len(types))[: len(types)]), None
+        )
+        return replace(self, layer_types=types[:size] if len({*types}) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,11 @@ class LatentConfig:
     def __post_init__(self) -> None:
         sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
         check_positive("model.latent", self, *sizes)
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"model.latent.rotary_dim = {self.rotary_dim} must be even, because the rotary embedding "
+                f"turns pairs of coordinates."
+            )
         if self.value_dim > self.plain_dim + self.rotary_dim:
             raise ValueError(
                 f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
@@ -287,6 +295,13 @@ class DecoderConfig(LmConfig):
             raise ValueError(f"model.num_layers is {self.num_layers}; at most {_MOST_LAYERS} are supported.")
         self._check_heads()
         check_choices("model", self)
+        types = self.attention.layer_types or ()
+        if len(types) > self.num_layers:
+            raise ValueError(
+                f"model.attention.layer_types has {len(types)} entries for model.num_layers = "
+                f"{self.num_layers}. Give at most one for each layer."
+            )
+        object.__setattr__(self, "attention", self.attention.shortest)
 
     @property
     def remat_names(self) -> tuple[str, ...]:

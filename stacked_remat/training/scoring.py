@@ -230,7 +230,16 @@ class StepScorer:
         metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
         if auxiliary_of is not None:
             sums = jax.tree.map(_over_batch, sums, is_leaf=is_named_array)
-            metrics |= auxiliary_of(model, sums)[1]
+            trained, frozen = eqx.partition(model, options["trainable"])
+
+            def of_model(trained: Any) -> tuple[Array, Metrics]:
+                loss, metrics = auxiliary_of(eqx.combine(trained, frozen), sums)
+                return loss / self._config.update.microbatches, metrics
+
+            # The gradients so far are by the sums alone, and the loss may depend on the model besides.
+            own, more = eqx.filter_grad(of_model, has_aux=True)(trained)
+            gradients = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype), gradients, own)
+            metrics |= more
         norms = None
         if scoring.config.norms:
             alone = lambda model, one: of_examples(model, one)[1][0]  # noqa: E731

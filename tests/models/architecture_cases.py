@@ -93,11 +93,12 @@ CASES: dict[str, tuple[str, dict]] = {
         _DENSE | dict(tie_word_embeddings=True, sliding_window=3, num_key_value_heads=4, rope_theta=100.0),
     ),
     "DeepSeek V3": ("DeepseekV3", _DEEPSEEK),
-    "DeepSeek V3, no ranks of queries, no groups, biases, halves, raw gates": (
+    "DeepSeek V3, no ranks of queries, no groups, biases, halves, raw gates, odd widths": (
         "DeepseekV3",
         _DEEPSEEK
         | dict(q_lora_rank=None, n_group=1, topk_group=1, attention_bias=True, rope_interleave=False)
-        | dict(norm_topk_prob=False, first_k_dense_replace=0, tie_word_embeddings=True),
+        | dict(norm_topk_prob=False, first_k_dense_replace=0, tie_word_embeddings=True)
+        | dict(hidden_size=30, qk_nope_head_dim=5),
     ),
     "DeepSeek V3, yarn": (
         "DeepseekV3",

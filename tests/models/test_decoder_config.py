@@ -80,9 +80,18 @@ def test_types_of_layers_repeat_and_are_kept_at_their_shortest():
     sliding, full = "sliding_attention", "full_attention"
     config = Qwen3Config(num_layers=5, attention=AttentionConfig(window=3, layer_types=(sliding, full)))
     assert [spec.window for spec in config.specs] == [3, None, 3, None, 3]
-    whole = AttentionConfig(window=3, layer_types=(sliding, full, sliding, full, sliding))
-    assert whole == config.attention
-    assert AttentionConfig(window=3, layer_types=(sliding,) * 4) == AttentionConfig(window=3)
+    for types, kept in (
+        ((sliding, full, sliding, full, sliding), (sliding, full)),
+        ((sliding, sliding, full, full, full), (sliding, sliding, full, full, full)),
+        ((sliding,) * 4, None),
+    ):
+        whole = AttentionConfig(window=3, layer_types=types)
+        found = Qwen3Config(num_layers=5, attention=whole)
+        assert found.attention == AttentionConfig(window=3, layer_types=kept)
+    with pytest.raises(ValueError, match="layer_types has 5 entries for model.num_layers = 4. Give at most"):
+        Qwen3Config(
+            num_layers=4, attention=AttentionConfig(window=3, layer_types=(sliding, full) * 2 + (full,))
+        )
 
 
 def test_layers_may_be_of_several_kinds():

@@ -6,6 +6,7 @@ import json
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
@@ -20,8 +21,9 @@ from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
+from models.run_state import initial_state, run_optimizer
 from stacked_remat.lora import LoraConfig
-from stacked_remat.training import TokenBatch, TrainerConfig, UpdateConfig
+from stacked_remat.training import SgdConfig, TokenBatch, TrainerConfig, UpdateConfig
 
 from .random_weights import random_weights
 
@@ -91,6 +93,23 @@ def test_biases_of_routers_follow_the_load():
     assert found["frozen"][0] == found["by_load"][0] and not np.any(found["frozen"][1])
     np.testing.assert_array_equal(found["by_load"][1], np.sign(load - load.mean(axis=-1, keepdims=True)))
     assert np.any(found["by_load"][1])
+
+
+def test_the_norm_of_gradients_leaves_the_biases_out():
+    config = LmRunConfig(
+        model=dataclasses.replace(CONFIG, bias="by_load"),
+        vocab_size=Vocab.size,
+        optimizer=SgdConfig(learning_rate=1.0, warmup=0, momentum=0.0, weight_decay=0.0, max_grad_norm=1e-3),
+    )
+    state = initial_state(config)
+    gradients = jax.tree.map(jnp.ones_like, state.trained)
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        updates, _ = run_optimizer(config).update(gradients, state.optimizer_state, state.trained)
+    of_biases = updates.layers.stacks["sparse"].stacked.mlp.bias.array
+    np.testing.assert_array_equal(of_biases, -1.0)
+    others = eqx.tree_at(lambda model: model.layers.stacks["sparse"].stacked.mlp.bias, updates, None)
+    squares = sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(others))
+    np.testing.assert_allclose(squares, 1e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

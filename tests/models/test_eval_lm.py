@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -19,7 +20,8 @@ from models.eval_lm import ModelToEvaluate, lm_class, main
 from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import write_decoder
 from models.loading import find_model
-from stacked_remat.training import MeshConfig, Partitioning
+from stacked_remat.training import ConfigError, MeshConfig, Partitioning
+from stacked_remat.training.data.chat_template import ChatTemplate
 
 from ..training.data import word_tokenizer
 
@@ -86,6 +88,18 @@ def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
     console = Console(record=True, width=200)
     assert main(["--model", "a", "--tasks", "b"], console) == 1
     assert "pip install 'stacked_remat[eval]'" in console.export_text()
+
+
+def test_a_template_that_changes_the_last_message_is_an_error(folder):
+    found = find_model(str(folder))
+    chat = [{"role": "user", "content": "hello "}]
+    model = ModelToEvaluate(found, found.load())
+    model.tokenizer = cast("Any", SimpleNamespace())
+    model.tokenizer.chat_template = ChatTemplate("<s>{{ messages[-1].content | trim }}</s>", {})
+    assert model.apply_chat_template(chat, add_generation_prompt=False) == "<s>hello"
+    model.tokenizer.chat_template = ChatTemplate("{{ messages[-1].content | upper }}", {})
+    with pytest.raises(ConfigError, match="changes the text of the last message.*--apply_chat_template"):
+        model.apply_chat_template(chat, add_generation_prompt=False)
 
 
 @pytest.mark.torch

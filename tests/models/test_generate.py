@@ -187,14 +187,14 @@ def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, ru
         # 2 of keys and values, layers, numbers of a head, bytes; a prompt is padded to 16 tokens
         size = 2 * 2 * (10**9 + 16) * 8 * 4 >> 20
         assert status == 1 and f"1000000016 tokens take {size:,} MiB for their keys and" in shown
-        assert "has 1,024 MiB. Lower --max_new_tokens" in shown
+        assert "has 1,024 MiB. Use fewer of them" in shown
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
     assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
     assert "--max_new_tokens" not in shown
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
-    assert status == 1 and "Lower --max_new_tokens" in shown
+    assert status == 1 and "Use fewer of them" in shown
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])

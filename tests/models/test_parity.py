@@ -40,6 +40,7 @@ Vocab, Batch, Pos = Axis("vocab", 53), Axis("batch", 2), Axis("position", 11)
 TOKENS = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"]
+ATTENTION += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 MLP = ["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
 

@@ -6,8 +6,10 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from models.lm import next_token_loss
+from models.loading import read_run_config, restored_state
 from models.run_config import LmRunConfig
 from models.run_state import initial_state
 from stacked_remat.ghost.log import read_scores
@@ -88,6 +90,31 @@ def test_a_scored_run_that_is_stopped_and_resumed_equals_one_without(workplace, 
 
     expected = expected_totals(workplace, *run, held_out=held_out, of_example=False)
     np.testing.assert_allclose(totals_of(workplace / "run", 1), expected, rtol=1e-5)
+
+
+def test_biases_by_load_are_updated_as_without_scores(workplace):
+    model = {"type": "deepseek_v3", "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
+    model |= {"bias": "by_load", "initializer_range": 0.1}
+    model["latent"] = {
+        "query_rank": None,
+        "key_value_rank": 4,
+        "plain_dim": 4,
+        "rotary_dim": 2,
+        "value_dim": 4,
+    }
+    model["experts"] = {"num_experts": 3, "experts_per_token": 1, "intermediate_dim": 8}
+    model["experts"] |= {"load_balance_weight": 0.0, "router_dtype": "float32"}
+    text = (workplace / "config.yaml").read_text().partition("vocab_size")[2]
+    entries = yaml.safe_load("vocab_size" + text) | {"model": model}
+    (workplace / "config.yaml").write_text(yaml.safe_dump(entries))
+    few, found = ("--trainer.num_steps", "3"), []
+    for run, options in (("plain", ()), ("run", ghost(auxiliary_losses="included"))):
+        assert train(workplace, *few, *options, run=run) == 0
+        state = restored_state(workplace / run, read_run_config(workplace / run))
+        found.append(state.trained.layers.stacked.mlp.bias.array)
+    assert np.any(found[0])
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-6)
+    assert read_scores(workplace / "run" / "ghost", ["score"]).num_rows
 
 
 OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"

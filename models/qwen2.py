@@ -26,8 +26,8 @@ def later_layers(
     given: ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, Sequence[bool]]:
     """The layers from `max_window_layers` on have the window, if `use_sliding_window`."""
-    window = window if given.boolean("use_sliding_window", False) else None
-    first = given.size("max_window_layers", 28, at_least=0)
+    window = window if given("use_sliding_window", False, bool) else None
+    first = given("max_window_layers", 28, int)
     return window, [window is not None and layer >= first for layer in range(num_layers)]
 
 

@@ -40,15 +40,15 @@ class Qwen3MoeConfig(SparseDecoderConfig):
 def _all_layers(
     given: ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, Sequence[bool]]:
-    window = window if given.boolean("use_sliding_window", False) else None
-    given.size("max_window_layers", 28, at_least=0)  # has no effect
+    window = window if given("use_sliding_window", False, bool) else None
+    given("max_window_layers", 28, int)  # has no effect
     return window, [window is not None] * num_layers
 
 
 def _read_dense_layers(given: ConfigFields, found: Found) -> None:
-    step, num_layers = given.size("decoder_sparse_step", 1), found["num_layers"]
-    dense = set(given.sequence("mlp_only_layers", int, []))
-    if strange := sorted(layer for layer in dense if not 0 <= layer < num_layers):
+    step, num_layers = given("decoder_sparse_step", 1, int) or 1, found["num_layers"]
+    dense = given("mlp_only_layers", [], list)
+    if strange := [layer for layer in dense if layer not in range(num_layers)]:
         raise ValueError(f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to {num_layers - 1}.")
     layers = (i for i in range(num_layers) if i in dense or (i + 1) % step)
     found["experts.dense_layers"] = tuple(layers)

@@ -123,7 +123,7 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     known = _FORMATS[model_type]
     given.config_class = known.config_class
     given.check_quantization(known.quant_methods)
-    vocab_size, found = given.size("vocab_size"), Found()
+    vocab_size, found = given("vocab_size", kind=int), Found()
     for name, entry in known.fields.items():
         entry.read(name, given, found)
     config = _assembled(known.config_class, found)

@@ -22,13 +22,13 @@ from ._adapter import RANK_AXIS, LoraLinear, linear_axes, lora_linears, replace_
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
 from ._peft_layout import (
     PREFIX,
+    Members,
     Pair,
     PeftParameter,
-    Place,
-    any_of,
     assemble,
+    first_of,
+    members_by_target,
     num_rows,
-    places_of,
     take_apart,
     tensor_keys,
 )
@@ -72,17 +72,17 @@ def save_peft(
     """
     safetensors = import_safetensors()
     linears = _linears(model, names)
-    places = places_of([member for linear in linears for member in linear.members.values()])
+    by_target = _by_target(linears)
     pairs = {member: pair for linear in linears for member, pair in linear.pairs().items()}
     if not pairs:
         raise ValueError("The model has no adapters to save: apply_lora makes them.")
-    assembled = {target: assemble(place, pairs) for target, place in places.items()}
-    tensors = {target: tensor for target, tensor in assembled.items() if tensor is not None}
-    members = {target: any_of(places[target]) for target in tensors}
-    others = [target for target in places if target not in tensors]
-    config = describe(tensors, members, others, base_model, task_type)
+    assembled = {target: assemble(members, pairs) for target, members in by_target.items()}
+    tensors = {target: pair for target, pair in assembled.items() if pair is not None}
+    adapted = {target: first_of(by_target[target]) for target in tensors}
+    others = [target for target in by_target if target not in tensors]
+    config = describe(tensors, adapted, others, base_model, task_type)
     arrays = {}
-    for target, (a, b) in tensor_keys(members).items():
+    for target, (a, b) in tensor_keys(adapted).items():
         arrays |= {a: tensors[target].a, b: tensors[target].b}
     text = json.dumps(config, indent=2) + "\n"
     is_new = not folder.exists()
@@ -121,15 +121,13 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
             not have, or tensors are missing, unknown or of another shape: names all of them. Or a stored
             weight is not the model's.
     """
-    linears = _linears(model, names)
-    members = [member for linear in linears for member in linear.members.values()]
-    settings = PeftSettings.read(folder)
-    path, places = adapter_file(folder, TENSORS_FILE), places_of(members)
+    linears, settings = _linears(model, names), PeftSettings.read(folder)
+    path, by_target = adapter_file(folder, TENSORS_FILE), _by_target(linears)
     with opened_safetensors(path) as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-        keys = tensor_keys(_adapted(places, settings, set(shapes)))
+        keys = tensor_keys(_adapted(by_target, settings, set(shapes)))
         weights = _stored_weights(linears, shapes)
-        problems = _problems(keys, weights, shapes, places, settings, linears)
+        problems = _problems(keys, weights, shapes, by_target, settings, linears)
         problems += float_problems({key: file.get_slice(key).get_dtype() for key in shapes})
         if problems:
             raise ValueError(f"The adapters in {path} do not fit the model:\n" + "\n".join(problems))
@@ -142,10 +140,11 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
                 )
         pairs: dict[PeftParameter, Pair] = {}
         for target, (a, b) in keys.items():
-            scale = settings.scale(any_of(places[target]))
-            pairs |= take_apart(places[target], file.get_tensor(a), file.get_tensor(b), scale)
-    found = {linear.path: linear.adapted(pairs, dtype) for linear in linears}
-    return replace_linears(model, {path: new for path, new in found.items() if new is not None})
+            members = by_target[target]
+            whole = Pair(file.get_tensor(a), file.get_tensor(b), settings.scale(first_of(members)))
+            pairs |= take_apart(members, whole)
+    found = ((linear.path, linear.adapted(pairs, dtype)) for linear in linears)
+    return replace_linears(model, {path: new for path, new in found if new is not None})
 
 
 def peft_tensor_names(folder: Path) -> list[str]:
@@ -162,16 +161,7 @@ def peft_tensor_names(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """One linear of the model, in all layers of its stacks.
-
-    Attributes:
-        path: its path.
-        module: the module, adapted or not.
-        stack: sizes of the axes of its stacks.
-        narrow: size of all input axes.
-        wide: size of all output axes.
-        members: the name of each of its matrices, by index in the stacks.
-    """
+    """One linear of the model, adapted or not, with the name of its matrix in each layer of its stacks."""
 
     path: str
     module: Any
@@ -193,8 +183,7 @@ class _Linear:
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         a = np.swapaxes(a.reshape(*self.stack, self.narrow, -1), -1, -2)
         b = np.swapaxes(b.reshape(*self.stack, -1, self.wide), -1, -2)
-        scale = self.module.scale
-        return {member: Pair(a[index], b[index], scale) for index, member in self.members.items()}
+        return {name: Pair(a[index], b[index], self.module.scale) for index, name in self.members.items()}
 
     def has_weight(self, stored: np.ndarray) -> bool:
         """Whether `stored`, of shape `[out, in]`, is the weight, which is of no stack."""
@@ -250,11 +239,18 @@ def _linears(model: Any, names: PeftNames) -> list[_Linear]:
     return found
 
 
-def _adapted(places: Mapping[str, Place], settings: PeftSettings, keys: set[str]) -> dict[str, PeftParameter]:
+def _by_target(linears: Sequence[_Linear]) -> dict[str, Members]:
+    return members_by_target(member for linear in linears for member in linear.members.values())
+
+
+def _adapted(
+    by_target: Mapping[str, Members], settings: PeftSettings, keys: set[str]
+) -> dict[str, PeftParameter]:
     """The targets with adapters: those named by the config, and those with tensors."""
     by_module: dict[str, dict[str, PeftParameter]] = {}
-    for target, place in places.items():
-        by_module.setdefault(any_of(place).module, {})[target] = any_of(place)
+    for target, members in by_target.items():
+        one = first_of(members)
+        by_module.setdefault(one.module, {})[target] = one
     adapted: dict[str, PeftParameter] = {}
     for targets in by_module.values():
         named = {target: member for target, member in targets.items() if settings.targets(member)}
@@ -280,16 +276,16 @@ def _problems(
     keys: Mapping[str, tuple[str, str]],
     weights: Mapping[str, _Linear],
     shapes: Mapping[str, tuple[int, ...]],
-    places: Mapping[str, Place],
+    by_target: Mapping[str, Members],
     settings: PeftSettings,
     linears: Sequence[_Linear],
 ) -> list[str]:
     sizes = {member: (one.narrow, one.wide) for one in linears for member in one.members.values()}
     expected: dict[str, tuple[int, ...]] = {}
     for target, (a, b) in keys.items():
-        one = any_of(places[target])
+        one = first_of(by_target[target])
         (narrow, wide), rows = sizes[one], settings.rank(one) * one.size
-        expected[a], expected[b] = (rows, narrow), (num_rows(places[target], wide), rows)
+        expected[a], expected[b] = (rows, narrow), (num_rows(by_target[target], wide), rows)
     expected |= {key: (linear.wide, linear.narrow) for key, linear in weights.items()}
     problems = entry_problems(expected, shapes)
     for linear in linears:

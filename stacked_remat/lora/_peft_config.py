@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .._files import read_json_fields
-from ._peft_layout import Assembled, PeftParameter
+from ._peft_layout import Pair, PeftParameter
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -45,11 +45,7 @@ _KNOWN = {*_UNSUPPORTED, *_NARROWING, *_READ, *_WITHOUT_EFFECT}
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """The settings of an `adapter_config.json`.
-
-    Attributes:
-        entries: the fields of the file.
-    """
+    """The fields of an `adapter_config.json`."""
 
     entries: Mapping[str, Any]
 
@@ -63,10 +59,6 @@ class PeftSettings:
         """
         path = adapter_file(folder, CONFIG_FILE)
         entries = read_json_fields(path)
-        try:
-            _check(entries)
-        except (TypeError, ValueError, AttributeError, re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{path} can't be used: {error}. Correct it, or save it again.") from error
         refused = [
             f"{name} = {reprlib.repr(entries[name])}"
             for name, neutral in {"peft_type": ("LORA",), **_UNSUPPORTED}.items()
@@ -74,7 +66,8 @@ class PeftSettings:
         ]
         if refused:
             raise ValueError(f"{path} has settings that are not supported: {', '.join(refused)}.")
-        unknown = [name for name, value in entries.items() if name not in _KNOWN and not _is_off(value)]
+        off = {name for name, value in entries.items() if value is False or value in (None, [], {})}
+        unknown = entries.keys() - _KNOWN - off
         if unknown:
             raise ValueError(
                 f"{path} has unknown fields: "
@@ -100,23 +93,16 @@ class PeftSettings:
 
     def scale(self, member: PeftParameter) -> float:
         """Factor of the adapters' outputs."""
-        alpha, rank = (
-            self._pattern("alpha_pattern", member, self.entries.get("lora_alpha", 8)),
-            self.rank(member),
-        )
+        alpha = self._pattern("alpha_pattern", member, self.entries.get("lora_alpha", 8))
+        rank = self.rank(member)
         return alpha / (math.sqrt(rank) if self.entries.get("use_rslora") else rank)
 
     def _pattern(self, which: str, member: PeftParameter, default: Any) -> Any:
-        names = _names(member)
+        names = (member.target, member.module) if member.parameter == "weight" else (member.target,)
         for pattern, value in (self.entries.get(which) or {}).items():
-            if any(re.fullmatch(_as_ending(pattern), name) for name in names):
+            if any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
                 return value
         return default
-
-
-def _names(member: PeftParameter) -> tuple[str, ...]:
-    """The names that patterns of ranks match; for the weight of a module, also the module's."""
-    return (member.target, member.module) if member.parameter == "weight" else (member.target,)
 
 
 def adapter_file(folder: Path, name: str) -> Path:
@@ -126,37 +112,8 @@ def adapter_file(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _is_off(value: Any) -> bool:
-    """Whether an unknown field is off."""
-    return value is None or value is False or value == [] or value == {}
-
-
-def _check(entries: Mapping[str, Any]) -> None:
-    """Refuses ranks and scales that are no numbers, and patterns that are no regular expressions."""
-    patterns = [entries.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
-    numbers = [
-        entries.get("r", 8),
-        entries.get("lora_alpha", 8),
-        *patterns[0].values(),
-        *patterns[1].values(),
-    ]
-    for number in numbers:
-        if not 0 < number < 2**31:
-            raise ValueError("ranks and alphas must be positive numbers below 2**31")
-    if not isinstance(entries.get("use_rslora") or False, bool):
-        raise ValueError("use_rslora must be true or false")
-    modules, parameters = (entries.get(f"target_{name}") or [] for name in ("modules", "parameters"))
-    names = [modules] if isinstance(modules, str) else map(re.escape, modules)
-    for pattern in (*patterns[0], *patterns[1], *names, *map(re.escape, parameters)):
-        re.compile(_as_ending(pattern))
-
-
-def _as_ending(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
-
-
 def describe(
-    tensors: Mapping[str, Assembled],
+    tensors: Mapping[str, Pair],
     members: Mapping[str, PeftParameter],
     others: Sequence[str],
     base_model: str | None,
@@ -165,13 +122,13 @@ def describe(
     """The fields of the file for adapters of these targets.
 
     Args:
-        tensors: the adapters, by target.
+        tensors: by target.
         members: one linear of each target.
         others: the targets without adapters, which shortened names must not match.
-        base_model: name or folder of the base model.
-        task_type: selects PEFT's class around the model.
+        base_model, task_type: as `save_peft` takes them.
     """
-    kinds = {target: (tensor.rank, tensor.scale * tensor.rank) for target, tensor in tensors.items()}
+    ranks = {target: tensor.a.shape[0] // members[target].size for target, tensor in tensors.items()}
+    kinds = {target: (rank, tensors[target].scale * rank) for target, rank in ranks.items()}
     ((rank, alpha), _), *_ = collections.Counter(kinds.values()).most_common()
     modules = [target for target, member in members.items() if not member.parameter]
     parameters = [target for target, member in members.items() if member.parameter]

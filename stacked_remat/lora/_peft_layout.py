@@ -54,13 +54,7 @@ class PeftParameter:
 
 @dataclass(frozen=True)
 class Pair:
-    """The adapter of one linear of one layer, in PEFT's orientation.
-
-    Attributes:
-        a: A transposed.
-        b: B transposed.
-        scale: factor of its output.
-    """
+    """The A and B of one linear of one layer, or of all that share two tensors, as PEFT has them."""
 
     a: Float[np.ndarray, "rank in"]
     b: Float[np.ndarray, "out rank"]
@@ -68,37 +62,37 @@ class Pair:
 
 
 Rows: TypeAlias = tuple[int, int, int] | None
-Place: TypeAlias = Mapping[tuple[Rows, int], PeftParameter]
+Members: TypeAlias = Mapping[tuple[Rows, int], PeftParameter]
 """The linears whose adapters two tensors hold, by rows and index; one if no parameter is shared."""
 
 
-def any_of(place: Place) -> PeftParameter:
+def first_of(members: Members) -> PeftParameter:
     """One of the linears; all have the same target, size and order."""
-    return next(iter(place.values()))
+    return next(iter(members.values()))
 
 
-def num_rows(place: Place, wide: int) -> int:
+def num_rows(members: Members, wide: int) -> int:
     """How many rows a matrix has, if a linear that has all of them has so many outputs."""
-    return max(wide if rows is None else rows[1] for rows, _ in place)
+    return max(wide if rows is None else rows[1] for rows, _ in members)
 
 
-def places_of(members: Iterable[PeftParameter]) -> dict[str, Place]:
-    """Group members by target.
+def members_by_target(parameters: Iterable[PeftParameter]) -> dict[str, Members]:
+    """Group linears by target.
 
     Raises:
-        ValueError: two linears have one position, or members of a target disagree on its layout.
+        ValueError: two linears have one position, or those of a target disagree on its layout.
     """
-    places: dict[str, dict[tuple[Rows, int], PeftParameter]] = {}
-    for one in members:
-        place = places.setdefault(one.target, {})
-        if (one.rows, one.index) in place:
+    found: dict[str, dict[tuple[Rows, int], PeftParameter]] = {}
+    for one in parameters:
+        members = found.setdefault(one.target, {})
+        if (one.rows, one.index) in members:
             raise ValueError(f"Two linears are named {one}.")
-        place[one.rows, one.index] = one
-    for target, place in places.items():
-        kinds = {(one.size, one.order) for one in place.values()}
+        members[one.rows, one.index] = one
+    for target, members in found.items():
+        kinds = {(one.size, one.order) for one in members.values()}
         if len(kinds) > 1:
             raise ValueError(f"The linears named {target} disagree on (size, order): {sorted(kinds)}.")
-    return {**places}
+    return {**found}
 
 
 def tensor_keys(targets: Mapping[str, PeftParameter]) -> dict[str, tuple[str, str]]:
@@ -118,33 +112,16 @@ def tensor_keys(targets: Mapping[str, PeftParameter]) -> dict[str, tuple[str, st
     return keys
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """The tensors of one place.
-
-    Attributes:
-        a: the tensor of all A.
-        b: the tensor of all B.
-        rank: of one matrix, summed over its parts.
-        scale: factor of every output.
-    """
-
-    a: Float[np.ndarray, "size*rank in"]
-    b: Float[np.ndarray, "rows rank*size"]
-    rank: int
-    scale: float
-
-
-def assemble(place: Place, pairs: Mapping[PeftParameter, Pair]) -> Assembled | None:
-    """The two tensors for those of `pairs` that are of this place; None if none is.
+def assemble(members: Members, pairs: Mapping[PeftParameter, Pair]) -> Pair | None:
+    """The two tensors, `[size * rank, in]` and `[rows, rank * size]`, for those of `pairs` that are members.
 
     Raises:
         ValueError: only some of the matrices have an adapter, or scales differ.
     """
-    own = {at: pairs[member] for at, member in place.items() if member in pairs}
+    own = {at: pairs[member] for at, member in members.items() if member in pairs}
     if not own:
         return None
-    layout, present = any_of(place), sorted({rows for rows, _ in own}, key=lambda rows: rows or ())
+    layout, present = first_of(members), sorted({rows for rows, _ in own}, key=lambda rows: rows or ())
     lacking = [(rows, i) for rows in present for i in range(layout.size) if (rows, i) not in own]
     scales = {pair.scale for pair in own.values()}
     if lacking or len(scales) > 1:
@@ -152,36 +129,30 @@ def assemble(place: Place, pairs: Mapping[PeftParameter, Pair]) -> Assembled | N
         raise ValueError(f"The adapters of {layout.target} can't be written as one: {reason}.")
     some, rank = own[present[0], 0], sum(own[rows, 0].a.shape[0] for rows in present)
     a = np.zeros((layout.size, rank, some.a.shape[1]), np.float32)
-    b = np.zeros((num_rows(place, some.b.shape[0]), rank, layout.size), np.float32)
+    b = np.zeros((num_rows(members, some.b.shape[0]), rank, layout.size), np.float32)
     first = 0
     for rows in present:
         columns = slice(first, first + own[rows, 0].a.shape[0])
         for index in range(layout.size):
             a[index, columns] = own[rows, index].a
-            place[rows, index].outputs(b)[:, columns, index] = own[rows, index].b
+            members[rows, index].outputs(b)[:, columns, index] = own[rows, index].b
         first = columns.stop
-    return Assembled(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), rank, scales.pop())
+    return Pair(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), scales.pop())
 
 
-def take_apart(place: Place, a: np.ndarray, b: np.ndarray, scale: float) -> dict[PeftParameter, Pair]:
+def take_apart(members: Members, pair: Pair) -> dict[PeftParameter, Pair]:
     """The inverse of `assemble`.
 
     A part of a matrix gets the columns of B that are not all zero in its rows, and none has an adapter if all
     are; in a B of zeros, every part has the whole rank.
-
-    Args:
-        place: the linears whose adapters the tensors hold.
-        a: the tensor of all A.
-        b: the tensor of all B.
-        scale: of all of them.
     """
-    size, parts = any_of(place).size, {rows for rows, _ in place}
-    a = a.reshape(size, -1, a.shape[-1])
-    b = b.reshape(b.shape[0], -1, size)
+    size, parts = first_of(members).size, {rows for rows, _ in members}
+    a = pair.a.reshape(size, -1, pair.a.shape[-1])
+    b = pair.b.reshape(pair.b.shape[0], -1, size)
     whole, pairs = len(parts) == 1 or not b.any(), {}
-    used = {member.rows: whole or member.outputs(b).any(axis=(0, 2)) for member in place.values()}
-    for (rows, index), member in place.items():
+    used = {member.rows: whole or member.outputs(b).any(axis=(0, 2)) for member in members.values()}
+    for (rows, index), member in members.items():
         columns = np.broadcast_to(used[rows], a.shape[1])
         if columns.any():
-            pairs[member] = Pair(a[index, columns], member.outputs(b)[:, columns, index], scale)
+            pairs[member] = Pair(a[index, columns], member.outputs(b)[:, columns, index], pair.scale)
     return pairs

@@ -2,9 +2,7 @@
 
 import builtins
 import errno
-import functools
 import json
-import math
 import re
 import resource
 
@@ -261,22 +259,6 @@ def test_other_kinds_of_adapters_are_refused(saved, settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"r": "8"}, ".*not supported between"),
-        ({"r": 0}, "ranks and alphas must be positive"),
-        ({"rank_pattern": {"q": -1}}, "ranks and alphas must be positive"),
-        ({"alpha_pattern": [1]}, ".*no attribute"),
-        ({"target_modules": "("}, ".*missing"),
-    ],
-)
-def test_values_that_peft_does_not_write_are_refused(saved, settings, message):
-    rewrite(saved, **settings)
-    with pytest.raises(ValueError, match=f"adapter_config.json can't be used: {message}.*Correct it"):
-        load_peft(model(), saved, names)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
         ({"lora_scale_by": "depth"}, "'lora_scale_by'"),
         ({"use_later": True, "rank_of_later": 0}, "'rank_of_later', 'use_later'"),
         ({"\x1b[2J": 1}, r"'\\x1b\[2J'"),
@@ -291,20 +273,6 @@ def test_unknown_fields_are_refused(saved, settings, message):
 def test_unknown_fields_that_are_switched_off_are_accepted(saved):
     rewrite(saved, use_later=False, later_config=None, later_modules=[], lora_dropout=0.1, revision="main")
     load_peft(model(), saved, names)
-
-
-def test_odd_configs_are_read_or_refused_with_a_short_error(saved):
-    nested = functools.reduce(lambda inner, _: [inner], range(200), [])
-    odd = [None, True, 0, -1, 10**400, 1e308, math.nan, math.inf, "", "(", "(?i)x", "x" * 9999, nested]
-    odd += [[], {}, [None], [[]], {"a": 1}, {"(": 1}, {"(?i)a": 1}, {"x": 10**400}, {"\x1b": []}]
-    whole = json.loads((saved / "adapter_config.json").read_text())
-    for name in [*whole, "bias", "use_qalora", "modules_to_save", "layers_to_transform", "odd"]:
-        for value in odd:
-            (saved / "adapter_config.json").write_text(json.dumps(whole | {name: value}))
-            try:
-                load_peft(model(), saved, names)
-            except ValueError as error:
-                assert len(str(error)) < 5000 and "\x1b" not in str(error)
 
 
 def test_duplicate_fields_and_deep_nesting_are_refused(saved):

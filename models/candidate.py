@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from models.decoder.config import DecoderConfig, SparseDecoderConfig
@@ -13,7 +14,7 @@ from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, TargetError, Trial, find_target, plan, report
-from stacked_remat.ops import expert_backend
+from stacked_remat.ops import UnsupportedCallError, expert_backend
 from stacked_remat.training import (
     ConfigError,
     Partitioning,
@@ -243,6 +244,23 @@ class Candidate:
             f"(trainer.mesh){stream if can_stream and not at_least else ''}.",
             limit=target.memory,
         )
+
+    def check_applies(self) -> None:
+        """Refuses what would otherwise fail only when the first step is traced; costs no memory.
+
+        Raises:
+            ConfigError: the model can't be divided over the devices, or applied here, such as with a kernel
+                for another kind of device.
+        """
+        batch, state = self.shapes
+        try:
+            with self.partitioning.active():
+                if self.config.trainer.update.fused:  # has rules of its own for the loss
+                    eqx.filter_eval_shape(self._train_step, batch, state)
+                else:
+                    eqx.filter_eval_shape(self.config.loss, state.model, batch)
+        except UnsupportedCallError as error:  # other errors are the model's, whose traceback is wanted
+            raise ConfigError(f"The model of this config can't be applied here: {error}") from error
 
     @property
     def _sizes_host(self) -> bool:

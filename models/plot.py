@@ -1,6 +1,6 @@
-"""Draws the losses of a run, in the terminal and as a PNG.
+"""Draws the losses of a run in the terminal.
 
-    python -m models.plot --run_dir runs/mine [--out losses.png]
+    python -m models.plot --run_dir runs/mine
 
 Reads `metrics.jsonl` of a run folder of `models.train_lm`, of a run that is finished or not.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from models.command import local_path, run_command, shown_on
-from stacked_remat.training import ConfigError, DataError, lasting_console
+from stacked_remat.training import DataError, lasting_console
 
 Losses = Mapping[str, Sequence[tuple[int, float]]]
 """Steps and losses, by the name of the metric."""
@@ -81,56 +81,20 @@ def text_plot(losses: Losses) -> str:
     return "\n".join([*lines, " " * 9 + "+" + "-" * _WIDTH, " " * 10 + axis, names])
 
 
-def save_plot(losses: Losses, path: Path, title: str) -> None:
-    """Writes the losses as a PNG.
-
-    Raises:
-        ConfigError: matplotlib is not installed; names the extra.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("The PNG needs matplotlib: pip install 'stacked_remat[plot]'.") from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="step", ylabel="loss, nats a token")
-    for name, points in losses.items():
-        axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else "")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(str(path))
-
-
 def main(arguments: Sequence[str]) -> int:
     """The command: returns the exit status."""
     show = shown_on(lasting_console())
-
-    def work(arguments: Sequence[str], _: object) -> int:
-        options = _parser().parse_args(arguments)
-        losses, path = read_losses(options.run_dir), options.out or options.run_dir / "losses.png"
-        show(text_plot(losses))
-        try:
-            save_plot(losses, path, str(options.run_dir))
-        except ConfigError as error:
-            if options.out is not None:
-                raise
-            show(str(error))
-            return 0
-        show(f"wrote {path}")
-        return 0
-
-    return run_command(work, arguments, show)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m models.plot", description=(__doc__ or "").splitlines()[0]
     )
-    add = parser.add_argument
-    add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
-    add("--out", type=local_path, metavar="FILE", help="the PNG (losses.png in the run folder)")
-    add("--debug", action="store_true", help="show the traceback of an error")
-    return parser
+    parser.add_argument("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def work(arguments: Sequence[str], _: object) -> int:
+        show(text_plot(read_losses(parser.parse_args(arguments).run_dir)))
+        return 0
+
+    return run_command(work, arguments, show)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from stacked_remat.training import (
     OptimizerConfig,
     TrainerConfig,
     check_remat,
+    config_as_dict,
     learning_rate_schedule,
     load_tokenizer,
 )
@@ -163,6 +164,11 @@ class LmRunConfig:
     def loss(self) -> LossFunction:
         """The loss to minimise."""
         return functools.partial(next_token_loss, z_loss=self.z_loss)
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Any]:
+        """The config as a tree of plain values, for files and for trackers."""
+        return config_as_dict(self)
 
     @property
     def Vocab(self) -> Axis:

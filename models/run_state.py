@@ -21,11 +21,9 @@ from models.lm import LanguageModel, build_model
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
-from stacked_remat.ops import UnsupportedCallError
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
-    ConfigError,
     DataConfig,
     FusedOptimizer,
     MeshConfig,
@@ -33,7 +31,6 @@ from stacked_remat.training import (
     TokenBatch,
     TrainState,
     build_optimizer,
-    build_step,
     cast_parameters,
 )
 
@@ -162,30 +159,6 @@ def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:
         return TokenBatch(tokens, tokens, hax.ones(axes, dtype=jnp.float32), documents, documents)
 
     return partitioning.batch_shapes(eqx.filter_eval_shape(first_batch))
-
-
-def check_step(config: LmRunConfig, partitioning: Partitioning) -> None:
-    """Refuses what would otherwise fail only when the first step is traced; costs no memory.
-
-    Raises:
-        ConfigError: the model can't be divided over the devices, or applied here, such as with a kernel for
-            another kind of device.
-    """
-    state, batch = state_shapes(config, partitioning), batch_shapes(config.data, partitioning)
-    try:
-        with partitioning.active():
-            if config.trainer.update.fused:  # has rules of its own for the loss
-                step = build_step(
-                    config.trainer,
-                    loss_function=config.loss,
-                    optimizer=run_optimizer(config),
-                    partitioning=partitioning,
-                )
-                eqx.filter_eval_shape(step, batch, state)
-            else:
-                eqx.filter_eval_shape(config.loss, state.model, batch)
-    except UnsupportedCallError as error:  # other errors are the model's, whose traceback is wanted
-        raise ConfigError(f"The model of this config can't be applied here: {error}") from error
 
 
 def saved_arrays(state: TrainState) -> TrainState:

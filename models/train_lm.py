@@ -26,7 +26,6 @@ from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import (
-    check_step,
     initial_state,
     run_optimizer,
     saved_arrays,
@@ -53,7 +52,6 @@ from stacked_remat.training import (
     TrainState,
     build_trackers,
     check_trackers,
-    config_as_dict,
     held_out_evaluators,
     learning_rate_schedule,
     load_tokenizer,
@@ -92,7 +90,8 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         WeightsError, FileNotFoundError: the weights to begin with can't be read, or are not of this model.
         NonFiniteLossError: training diverged.
     """
-    config, partitioning, tokenizer = _prepared_in_all(config, progress)
+    step, tokenizer = _prepared_in_all(config, progress)
+    config, partitioning = step.config, step.partitioning
     data = in_turn(
         lambda: open_training_data(
             config.data,
@@ -123,7 +122,7 @@ def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> Trai
         trackers = _trackers(config, folder, position, closing)
         scoring = run_scoring(config, validation, tokenizer, folder, position.step if position else 0)
         if jax.process_index() == 0:
-            folder.begin(config_as_dict(config))
+            folder.begin(config.entries)
         progress.message(_summary(config, data.summary, state, folder))
         closing.enter_context(ending_with_others())
         began, first = time.monotonic(), int(state.step)
@@ -220,7 +219,7 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
             return None
         return RunFolder.open(
             root,
-            config_as_dict(config),
+            config.entries,
             overwrite=config.trainer.checkpoint.overwrite and is_first,
             accept_changes=config.trainer.checkpoint.accept_changes,
         )
@@ -245,41 +244,35 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
         )
 
 
-def _prepared_in_all(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Partitioning, Tokenizer]:
+def _prepared_in_all(config: LmRunConfig, progress: Progress) -> tuple[Candidate, Tokenizer]:
     """`_prepared` in all processes; refuses configs that differ."""
-    check_same_in_all(config_as_dict(config), "Start all with the same config file and arguments.")
+    check_same_in_all(config.entries, "Start all with the same config file and arguments.")
     prepared = agreed(functools.partial(_prepared, config, progress))
-    check_same_in_all(config_as_dict(prepared[0]), "Write the policy as `remat`, in place of `auto`.")
+    check_same_in_all(prepared[0].config.entries, "Write the policy as `remat`, in place of `auto`.")
     return prepared
 
 
-def _prepared(config: LmRunConfig, progress: Progress) -> tuple[LmRunConfig, Partitioning, Tokenizer]:
-    """The config as it is resolved, the mesh and the tokenizer; refuses what can't run here."""
+def _prepared(config: LmRunConfig, progress: Progress) -> tuple[Candidate, Tokenizer]:
+    """The step with its final model, policy and streaming; refuses what can't fit or run here."""
     check_trackers(config.trainer.trackers)
     check_scoring(config)
-    partitioning = Partitioning.of(config.trainer.mesh)
-    partitioning.check_batch(config.data.batch_size, config.data.seq_len, config.trainer.update.microbatches)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_date)
-    return _resolved(config, progress, partitioning), partitioning, tokenizer
-
-
-def _resolved(config: LmRunConfig, progress: Progress, partitioning: Partitioning) -> LmRunConfig:
-    """The config with its final model, policy and streaming; refuses what can't fit or run here."""
+    Candidate(config).check_batch()
     with backends_taken() as taken:
-        config = _fitting(config.resolved(), progress)
-        check_step(config, partitioning)
+        step = _fitting(Candidate(config.resolved()), progress)
+        step.check_applies()
     for what, backend in taken.items():
         progress.message(f"{what}: {backend}")
-    if config.policy is not None and config.policy.offloads:
+    if step.policy.offloads:
         check_offload()
-    return config
+    return step, load_tokenizer(config.data.tokenizer, config.data.chat_date)
 
 
-def _fitting(config: LmRunConfig, progress: Progress) -> LmRunConfig:
-    step = Candidate(config)
+def _fitting(step: Candidate, progress: Progress) -> Candidate:
+    """The step under the policy that fits the budget, if it has one."""
+    config = step.config
     if config.policy is not None or config.budget is None:
         step.check()
-        return config
+        return step
     step.check(at_least=True)
     progress.message(f"looking for the remat policy that fits {config.budget}")
     found = step.plan(budget=config.budget, host_budget=config.host_budget)
@@ -287,7 +280,7 @@ def _fitting(config: LmRunConfig, progress: Progress) -> LmRunConfig:
     fitting = step.having(STREAMED if found.streamed else {}, found.policy)
     if found.streamed:
         fitting.check()  # the memory of this host
-    return fitting.config
+    return fitting
 
 
 def _checkpoints(config: LmRunConfig, folder: RunFolder, closing: contextlib.ExitStack) -> Checkpoints:
@@ -295,7 +288,7 @@ def _checkpoints(config: LmRunConfig, folder: RunFolder, closing: contextlib.Exi
     checkpoints = Checkpoints(
         folder.checkpoints,
         config.trainer.checkpoint,
-        run_config=config_as_dict(config),
+        run_config=config.entries,
         saved=saved_arrays,
     )
     closing.callback(checkpoints.close)
@@ -309,7 +302,7 @@ def _trackers(
         return []
     done = -1 if position is None else position.step
     more = build_trackers(
-        config.trainer.trackers, folder.root, config_as_dict(config), resumed_after=position and position.step
+        config.trainer.trackers, folder.root, config.entries, resumed_after=position and position.step
     )
     trackers = [JsonLinesTracker(folder.metrics, resumed_after=done), *more]
     for tracker in trackers:

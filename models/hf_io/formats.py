@@ -73,7 +73,7 @@ _NONE = "no architecture is registered: import models.architectures"
 
 
 def register_format(known: HfFormat) -> None:
-    """Registers a format for reading and writing."""
+    """Registers an architecture."""
     _FORMATS[known.model_type] = known
 
 

@@ -76,7 +76,16 @@ class SafetensorsFolder:
             WeightsError: a file is truncated or not a safetensors file, or a tensor is in two files and no
                 index assigns it to one.
         """
-        paths, promised = _paths(root)
+        promised = _promised(root)
+        paths = sorted({*promised.values()}) or [root / SINGLE]
+        if missing := [str(path.relative_to(root)) for path in paths if not path.is_file()]:
+            raise FileNotFoundError(
+                f"{root} lacks {shortened(missing)}, which its {INDEX} names. The download may be "
+                f"incomplete; fetch the folder again."
+                if promised
+                else f"There is neither {SINGLE} nor {INDEX} in {root}. Weights are read in the safetensors "
+                f"format only."
+            )
         stored: dict[str, StoredTensor] = {}
         for path in paths:
             for name, tensor in _tensors(path).items():
@@ -126,14 +135,7 @@ class SafetensorsFolder:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, whose header has been read.
-
-    Attributes:
-        path: the file.
-        offset: its first byte there.
-        shape: its shape.
-        dtype: what the format calls its dtype.
-    """
+    """A tensor in a safetensors file, from its first byte on, as the file's header describes it."""
 
     path: Path
     offset: int
@@ -225,11 +227,7 @@ def write_safetensors(
 
 
 def check_new_folder(root: Path) -> None:
-    """Refuses to write to a folder that exists and is not empty.
-
-    Raises:
-        FileExistsError: it does.
-    """
+    """Raises FileExistsError for a folder that exists and is not empty."""
     root = Path(os.path.realpath(root))
     # `exists` is false for a link to itself.
     if os.path.lexists(root) and (not root.is_dir() or any(root.iterdir())):
@@ -238,12 +236,7 @@ def check_new_folder(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that is made only when it is written.
-
-    Attributes:
-        num_bytes: its size.
-        make: makes it.
-    """
+    """A tensor that is made only when it is written."""
 
     num_bytes: int
     make: Callable[[], Shaped[np.ndarray, "..."]]
@@ -255,32 +248,13 @@ def weight_files(root: Path) -> list[str]:
     Raises:
         WeightsError: the index can't be read.
     """
-    if not (root / INDEX).is_file():
-        return [SINGLE]
-    return sorted({path.relative_to(root).as_posix() for path in _promised(root).values()})
-
-
-def _paths(root: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files that hold tensors, and the file of each tensor by the index, if there is one."""
-    if (root / INDEX).is_file():
-        promised = _promised(root)
-        paths = sorted(set(promised.values()))
-        if missing := [str(path.relative_to(root)) for path in paths if not path.is_file()]:
-            raise FileNotFoundError(
-                f"{root} lacks {shortened(missing)}, which its {INDEX} names. The download may be "
-                f"incomplete; fetch the folder again."
-            )
-        return paths, promised
-    if not (root / SINGLE).is_file():
-        raise FileNotFoundError(
-            f"There is neither {SINGLE} nor {INDEX} in {root}. Weights are read in the "
-            f"safetensors format only."
-        )
-    return [root / SINGLE], {}
+    return sorted({path.relative_to(root).as_posix() for path in _promised(root).values()}) or [SINGLE]
 
 
 def _promised(root: Path) -> dict[str, Path]:
-    """The file of every tensor by the index, below the folder."""
+    """The file of every tensor by the index, below the folder; empty without an index."""
+    if not (root / INDEX).is_file():
+        return {}
     weight_map = read_json(root / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(

@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
+from models.candidate import Candidate
 from models.command import error_message
 from models.decoder.config import ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.run_state import check_step, initial_state
+from models.run_state import initial_state
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
     MeshConfig,
-    Partitioning,
     TrainerConfig,
     UpdateConfig,
 )
@@ -34,7 +34,7 @@ def test_errors_of_a_model_are_not_errors_of_its_config(monkeypatch, standard_pr
     trainer = TrainerConfig(update=UpdateConfig(fused=fused), mesh=MeshConfig(axes={"data": 1}))
     config = LmRunConfig(model=MODEL, vocab_size=11, trainer=trainer)
     with pytest.raises(ValueError, match="operands do not fit") as raised:
-        check_step(config, Partitioning.of(trainer.mesh))
+        Candidate(config).check_applies()
     assert type(raised.value) is ValueError and error_message(raised.value) is None
 
     monkeypatch.setattr(Decoder, "unembedding", lambda self: self.no_such_field)

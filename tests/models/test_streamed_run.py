@@ -23,7 +23,7 @@ from models.generate import main as generate
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.run_state import check_step, initial_state, run_optimizer, state_shapes
+from models.run_state import initial_state, run_optimizer, state_shapes
 from stacked_remat.lora import LoraConfig, merge_lora
 from stacked_remat.training import (
     AdamWConfig,
@@ -91,7 +91,7 @@ def kinds(state):
 def trained(config):
     """The state after two steps, and its metrics; nothing moves between memories, or compiles twice."""
     partitioning = Partitioning.of(config.trainer.mesh)
-    check_step(config, partitioning)
+    Candidate(config).check_applies()
     optimizer = run_optimizer(config)
     step = build_step(
         config.trainer, loss_function=next_token_loss, optimizer=optimizer, partitioning=partitioning

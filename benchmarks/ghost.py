@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from models.decoder.config import DecoderConfig, ExpertsConfig
-from models.lm import LanguageModel, build_model
+from models.decoder.decoder import Decoder
 from models.lora import with_adapters
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
@@ -40,7 +40,7 @@ from .record import memory_row, timed_in_turn
 Vocab = Axis("vocab", 1024)
 
 
-def token_means(model: LanguageModel, batch: TokenBatch) -> NamedArray:
+def token_means(model: Decoder, batch: TokenBatch) -> NamedArray:
     """The mean cross entropy of each example's tokens, without auxiliary losses."""
     hidden, _ = model.hidden_states(batch.tokens, documents=batch.documents, positions=batch.positions)
     head = model.unembedding()
@@ -103,7 +103,7 @@ def _cases(tokens: int, rows: tuple[int, ...]) -> Iterator[tuple[dict[str, Any],
 
     def large() -> Any:
         key = jax.random.key(0)
-        model = build_model(config.model, config.Vocab, remat="nested", key=key)
+        model = Decoder.init(config.model, config.Vocab, remat="nested", key=key)
         model = cast_parameters(model, config.trainer.precision.parameters)
         return with_adapters(model, config.lora, key=key)
 
@@ -127,7 +127,7 @@ def small(layers: str, trained: str, remat: ScanCheckpointSpec = True, hidden: i
     config: DecoderConfig = Qwen3Config(**sizes)
     if layers == "experts":
         config = Qwen3MoeConfig(**sizes, experts=ExpertsConfig(8, 2, hidden))
-    model = build_model(config, Vocab, remat=remat, key=jax.random.key(0))
+    model = Decoder.init(config, Vocab, remat=remat, key=jax.random.key(0))
     if trained == "all":
         return model, jax.tree.map(lambda _: True, model)
     model = apply_lora(model, LoraConfig(rank=8, targets=("layers.*proj",)), key=jax.random.key(1))

@@ -29,7 +29,8 @@ from haliax import Axis, NamedArray
 
 from models.architectures import Qwen3Config
 from models.decoder.config import AttentionConfig
-from models.lm import build_model, example_losses as sequence_losses
+from models.decoder.decoder import Decoder
+from models.lm import example_losses as sequence_losses
 from stacked_remat import fold, ghost, scan
 from stacked_remat.training import TokenBatch
 from stacked_remat.training.data.files import standard_library_files
@@ -93,7 +94,7 @@ def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:
     tokens = np.array([[*row] for row in rows[: count + held_out]], np.int32)
     attention = AttentionConfig(backend="exact")  # which has second derivatives
     config = Qwen3Config(32, num_layers=2, num_heads=2, num_kv_heads=1, attention=attention, mlp_dim=64)
-    model = build_model(config, Axis("vocab", 256), remat=True, key=jax.random.key(0))
+    model = Decoder.init(config, Axis("vocab", 256), remat=True, key=jax.random.key(0))
 
     def batch(rows: np.ndarray) -> TokenBatch:
         own = tokens[rows]

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from haliax import Axis
 
-from models.lm import build_model, next_token_loss
+from models.decoder.decoder import Decoder
+from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from stacked_remat.training import (
     TrainState,
@@ -55,7 +56,7 @@ def run_step(arguments: list[str]) -> dict[str, Any]:
     batch = random_batch(config.data.batch_size, config.data.seq_len, VOCAB.size)
     optimizer = build_optimizer(config.optimizer, config.trainer.num_steps)
     remat = remat_policy(config.remat, config.model.remat_presets)
-    initial = functools.partial(build_model, config.model, VOCAB, remat=remat)
+    initial = functools.partial(Decoder.init, config.model, VOCAB, remat=remat)
     state = TrainState.init(eqx.filter_jit(initial)(key=jax.random.key(0)), optimizer)
     step = functools.partial(train_step, loss_function=next_token_loss, optimizer=optimizer)
     compiled = eqx.filter_jit(step, donate="all-except-first").lower(batch, state).compile()

@@ -31,7 +31,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from models.lm import build_model, next_token_loss
+from models.decoder.decoder import Decoder
+from models.lm import next_token_loss
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
@@ -164,7 +165,7 @@ def forward_and_backward(
     def initial(remat: ScanCheckpointSpec) -> Any:
         def make() -> Any:
             key = jax.random.key(0)
-            model = build_model(config.model, config.Vocab, remat=remat, key=key)
+            model = Decoder.init(config.model, config.Vocab, remat=remat, key=key)
             model = cast_parameters(model, config.trainer.precision.parameters)
             model, trainable = with_adapters(model, config.lora, key=key)
             return eqx.partition(model, trainable)

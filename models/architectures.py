@@ -1,6 +1,5 @@
-"""Importing this module registers every config, builder and format."""
+"""Importing this module registers every config and format."""
 
-from models.decoder import decoder as decoder  # registers the builder that they share
 from models.deepseek_v3 import DeepseekV3Config as DeepseekV3Config
 from models.gemma3 import Gemma3Config as Gemma3Config
 from models.gpt_oss import GptOssConfig as GptOssConfig

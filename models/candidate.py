@@ -9,7 +9,6 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from models.decoder.config import DecoderConfig, SparseDecoderConfig
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
@@ -63,12 +62,9 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """What `leaner` changes: keys of the config, and their values."""
-        model = self.config.model
-        tiles = model.tiles if isinstance(model, DecoderConfig) else 1
-        blocks = {}
-        if isinstance(model, SparseDecoderConfig):
-            blocks = {"model.experts.backend": model.experts.backend}
-        return {"model.tiles": tiles, **blocks}
+        experts = self.config.model.sparse
+        blocks = {} if experts is None else {"model.experts.backend": experts.backend}
+        return {"model.tiles": self.config.model.tiles, **blocks}
 
     @property
     def label(self) -> str:
@@ -101,8 +97,6 @@ class Candidate:
         both.
         """
         model, blocks, tiles = self.config.model, {}, {}
-        if not isinstance(model, DecoderConfig):
-            return []
         if self.settings.get("model.experts.backend") == "auto":
             device = find_target(self.target).devices()[0]
             if expert_backend(model.compute_dtype, device) != "block":

@@ -25,12 +25,11 @@ from models.hf_io.config_fields import (
     rope,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
-from models.lm import LmConfig
 from stacked_remat.ops import YarnRotary
 from stacked_remat.training.config_checks import check_choices, check_positive
 
 
-@LmConfig.register_subclass("deepseek_v3")
+@SparseDecoderConfig.register_subclass("deepseek_v3")
 @dataclass(frozen=True)
 class DeepseekV3Config(SparseDecoderConfig):
     """A DeepSeek V3 decoder.

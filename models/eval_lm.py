@@ -24,11 +24,10 @@ from jaxtyping import Array
 from rich.console import Console
 
 from models.command import local_path, run_command, shown_on
-from models.decoder.config import DecoderConfig
+from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import generate_text
-from models.lm import LanguageModel
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.training import (
     BATCH_AXIS,
@@ -56,7 +55,7 @@ class ModelToEvaluate:
     def __init__(
         self,
         found: FoundModel,
-        model: LanguageModel,
+        model: Decoder,
         *,
         batch_size: int = 16,
         max_length: int | None = None,
@@ -67,10 +66,7 @@ class ModelToEvaluate:
         self._partitioning = partitioning or Partitioning.of(MeshConfig({"data": 1}, {}, {}))
         rows = self._partitioning.parts_of(BATCH_AXIS)
         self.batch_size = -(-batch_size // rows) * rows
-        known = (
-            found.config.rotary.max_position_embeddings if isinstance(found.config, DecoderConfig) else 2048
-        )
-        self.max_length = max_length or known
+        self.max_length = max_length or found.config.rotary.max_position_embeddings
 
     @property
     def eot_token_id(self) -> int:
@@ -194,7 +190,7 @@ def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
 
 
 @eqx.filter_jit
-def _scores(model: LanguageModel, tokens: Any, targets: Any) -> tuple[Array, Array]:
+def _scores(model: Decoder, tokens: Any, targets: Any) -> tuple[Array, Array]:
     """The log-likelihood of every target `[batch, position]`, and whether it is the likeliest token."""
     Batch, Pos = Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1])
     hidden, _ = model.hidden_states(hax.named(tokens, (Batch, Pos)))

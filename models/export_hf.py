@@ -19,7 +19,6 @@ import yaml
 from rich.console import Console
 
 from models.command import escaped, local_path, run_command, shown_on
-from models.decoder.decoder import Decoder
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.hub import push_folder
@@ -36,7 +35,7 @@ def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
 
     Raises:
         FileExistsError: there is something in the folder.
-        WeightsError: there are no adapters, or the model has no such format; or as `FoundModel.read`.
+        WeightsError: there are no adapters; or as `FoundModel.read`.
         DataError: the model's tokenizer is not where it was.
 
     Cost: that of `FoundModel.read`, and the host memory of one file; adapters are merged in place.
@@ -46,10 +45,6 @@ def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
         raise WeightsError("There are no adapters. Export the whole model, without --adapters.")
     texts, fields = ({}, {}) if adapters else generation_files(found)
     model = found.read(None)
-    if not isinstance(model, Decoder):
-        raise WeightsError(
-            f"A {type(model).__name__} can't be exported: only decoders have a Hugging Face format."
-        )
     card = model_card(found, out.name, "adapter" if adapters else "finetune")
     if adapters:
         save_adapters(out, model, base_model=found.base)

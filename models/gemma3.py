@@ -15,10 +15,9 @@ from models.hf_io.config_fields import (
     windows,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
-from models.lm import LmConfig
 
 
-@LmConfig.register_subclass("gemma3_text")
+@DecoderConfig.register_subclass("gemma3_text")
 @dataclass(frozen=True)
 class Gemma3Config(DecoderConfig):
     """A Gemma 3 decoder.

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 
 from models.command import encodable, escaped, local_path, run_command, shown_on
+from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import (
@@ -34,7 +35,6 @@ from models.generation.text_generation import (
     generate_text,
     in_order,
 )
-from models.lm import LanguageModel
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.training import ChatTemplateError, ConfigError
 from stacked_remat.training.config_checks import check_date
@@ -59,7 +59,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     texts, write = _texts(options), _writer(console, raw=options.raw)
     begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
     sampling, found = _sampling(options), model_of_arguments(options, options.chat_date)
-    model: LanguageModel | None = None
+    model: Decoder | None = None
     stops = ()
     if options.chat:
         with _template_errors(found):

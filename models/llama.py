@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from models.decoder.config import DecoderConfig
 from models.hf_io.config_fields import DECODER_FIELDS, rope
 from models.hf_io.formats import HfFormat, register_format
-from models.lm import LmConfig
 
 
-@LmConfig.register_subclass("llama")
+@DecoderConfig.register_subclass("llama")
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
     """A Llama decoder."""

@@ -1,223 +1,30 @@
-"""The interface of language models: their registry of configs, hidden states, logits, and the loss.
+"""The loss of a decoder on a batch, whole or sequence by sequence.
 
-A model maps tokens to hidden states, which is the expensive part, and has the matrix from these to logits.
-The loss applies that matrix itself, so that it decides how many logits exist at once.
+A decoder maps tokens to hidden states, which is the expensive part. The loss applies the head's matrix
+itself, so that it decides how many logits exist at once.
 """
 
-import abc
-import functools
-import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import draccus
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
-from jaxtyping import Array, Float, PRNGKeyArray
+from haliax import NamedArray
+from jaxtyping import Array, Float
 
-from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked
+from models.decoder.decoder import Decoder
+from models.decoder.experts import AuxiliaryLoss
 from stacked_remat.ops import chunked_cross_entropy
-from stacked_remat.training import NO_PRESETS, POSITION_AXIS, ConfigError, Metrics, RematPresets, TokenBatch
-
-
-class AuxiliaryLoss(eqx.Module):
-    """The terms that layers add to the loss, and their metrics.
-
-    Attributes:
-        loss: a scalar, already weighted, to be added to the cross entropy.
-        metrics: named scalars or arrays for the log; they carry no gradient.
-        statistics: the means over tokens of which both are functions, for `LanguageModel.auxiliary`.
-    """
-
-    loss: Float[Array, ""]
-    metrics: Metrics
-    statistics: Any = None
-
-
-class LanguageModel(eqx.Module):
-    """A causal language model over the named axis `Vocab`."""
-
-    Vocab: eqx.AbstractVar[Axis]
-
-    @abc.abstractmethod
-    def hidden_states(
-        self,
-        tokens: NamedArray,
-        *,
-        documents: NamedArray | None = None,
-        positions: NamedArray | None = None,
-    ) -> tuple[NamedArray, AuxiliaryLoss]:
-        """Maps tokens `[..., Pos]` to final hidden states `[..., Pos, Embed]` and auxiliary losses.
-
-        Args:
-            tokens: integers.
-            documents: integers like `tokens`; a position sees only positions with its own. 0 is padding,
-                which auxiliary losses leave out. None for one document and no padding.
-            positions: integers like `tokens`, the position of each in its document; None to count from the
-                start of the sequence.
-        """
-
-    def auxiliary(self, statistics: Any) -> AuxiliaryLoss:
-        """The auxiliary losses of tokens of which these are the means, as `hidden_states` returns them."""
-        return AuxiliaryLoss(jnp.zeros(()), {})
-
-    @abc.abstractmethod
-    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, Any]:
-        """Reads the beginnings of sequences at once, and makes the cache that later tokens need.
-
-        Args:
-            tokens: integers `[Batch, position]`. Rows may differ in length: pad the shorter ones at their
-                ends with any tokens, which no earlier position sees and `decode` overwrites.
-            slots: how many tokens the longest sequence will have in the end.
-
-        Returns:
-            Hidden states `[Batch, position, Embed]`, as `hidden_states` gives them, and the cache: a tree of
-            arrays of fixed shapes.
-        """
-
-    @abc.abstractmethod
-    def decode(self, tokens: NamedArray, positions: NamedArray, cache: Any) -> tuple[NamedArray, Any]:
-        """Reads one more token of each sequence.
-
-        Args:
-            tokens: integers `[Batch]`.
-            positions: integers `[Batch]`, the position of each in its sequence, below the cache's slots;
-                earlier positions have been read.
-            cache: of `prefill` or an earlier `decode`.
-
-        Returns:
-            Hidden states `[Batch, Embed]`, as `hidden_states` of the whole sequence has them at `positions`,
-            and the cache with these tokens. Donated to a jitted function, it is updated in place.
-        """
-
-    @abc.abstractmethod
-    def unembedding(self) -> NamedArray:
-        """The matrix `[Embed, Vocab]`, its axes in any order, that maps hidden states to logits."""
-
-    def logits(self, hidden: NamedArray) -> NamedArray:
-        """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`."""
-        weight = self.unembedding()
-        (Embed,) = (axis for axis in weight.axes if axis != self.Vocab)
-        return hax.dot(hidden, weight.astype(hidden.dtype), axis=Embed).astype(jnp.float32)
-
-
-class LmConfig(draccus.ChoiceRegistry):
-    """Registry of model configs: `model: {type: NAME, ...}` in YAML picks the dataclass of that name.
-
-    A config is only data; the module that defines the model registers its constructor with `build_model`.
-
-    Attributes:
-        num_layers: how many layers it has.
-        compute_dtype: dtype of activations.
-    """
-
-    num_layers: int
-    compute_dtype: Literal["float32", "bfloat16"]
-
-    @property
-    def remat_names(self) -> tuple[str, ...] | None:
-        """The names that `checkpoint_name` gives to values inside its layers; None if unknown."""
-        return None
-
-    @property
-    def remat_presets(self) -> RematPresets:
-        """Named policies for the `remat` config entry."""
-        return NO_PRESETS
-
-    def num_weights(self, vocab_size: int) -> int:
-        """How many numbers the model has, computed without making it."""
-        make = functools.partial(build_model, self, Axis("vocab", vocab_size), remat=True)
-        shapes = eqx.filter_eval_shape(lambda key: make(key=key), jax.random.key(0))
-        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-    def cache_bytes(self, rows: int, slots: int) -> int:
-        """The size of the cache that `LanguageModel.prefill` makes of so many sequences."""
-        raise NotImplementedError(f"{type(self).__name__} has no cache_bytes.")
-
-
-def check_remat_names(config: LmConfig, policy: ScanCheckpointPolicy | None, key: str = "remat") -> None:
-    """Refuses a policy that saves or offloads names that the model's layers lack, which would do nothing.
-
-    Raises:
-        ConfigError: lists the names.
-    """
-    if policy is None or config.remat_names is None:
-        return
-    if isinstance(policy.first_policy, ScanCheckpointPolicy):
-        check_remat_names(config, policy.first_policy, f"{key}.first_policy")
-    internals = policy.save_block_internals
-    saved = {
-        "save_block_internals": internals if isinstance(internals, tuple) else (),
-        "offload_block_internals": policy.offload_block_internals,
-    }
-    for field, names in saved.items():
-        for name in names:
-            if name not in config.remat_names:
-                raise ConfigError(
-                    f"{key}.{field} has {name!r}, which names nothing in a layer of this model. "
-                    f"Valid: {', '.join(config.remat_names) or 'none (with model.tiles nothing has a name)'}."
-                )
-
-
-def check_remat_levels(policy: ScanCheckpointPolicy, num_layers: int) -> None:
-    """Refuses levels that can't cut the layers.
-
-    Args:
-        policy: of the layers.
-        num_layers: how many there are.
-
-    Raises:
-        ConfigError: the outer levels make more parts than there are layers, or all levels hold too few.
-    """
-    if not isinstance(policy.nested, tuple):
-        return
-    length = num_layers - policy.first_layers
-    parts = math.prod(policy.nested[:-1])
-    if 0 < length < parts:
-        raise ConfigError(
-            f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
-            f"and this model has {length} layers to cut. Give smaller numbers, fewer of them, or nested: "
-            f"true."
-        )
-    try:
-        if length > 1:
-            policy.schedule(length)
-    except ValueError as error:
-        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.") from error
-
-
-@functools.singledispatch
-def build_model(
-    config: LmConfig,
-    Vocab: Axis,
-    *,
-    remat: ScanCheckpointSpec,
-    key: PRNGKeyArray,
-    init_stack: Callable[..., Any] = Stacked.init,
-) -> LanguageModel:
-    """Makes the model that `config` describes, with float32 parameters, its layers under the policy `remat`.
-
-    `init_stack(Layers, Block, remat=remat)` makes what builds layers of one kind, as `Stacked.init` does.
-
-    Raises:
-        TypeError: no builder is registered for this type of config.
-    """
-    raise TypeError(
-        f"No builder is registered for {type(config).__name__}. Import the package that defines the model, "
-        f"and register its builder there with `@build_model.register`."
-    )
+from stacked_remat.training import POSITION_AXIS, Metrics, TokenBatch
 
 
 def next_token_loss(
-    model: LanguageModel, batch: TokenBatch, z_loss: float = 0.0
+    model: Decoder, batch: TokenBatch, z_loss: float = 0.0
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean cross entropy of the next token, in nats, plus the model's auxiliary losses.
 
     Args:
-        model: any causal language model.
+        model: the decoder.
         batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do not see each other.
         z_loss: as `chunked_cross_entropy` takes it; the cross entropy includes it.
 
@@ -232,7 +39,7 @@ def next_token_loss(
 
 
 def example_losses(
-    model: LanguageModel, batch: TokenBatch, z_loss: float = 0.0
+    model: Decoder, batch: TokenBatch, z_loss: float = 0.0
 ) -> tuple[tuple[NamedArray, Any], Metrics]:
     """`next_token_loss`, sequence by sequence.
 
@@ -251,11 +58,11 @@ def example_losses(
     return (parts, sums), {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
 
 
-def auxiliary_of_sums(model: LanguageModel, sums: Any) -> tuple[Float[Array, ""], Metrics]:
+def auxiliary_of_sums(model: Decoder, sums: Any) -> tuple[Float[Array, ""], Metrics]:
     """The auxiliary losses of sequences, which they have together, and their metrics.
 
     Args:
-        model: any causal language model.
+        model: the decoder.
         sums: of `example_losses`, added up over the sequences.
     """
     of_statistics, count = sums
@@ -264,7 +71,7 @@ def auxiliary_of_sums(model: LanguageModel, sums: Any) -> tuple[Float[Array, ""]
     return found.loss, found.metrics
 
 
-def _token_losses(model: LanguageModel, batch: TokenBatch, z_loss: float) -> tuple[NamedArray, AuxiliaryLoss]:
+def _token_losses(model: Decoder, batch: TokenBatch, z_loss: float) -> tuple[NamedArray, AuxiliaryLoss]:
     """The weighted cross entropy of every token, `[Batch, Pos]`, and the model's auxiliary losses."""
     hidden, auxiliary = model.hidden_states(
         batch.tokens, documents=batch.documents, positions=batch.positions

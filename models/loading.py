@@ -17,13 +17,14 @@ from haliax import Axis
 from jaxtyping import PyTree
 
 from models.command import local_path
+from models.decoder.config import DecoderConfig
+from models.decoder.decoder import Decoder, num_weights
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.formats import read_hf_config
 from models.hf_io.hub import ADAPTER_CONFIG, model_folder
 from models.hf_io.pretrained import end_tokens
 from models.hf_io.safetensors_folder import WeightsError, read_json
-from models.lm import LanguageModel, LmConfig
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, saved_arrays, state_shapes
 from stacked_remat import streaming
@@ -69,12 +70,12 @@ class FoundModel:
         weights: their shapes, with shardings, if some are read to host memory.
     """
 
-    config: LmConfig
+    config: DecoderConfig
     Vocab: Axis
     tokenizer: Tokenizer
     tokenizer_name: str
     ends: tuple[int, ...]
-    read: Callable[[Partitioning | None], LanguageModel] = field(repr=False)
+    read: Callable[[Partitioning | None], Decoder] = field(repr=False)
     root: Path | None = None
     base: str | None = None
     run: LmRunConfig | None = None
@@ -88,7 +89,7 @@ class FoundModel:
                 f"{self.Vocab.size} rows. Name the model's own with --tokenizer."
             )
 
-    def load(self, partitioning: Partitioning | None = None) -> LanguageModel:
+    def load(self, partitioning: Partitioning | None = None) -> Decoder:
         """The model with its adapters merged, its weights in the dtype in which it computes."""
         model = merge_lora(self.read(partitioning), donate=True)
         return cast_parameters(model, self.config.compute_dtype)
@@ -105,8 +106,8 @@ class FoundModel:
             "The run has trainer.streaming: its layers are read to the host. Give the process more memory.",
         )
         on_host = filter(streaming.is_on_host, jax.tree.leaves(self.weights))
-        num_weights = self.config.num_weights(self.Vocab.size) - sum(leaf.size for leaf in on_host)
-        weights = num_weights * jnp.dtype(self.config.compute_dtype).itemsize
+        numbers = num_weights(self.config, self.Vocab.size) - sum(leaf.size for leaf in on_host)
+        weights = numbers * jnp.dtype(self.config.compute_dtype).itemsize
         cache, memory = self.config.cache_bytes(1, slots), memory_bytes(jax.local_devices()[0])
         if memory is not None and weights > memory:
             raise ConfigError(
@@ -194,7 +195,7 @@ def find_model(
         tokenizer = str(own[0])
     tokens = load_tokenizer(tokenizer, chat_date or _today())
 
-    def read(partitioning: Partitioning | None) -> LanguageModel:
+    def read(partitioning: Partitioning | None) -> Decoder:
         sharding = None if partitioning is None else partitioning.weight_sharding
         model = read_decoder(root, config, Vocab, remat=False, dtype=dtype, sharding=sharding)
         return model if adapters is None else load_adapters(model, adapters)
@@ -212,8 +213,7 @@ def _of_run(
 ) -> FoundModel:
     config = read_run_config(run_dir, step)
     if dtype is not None:
-        model: Any = config.model
-        config = replace(config, model=replace(model, compute_dtype=dtype))
+        config = replace(config, model=replace(config.model, compute_dtype=dtype))
     tokenizer = tokenizer or config.data.tokenizer
     tokens = load_tokenizer(tokenizer, chat_date or config.data.chat_date or _today())
     weights = None
@@ -290,7 +290,7 @@ def restored_state(run_dir: Path, config: LmRunConfig, step: int | None = None) 
 
 def _trained_model(
     run_dir: Path, config: LmRunConfig, step: int | None, partitioning: Partitioning | None
-) -> LanguageModel:
+) -> Decoder:
     """The model of `restored_state` alone."""
     like = _like(run_dir, config, step, partitioning)
     trained = load_checkpoint(run_dir / _CHECKPOINTS, like.trained, step=step, part="trained")

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PRNGKeyArray
 
-from models.lm import LanguageModel
+from models.decoder.decoder import Decoder
 from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter
 from stacked_remat.training import ConfigError, Trainable
 
@@ -13,9 +13,7 @@ _EMBEDDING = "the embedding is not a linear map, and only these have adapters"
 _WITHOUT_ADAPTERS = {"lm_head": _HEAD, "embed_tokens": _EMBEDDING, "embedding": _EMBEDDING}
 
 
-def with_adapters(
-    model: LanguageModel, lora: LoraConfig | None, *, key: PRNGKeyArray
-) -> tuple[LanguageModel, Trainable]:
+def with_adapters(model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray) -> tuple[Decoder, Trainable]:
     """The model to train, and which of its arrays: only adapters, or all without `lora`.
 
     Raises:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from models.decoder.config import DecoderConfig
 from models.hf_io.config_fields import DECODER_FIELDS, Field, Only, rope, window_of_all
 from models.hf_io.formats import HfFormat, register_format
-from models.lm import LmConfig
 
 
-@LmConfig.register_subclass("mistral")
+@DecoderConfig.register_subclass("mistral")
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
     """A Mistral decoder."""

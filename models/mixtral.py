@@ -12,10 +12,9 @@ from models.hf_io.config_fields import (
     window_of_all,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
-from models.lm import LmConfig
 
 
-@LmConfig.register_subclass("mixtral")
+@SparseDecoderConfig.register_subclass("mixtral")
 @dataclass(frozen=True)
 class MixtralConfig(SparseDecoderConfig):
     """A Mixtral decoder."""

@@ -6,10 +6,9 @@ from typing import ClassVar
 from models.decoder.config import DecoderConfig, LayerSpec
 from models.hf_io.config_fields import DECODER_FIELDS, Field, full_every, rope, windows
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
-from models.lm import LmConfig
 
 
-@LmConfig.register_subclass("olmo3")
+@DecoderConfig.register_subclass("olmo3")
 @dataclass(frozen=True)
 class Olmo3Config(DecoderConfig):
     """An OLMo 3 decoder; the scaling of rotary frequencies is of layers without a window alone."""

@@ -7,10 +7,9 @@ from typing import Any
 from models.decoder.config import AttentionConfig, DecoderConfig, LayerSpec
 from models.hf_io.config_fields import DECODER_FIELDS, Computed, ConfigFields, Field, Found, windows
 from models.hf_io.formats import HfFormat, register_format
-from models.lm import LmConfig
 
 
-@LmConfig.register_subclass("qwen2")
+@DecoderConfig.register_subclass("qwen2")
 @dataclass(frozen=True)
 class Qwen2Config(DecoderConfig):
     """A Qwen2 decoder; `attention.bias` does not give the output projection one."""

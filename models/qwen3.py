@@ -16,12 +16,11 @@ from models.hf_io.config_fields import (
     windows,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
-from models.lm import LmConfig
 from models.qwen2 import later_layers, window_fields
 from stacked_remat._messages import shown
 
 
-@LmConfig.register_subclass("qwen3")
+@DecoderConfig.register_subclass("qwen3")
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     """A dense Qwen3 decoder: every layer has one MLP."""
@@ -29,7 +28,7 @@ class Qwen3Config(DecoderConfig):
     block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head")
 
 
-@LmConfig.register_subclass("qwen3_moe")
+@DecoderConfig.register_subclass("qwen3_moe")
 @dataclass(frozen=True)
 class Qwen3MoeConfig(SparseDecoderConfig):
     """A Qwen3 decoder with experts in every layer, or in all but some."""

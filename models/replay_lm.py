@@ -26,7 +26,6 @@ from haliax import Axis, NamedArray
 from rich.console import Console
 
 from models.command import local_path, run_command, shown_on
-from models.decoder.config import DecoderConfig
 from models.lm import auxiliary_of_sums, example_losses, next_token_loss
 from models.loading import read_run_config, restored_state
 from models.run_config import LmRunConfig
@@ -150,8 +149,6 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
     ):
         if is_set:
             raise ConfigError(f"A run with {key} can't be replayed: its steps have no derivatives.")
-    if not isinstance(config.model, DecoderConfig):
-        return config
     attention = dataclasses.replace(config.model.attention, backend="exact")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
 

@@ -10,10 +10,11 @@ from haliax import Axis
 
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
+from models.decoder.remat_presets import check_remat_levels, check_remat_names
 from models.hf_io.formats import differing_fields
 from models.hf_io.hub import model_folder
 from models.hf_io.pretrained import pretrained_config
-from models.lm import LmConfig, check_remat_levels, check_remat_names, next_token_loss
+from models.lm import next_token_loss
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
@@ -65,7 +66,7 @@ class LmRunConfig:
         trainer: length, updates, precision, checkpoints, reports and the run folder.
     """
 
-    model: LmConfig = field(default_factory=Qwen3MoeConfig)
+    model: DecoderConfig = field(default_factory=Qwen3MoeConfig)
     initialize_from_hf: str | None = None
     use_hf_model_config: bool = False
     vocab_size: int | None = None
@@ -84,14 +85,13 @@ class LmRunConfig:
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
         key = f"remat ({self.remat})" if isinstance(self.remat, str) else "remat"
-        check_remat_names(self.model, self.policy, key)
+        check_remat_names(self.model.remat_names, self.policy, key)
         check_distributed(self.distributed)
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns it off.")
         self._check_streaming()
         self._check_ghost()
-        is_balanced = isinstance(self.model, DecoderConfig) and self.model.balances_by_bias
-        if is_balanced and (self.lora or self.trainer.update.fused):
+        if self.model.balances_by_bias and (self.lora or self.trainer.update.fused):
             raise ValueError(
                 "model.bias: by_load goes with neither lora, under which biases are frozen, nor "
                 "trainer.update.fused. Write model.bias: frozen."
@@ -213,6 +213,6 @@ class LmRunConfig:
                     f"The tokenizer {self.data.tokenizer!r} has {tokens} tokens, and the model's embedding "
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
-        if isinstance(model, DecoderConfig) and self.policy is not None:
+        if self.policy is not None:
             check_remat_levels(self.policy, model.num_layers)
         return dataclasses.replace(self, model=model, vocab_size=rows)

@@ -5,7 +5,6 @@ import math
 
 import jax
 
-from models.decoder.config import DecoderConfig, SparseDecoderConfig
 from models.lm import auxiliary_of_sums, example_losses
 from models.run_config import LmRunConfig
 from stacked_remat.ghost import ScoreLog, ScoreLogError
@@ -31,7 +30,7 @@ def check_scoring(config: LmRunConfig) -> None:
     """
     if config.ghost is None:
         return
-    if getattr(config.model, "tiles", 1) > 1:
+    if config.model.tiles > 1:
         raise ConfigError("ghost scores layers that are not cut: leave out model.tiles, or leave out ghost.")
     if "experts" in config.trainer.mesh.compute_mapping:
         raise ConfigError(
@@ -92,9 +91,9 @@ def run_scoring(
 
 
 def _has_auxiliary_losses(config: LmRunConfig) -> bool:
-    """Whether the model adds to the cross entropy; one of an unknown kind may."""
-    if not isinstance(config.model, SparseDecoderConfig):
-        return not isinstance(config.model, DecoderConfig)
-    experts = config.model.experts
+    """Whether the model adds to the cross entropy."""
+    experts = config.model.sparse
+    if experts is None:
+        return False
     weights = experts.load_balance_weight_used, experts.z_loss_weight
     return config.model.balances_by_bias or any(weight > 0 for weight in weights)

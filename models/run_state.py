@@ -13,11 +13,10 @@ import optax
 from haliax import Axis, NamedArray
 from jax.sharding import Sharding
 
-from models.decoder.config import DecoderConfig
+from models.decoder.decoder import Decoder
 from models.decoder.experts import SparseExperts
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
-from models.lm import LanguageModel, build_model
 from models.lora import with_adapters
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
@@ -44,7 +43,7 @@ def run_optimizer(
     unclipped = build_optimizer(dataclasses.replace(config.optimizer, max_grad_norm=None), steps, **options)
     if config.trainer.update.fused:
         return FusedOptimizer(unclipped, most)
-    if most is not None and isinstance(config.model, DecoderConfig) and config.model.balances_by_bias:
+    if most is not None and config.model.balances_by_bias:
         return optax.chain(optax.masked(optax.clip_by_global_norm(most), _but_router_biases), unclipped)
     return build_optimizer(config.optimizer, steps, **options)
 
@@ -89,7 +88,7 @@ def initial_state(
 
     partitioning, streamed = partitioning or _one_device(), config.trainer.streaming
 
-    def begin(weights: LanguageModel) -> TrainState:
+    def begin(weights: Decoder) -> TrainState:
         adapted, trainable = with_adapters(weights, config.lora, key=model_key)
         if streamed and config.trainer.update.fused:  # adapters too
             adapted = streaming.to_host(adapted)
@@ -102,12 +101,11 @@ def initial_state(
         return (streaming if streamed else Stacked).init(Layers, init, remat=remat)
 
     def begin_at_random() -> TrainState:
-        make = functools.partial(build_model, config.model, config.Vocab, init_stack=init_stack)
+        make = functools.partial(Decoder.init, config.model, config.Vocab, init_stack=init_stack)
         return begin(cast_parameters(make(remat=remat, key=model_key), dtype))
 
     if config.initialize_from_hf is None or not read_weights:
         return partitioning.init_sharded(begin_at_random)
-    assert isinstance(config.model, DecoderConfig)  # or it was not resolved
     streamed_axis = config.model.Layers.name if streamed else None
 
     def sharding(weight: NamedArray) -> Sharding:

@@ -16,10 +16,11 @@ import jax
 import numpy as np
 import optax
 
+from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
-from models.lm import build_model, next_token_loss
+from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch
@@ -28,7 +29,7 @@ folder = Path(tempfile.mkdtemp())
 tiny = Qwen3Config(
     hidden_dim=64, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=128, initializer_range=0.1
 )
-random = build_model(tiny, hax.Axis("vocab", 256), remat=True, key=jax.random.key(0))
+random = Decoder.init(tiny, hax.Axis("vocab", 256), remat=True, key=jax.random.key(0))
 write_decoder(folder / "base", random)
 print("written:", ", ".join(sorted(path.name for path in (folder / "base").iterdir())))
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from models.decoder.remat_presets import DENSE_NAMES, SPARSE_NAMES, decoder_remat_presets
-from models.lm import LmConfig
 from stacked_remat.ops import RotaryScaling, rotary_from_hf, rotary_to_hf
 from stacked_remat.training import RematPresets
 from stacked_remat.training.config_checks import check_choices, check_positive
@@ -249,10 +248,11 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class DecoderConfig(LmConfig):
+class DecoderConfig(draccus.ChoiceRegistry):
     """A decoder in which every layer has one MLP, and what decoders with experts share with it.
 
-    An architecture is a subclass, which says in `block` and `layer` what its layers are.
+    An architecture is a subclass, which says in `block` and `layer` what its layers are, and is registered by
+    the name that `model: {type: NAME, ...}` has.
 
     Attributes:
         block: what all layers of an architecture have alike.
@@ -310,7 +310,7 @@ class DecoderConfig(LmConfig):
 
     @property
     def remat_presets(self) -> RematPresets:
-        """As of `decoder_remat_presets`."""
+        """Named policies for the `remat` config entry."""
         return decoder_remat_presets(self._internal_names)
 
     @property
@@ -438,24 +438,25 @@ class SparseDecoderConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_layers("model.experts.dense_layers", self.experts.dense_layers, self.num_layers)
+        dense, last = self.experts.dense_layers, self.num_layers - 1
+        if list(dense) != sorted({*dense} & {*range(self.num_layers)}):
+            raise ValueError(
+                f"model.experts.dense_layers = {list(dense)} must be numbers of layers from 0 to {last}, in "
+                f"increasing order."
+            )
 
     def _check_all_sparse(self) -> None:
         """Refuses what has no effect in an architecture with experts in every layer."""
-        if self.mlp_dim is not None:
+        odd = {
+            f"mlp_dim = {self.mlp_dim}": self.mlp_dim is not None,
+            f"experts.dense_layers = {list(self.experts.dense_layers)}": self.experts.dense_layers,
+            "experts.norm_topk_prob = false": not self.experts.norm_topk_prob,
+        }
+        for entry in (entry for entry, is_odd in odd.items() if is_odd):
             raise ValueError(
-                f"model.mlp_dim = {self.mlp_dim} has no effect: every layer of this architecture has "
-                f"experts, whose width is model.experts.intermediate_dim."
-            )
-        if self.experts.dense_layers:
-            raise ValueError(
-                f"model.experts.dense_layers = {list(self.experts.dense_layers)}: every layer of this "
-                f"architecture has experts. Leave it out."
-            )
-        if not self.experts.norm_topk_prob:
-            raise ValueError(
-                "model.experts.norm_topk_prob is false: the weights of the experts that a token chooses sum "
-                "to one in this architecture. Leave it out."
+                f"model.{entry} has no effect: in this architecture every layer has experts, of the width "
+                f"model.experts.intermediate_dim, and the weights of a token's experts sum to one. Leave it "
+                f"out."
             )
 
     @property
@@ -494,14 +495,3 @@ def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
 
 draccus.decode.register(RotaryScaling, _decode_scaling)
 draccus.encode.register(RotaryScaling, lambda scaling, *_: rotary_to_hf(scaling))
-
-
-def _require_layers(where: str, layers: tuple[int, ...] | None, num_layers: int) -> None:
-    if layers is None:
-        return
-    strange = [layer for layer in layers if not 0 <= layer < num_layers]
-    if strange or list(layers) != sorted(set(layers)):
-        raise ValueError(
-            f"{where} = {list(layers)} must be numbers of layers from 0 to {num_layers - 1}, in increasing "
-            f"order" + (f"; there is no layer {strange[0]}." if strange else ".")
-        )

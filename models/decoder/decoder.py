@@ -17,11 +17,11 @@ from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
 from models.decoder.attention import Attention
 from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
-from models.decoder.experts import RouterStatistics, SparseExperts, load_balance_loss, means
+from models.decoder.experts import AuxiliaryLoss, RouterStatistics, SparseExperts, load_balance_loss, means
 from models.decoder.key_value_cache import KeyValueCache
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.layers import Norm, SwiGlu, cast_floating, linear, rms_norm
-from models.lm import AuxiliaryLoss, LanguageModel, build_model, check_remat_levels, check_remat_names
+from models.decoder.remat_presets import check_remat_levels, check_remat_names
 from stacked_remat import (
     LayerStack,
     ScanCheckpointSpec,
@@ -162,7 +162,7 @@ class DecoderLayer(eqx.Module):
         return self.mlp(normalised, documents)
 
 
-class Decoder(LanguageModel):
+class Decoder(eqx.Module):
     """A causal language model on tokens `[..., position]`.
 
     Attributes:
@@ -210,7 +210,7 @@ class Decoder(LanguageModel):
         else:
             stacks = {kind.name: stack(kind, keys[np.array(config.layers_of(kind.name))]) for kind in kinds}
             layers = StackedPattern(stacks, config.pattern, config.Layers, remat)
-        check_remat_names(config, layers.remat)
+        check_remat_names(config.remat_names, layers.remat)
         check_remat_levels(layers.remat, config.num_layers)
         tied = config.tie_word_embeddings
         return Decoder(
@@ -251,14 +251,22 @@ class Decoder(LanguageModel):
         documents: NamedArray | None = None,
         positions: NamedArray | None = None,
     ) -> tuple[NamedArray, AuxiliaryLoss]:
-        """Maps tokens `[..., position]` to hidden states, with the auxiliary losses of the routers."""
+        """Maps tokens `[..., position]` to hidden states `[..., position, Embed]`, with auxiliary losses.
+
+        Args:
+            tokens: integers.
+            documents: integers like `tokens`; a position sees only positions with its own. 0 is padding,
+                which auxiliary losses leave out. None for one document and no padding.
+            positions: integers like `tokens`, the position of each in its document; None to count from the
+                start of the sequence.
+        """
         hidden, statistics = self.layer_states(tokens, documents=documents, positions=positions)
         return hidden, self.auxiliary(statistics)
 
     def auxiliary(self, statistics: RouterStatistics | None) -> AuxiliaryLoss:
         """The losses of the routers from their statistics, none where no layer has experts."""
         if statistics is None or not isinstance(self.config, SparseDecoderConfig):
-            return super().auxiliary(statistics)
+            return AuxiliaryLoss(jnp.zeros(()), {})
         found = router_losses(statistics, self.config)
         if not self.config.balances_by_bias:
             return found
@@ -280,9 +288,15 @@ class Decoder(LanguageModel):
         return term - jax.lax.stop_gradient(term)
 
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, KeyValueCache]:
-        """Maps the beginnings of sequences, `[Batch, position]`, to hidden states and a cache of them.
+        """Reads the beginnings of sequences at once, and makes the cache that later tokens need.
 
-        See `LanguageModel.prefill`.
+        Args:
+            tokens: integers `[Batch, position]`. Rows may differ in length: pad the shorter ones at their
+                ends with any tokens, which no earlier position sees and `decode` overwrites.
+            slots: how many tokens the longest sequence will have in the end.
+
+        Returns:
+            Hidden states `[Batch, position, Embed]`, as `hidden_states` gives them, and the cache.
         """
         (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
         rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
@@ -297,11 +311,13 @@ class Decoder(LanguageModel):
     def decode(
         self, tokens: NamedArray, positions: NamedArray, cache: KeyValueCache
     ) -> tuple[NamedArray, KeyValueCache]:
-        """Maps one token a row, `[Batch]` at `positions`, to hidden states `[Batch, Embed]`.
+        """Reads one more token of each sequence, `[Batch]` at `positions`, whose earlier ones have been read.
 
-        See `LanguageModel.decode`. The cache is a carry of the layers, so that each writes its token into one
-        buffer and nothing is stacked again.
+        Returns:
+            Hidden states `[Batch, Embed]`, as `hidden_states` of the whole sequence has them there, and the
+            cache with these tokens. Donated to a jitted function, it is updated in place.
         """
+        # The cache is a carry of the layers, so that each writes its token into one buffer.
         layers, state = self.layers, (self._embedded(tokens), cache)
         stacks = layers.stacks if isinstance(layers, StackedPattern) else {"": layers}
         places = {kind: (kind, hax.arange(stack.Layers)) for kind, stack in stacks.items()}
@@ -352,7 +368,8 @@ class Decoder(LanguageModel):
         """Maps hidden states `[..., Embed]` to float32 logits `[..., Vocab]`, with the head's adapter."""
         if isinstance(self.head, LoraLinear):
             return cast_floating(self.head, hidden.dtype)(hidden).astype(jnp.float32)
-        return super().logits(hidden)
+        weight = self.unembedding().astype(hidden.dtype)
+        return hax.dot(hidden, weight, axis=self.config.Embed).astype(jnp.float32)
 
 
 def _normed(norm: Norm | None, x: NamedArray) -> NamedArray:
@@ -401,13 +418,7 @@ def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> 
     return AuxiliaryLoss(loss, jax.lax.stop_gradient(metrics), statistics)
 
 
-@build_model.register
-def _build(
-    config: DecoderConfig,
-    Vocab: Axis,
-    *,
-    remat: ScanCheckpointSpec,
-    key: PRNGKeyArray,
-    init_stack: Callable[..., Any] = Stacked.init,
-) -> LanguageModel:
-    return Decoder.init(config, Vocab, remat=remat, key=key, init_stack=init_stack)
+def num_weights(config: DecoderConfig, vocab_size: int) -> int:
+    """How many numbers a decoder has, computed without making it."""
+    shapes = eqx.filter_eval_shape(Decoder.init, config, Axis("vocab", vocab_size), key=jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -20,6 +20,21 @@ from models.decoder.config import LayerSpec, RouterSpec, SparseDecoderConfig
 from models.decoder.layers import SwiGlu, cast_floating, linear
 from stacked_remat import LayerStack, Stacked, checkpoint_name, internals_are_saved, streaming, unsliced
 from stacked_remat.ops import ExpertLinear, apply_linear, grouped_experts, mesh_axes, per_device, unmapped
+from stacked_remat.training import Metrics
+
+
+class AuxiliaryLoss(eqx.Module):
+    """The terms that layers add to the loss, and their metrics.
+
+    Attributes:
+        loss: a scalar, already weighted, to be added to the cross entropy.
+        metrics: named scalars or arrays for the log; they carry no gradient.
+        statistics: the means over tokens of which both are functions, for `Decoder.auxiliary`.
+    """
+
+    loss: Float[Array, ""]
+    metrics: Metrics
+    statistics: "RouterStatistics | None" = None
 
 
 class RouterStatistics(eqx.Module):

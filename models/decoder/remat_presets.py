@@ -1,9 +1,10 @@
-"""Named remat policies of decoders, which keep values inside a layer, for the `remat` config entry."""
+"""Remat policies of decoders: named ones, which keep values inside a layer, and what is refused."""
 
+import math
 from collections.abc import Sequence
 
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.training import RematPresets
+from stacked_remat.training import ConfigError, RematPresets
 
 _ATTENTION = ("attention_output", "attention_lse")
 _PROJECTIONS = ("query", "key", "value", *_ATTENTION)
@@ -52,3 +53,54 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
         "products_saved": ScanCheckpointPolicy(save_block_internals=products),
         "nested_attention_saved": ScanCheckpointPolicy(nested=True, save_block_internals=_ATTENTION),
     }
+
+
+def check_remat_names(valid: Sequence[str], policy: ScanCheckpointPolicy | None, key: str = "remat") -> None:
+    """Refuses a policy that saves or offloads names that the model's layers lack, which would do nothing.
+
+    Raises:
+        ConfigError: lists the names.
+    """
+    if policy is None:
+        return
+    if isinstance(policy.first_policy, ScanCheckpointPolicy):
+        check_remat_names(valid, policy.first_policy, f"{key}.first_policy")
+    internals = policy.save_block_internals
+    saved = {
+        "save_block_internals": internals if isinstance(internals, tuple) else (),
+        "offload_block_internals": policy.offload_block_internals,
+    }
+    for field, names in saved.items():
+        for name in names:
+            if name not in valid:
+                raise ConfigError(
+                    f"{key}.{field} has {name!r}, which names nothing in a layer of this model. "
+                    f"Valid: {', '.join(valid) or 'none (with model.tiles nothing has a name)'}."
+                )
+
+
+def check_remat_levels(policy: ScanCheckpointPolicy, num_layers: int) -> None:
+    """Refuses levels that can't cut the layers.
+
+    Args:
+        policy: of the layers.
+        num_layers: how many there are.
+
+    Raises:
+        ConfigError: the outer levels make more parts than there are layers, or all levels hold too few.
+    """
+    if not isinstance(policy.nested, tuple):
+        return
+    length = num_layers - policy.first_layers
+    parts = math.prod(policy.nested[:-1])
+    if 0 < length < parts:
+        raise ConfigError(
+            f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
+            f"and this model has {length} layers to cut. Give smaller numbers, fewer of them, or nested: "
+            f"true."
+        )
+    try:
+        if length > 1:
+            policy.schedule(length)
+    except ValueError as error:
+        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.") from error

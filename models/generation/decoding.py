@@ -11,8 +11,8 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Int, Key, PRNGKeyArray
 
+from models.decoder.decoder import Decoder
 from models.generation.sampling import Sampling, next_tokens
-from models.lm import LanguageModel
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS
 
 Tokens = Int[np.ndarray, " tokens"]
@@ -33,7 +33,7 @@ class Decoding(eqx.Module):
 
 
 def continued_tokens(
-    model: LanguageModel,
+    model: Decoder,
     prompts: Sequence[Tokens],
     *,
     max_new_tokens: int,
@@ -46,7 +46,7 @@ def continued_tokens(
     A row does not depend on the others: its logits are equal up to rounding, its random numbers its own.
 
     Args:
-        model: any causal language model.
+        model: the decoder.
         prompts: at least one token each; they may differ in length.
         max_new_tokens: at most; the caller may stop earlier.
         sampling: how tokens are drawn.
@@ -81,7 +81,7 @@ def padded_length(tokens: int) -> int:
 
 @eqx.filter_jit
 def first_tokens(
-    model: LanguageModel,
+    model: Decoder,
     prompts: NamedArray,
     lengths: NamedArray,
     keys: Key[Array, " batch"],
@@ -106,7 +106,7 @@ def first_tokens(
 
 @eqx.filter_jit(donate="warn-except-first")
 def one_more_token(
-    model_and_keys: tuple[LanguageModel, Key[Array, " batch"]], decoding: Decoding, sampling: Sampling
+    model_and_keys: tuple[Decoder, Key[Array, " batch"]], decoding: Decoding, sampling: Sampling
 ) -> Decoding:
     """Reads the newest tokens and draws the next; `decoding` is donated and can't be used again.
 
@@ -119,7 +119,7 @@ def one_more_token(
 
 
 def _drawn(
-    model: LanguageModel,
+    model: Decoder,
     hidden: NamedArray,
     positions: NamedArray,
     keys: Key[Array, " batch"],

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jaxtyping import PRNGKeyArray
 
+from models.decoder.decoder import Decoder
 from models.generation.decoding import Tokens, continued_tokens
 from models.generation.sampling import Sampling
 from models.generation.text_stream import TextStream
-from models.lm import LanguageModel
 from stacked_remat.training import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
@@ -51,7 +51,7 @@ def end_of_turn(tokenizer: Tokenizer) -> Stop:
 
 
 def generate_text(
-    model: LanguageModel,
+    model: Decoder,
     tokenizer: Tokenizer,
     prompts: Sequence[Tokens],
     *,
@@ -66,7 +66,7 @@ def generate_text(
     """Continues prompts, one batch after the other, and streams their text, until all have ended.
 
     Args:
-        model: any causal language model.
+        model: the decoder.
         tokenizer: its tokens.
         prompts: tokens, at least one each.
         max_new_tokens: of each prompt, at most.

@@ -8,13 +8,12 @@ from typing import Any
 from models.decoder.config import DecoderConfig
 from models.hf_io.formats import read_hf_config
 from models.hf_io.safetensors_folder import WeightsError, read_json
-from models.lm import LmConfig
 from stacked_remat._messages import shown
 
 GENERATION_CONFIG = "generation_config.json"
 
 
-def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]:
+def pretrained_config(config: DecoderConfig, root: Path) -> tuple[DecoderConfig, int]:
     """The architecture of the folder and the size of its vocabulary.
 
     Args:
@@ -22,12 +21,9 @@ def pretrained_config(config: LmConfig, root: Path) -> tuple[DecoderConfig, int]
         root: the folder.
 
     Raises:
-        WeightsError: the folder or the config is of another kind of model, or `config.json` asks for
-            something unsupported.
+        WeightsError: `config.json` asks for something unsupported.
     """
     found, vocab_size = read_hf_config(root)
-    if not isinstance(config, DecoderConfig):
-        raise WeightsError(f"{root} holds a decoder, and the config describes a {type(config).__name__}.")
     found = _with_fields_of_run(found, config)
     if config.rotary.scaling is not None:  # a longer context than the folder was made for
         longest = config.rotary.max_position_embeddings

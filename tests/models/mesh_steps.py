@@ -8,7 +8,8 @@ import numpy as np
 import optax
 from haliax import Axis
 
-from models.lm import build_model, next_token_loss
+from models.decoder.decoder import Decoder
+from models.lm import next_token_loss
 from models.lora import with_adapters
 from stacked_remat.training import Partitioning, TokenBatch, TrainState, train_step
 
@@ -28,7 +29,7 @@ def batch(positions):
 
 
 def first_state(config, remat, lora=None):
-    model = random_weights(build_model, config, Axis("vocab", VOCAB), remat=remat)
+    model = random_weights(Decoder.init, config, Axis("vocab", VOCAB), remat=remat)
     model, trainable = with_adapters(model, lora, key=jax.random.key(0))
     state = TrainState.init(model, optax.sgd(-1.0), trainable)
     if lora is None:

@@ -18,7 +18,7 @@ from models.decoder.experts import RouterStatistics, SparseExperts
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.gemma3 import Gemma3Config
 from models.gpt_oss import GptOssConfig
-from models.lm import LmConfig, build_model, next_token_loss
+from models.lm import next_token_loss
 from models.olmo3 import Olmo3Config
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
@@ -406,17 +406,6 @@ def test_later_tokens_do_not_change_earlier_states():
     changed = hax.where(hax.arange(Pos) < 3, tokens, (tokens + 1) % Vocab.size)
     before, after = layer_states(model, tokens)[0], layer_states(model, changed)[0]
     np.testing.assert_allclose(before.array[:, :3], after.array[:, :3], atol=1e-6)
-
-
-def test_build_model_makes_the_registered_model_and_names_what_it_lacks():
-    model = eqx.filter_eval_shape(build_model, CONFIG, Vocab, remat="nested", key=jax.random.key(0))
-    assert isinstance(model, Decoder) and model.Vocab == Vocab
-
-    class Unregistered(LmConfig):
-        pass
-
-    with pytest.raises(TypeError, match=r"No builder is registered for Unregistered.*build_model.register"):
-        build_model(Unregistered(), Vocab, remat=True, key=jax.random.key(0))
 
 
 def test_saving_attention_leaves_it_out_of_the_backward_pass(recomputed):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
-from models.decoder.decoder import Decoder
-from models.lm import LmConfig, check_remat_names
+from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig, ExpertsConfig, RotaryConfig
+from models.decoder.decoder import Decoder, num_weights
+from models.decoder.remat_presets import check_remat_names
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
@@ -61,8 +61,8 @@ def test_the_head_is_an_equal_share_of_the_width_by_default():
 
 
 def test_it_is_registered_by_its_type():
-    assert LmConfig.get_choice_class("qwen3_moe") is Qwen3MoeConfig
-    assert LmConfig.get_choice_class("qwen3") is Qwen3Config
+    assert DecoderConfig.get_choice_class("qwen3_moe") is Qwen3MoeConfig
+    assert DecoderConfig.get_choice_class("qwen3") is Qwen3Config
 
 
 def test_the_mlp_is_three_times_as_wide_as_the_stream_by_default():
@@ -179,10 +179,10 @@ def test_the_base_of_the_wavelengths_is_above_one():
 def test_scaling_is_read_and_written_under_names_of_hugging_face():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     entries = {"type": "qwen3", "rotary": {"theta": 100.0, "scaling": scaling}}
-    config = draccus.decode(LmConfig, entries)
+    config = draccus.decode(DecoderConfig, entries)
     assert isinstance(config, Qwen3Config) and config.rotary.scaling == YarnRotary(4.0, 1024)
-    written = draccus.encode(config, LmConfig)
-    assert written["rotary"]["scaling"] == scaling and draccus.decode(LmConfig, written) == config
+    written = draccus.encode(config, DecoderConfig)
+    assert written["rotary"]["scaling"] == scaling and draccus.decode(DecoderConfig, written) == config
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_scaling_is_read_and_written_under_names_of_hugging_face():
 )
 def test_unsupported_scaling_is_refused(scaling, message):
     with pytest.raises(draccus.utils.DecodingError, match=message):
-        draccus.decode(LmConfig, {"type": "qwen3", "rotary": {"scaling": scaling}})
+        draccus.decode(DecoderConfig, {"type": "qwen3", "rotary": {"scaling": scaling}})
 
 
 def test_the_kernels_are_those_of_the_library():
@@ -248,7 +248,7 @@ def test_policies_for_what_no_layer_has_are_refused(field):
 def test_sizes_are_known_before_anything_is_made(config):
     Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 3), Axis("position", 4)
     model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    assert config.num_weights(Vocab.size) == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert num_weights(config, Vocab.size) == sum(leaf.size for leaf in jax.tree.leaves(model))
     tokens = hax.zeros((Batch, Pos), dtype=jnp.int32)
     _, cache = eqx.filter_eval_shape(lambda model: model.prefill(tokens, 11), model)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))

@@ -16,7 +16,7 @@ from haliax import Axis
 from rich.console import Console
 
 import models.generate as command
-from models.decoder.decoder import Decoder
+from models.decoder.decoder import Decoder, num_weights
 from models.export_hf import main as export_hf
 from models.generate import main
 from models.generation.sampling import Sampling
@@ -205,7 +205,7 @@ def test_layers_that_are_read_to_the_host_count_there(run, monkeypatch, lora):
     monkeypatch.setattr("models.loading.read_run_config", lambda *_: config)
     source = find_model(str(run))
     on_host = sum(4 * leaf.size for leaf in jax.tree.leaves(source.weights) if is_on_host(leaf))
-    on_device = 4 * config.model.num_weights(config.Vocab.size) - on_host
+    on_device = 4 * num_weights(config.model, config.Vocab.size) - on_host
     assert 0 < on_host and 0 < on_device
     room = on_device + config.model.cache_bytes(1, 8)
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: room)

@@ -12,7 +12,7 @@ from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
 from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.decoder.decoder import Decoder
+from models.decoder.decoder import Decoder, num_weights
 from models.gpt_oss import GptOssConfig
 from models.hf_io.adapters import peft_names
 from models.hf_io.decoder_weights import read_decoder, write_decoder
@@ -80,7 +80,7 @@ CONFIG = GptOssConfig(
 
 def test_the_published_config_is_read_and_written_without_its_quantization():
     config, vocab_size = config_from_hf(PUBLISHED)
-    assert config.num_weights(vocab_size) == 20_914_757_184
+    assert num_weights(config, vocab_size) == 20_914_757_184
     assert config.rotary.theta == 150_000 and config.rotary.scaling == YarnRotary(32.0, 4096, truncate=False)
     windows = [config.layer(layer).window for layer in range(4)]
     assert windows == [128, None, 128, None] and config.sparse.load_balance_weight == 0
@@ -146,7 +146,7 @@ def assert_equal(one, other):
 def test_experts_are_fused_with_gate_and_up_in_turns(decoder, folder):
     tensors = load_file(folder / SINGLE)
     assert len(tensors) == 3 + 2 * (2 + 8 + 1 + 2 + 4)
-    assert sum(array.size for array in tensors.values()) == CONFIG.num_weights(Vocab.size)
+    assert sum(array.size for array in tensors.values()) == num_weights(CONFIG, Vocab.size)
     experts = decoder.layers[1].mlp.experts.get_layer(2)
     mlp = "model.layers.1.mlp.experts"
     whole, bias = (tensors[f"{mlp}.{name}"][2] for name in ("gate_up_proj", "gate_up_proj_bias"))

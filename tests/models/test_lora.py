@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from models.candidate import Candidate
 from models.decoder.config import ExpertsConfig
+from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, peft_names, save_adapters
-from models.lm import build_model, next_token_loss
+from models.lm import next_token_loss
 from models.lora import with_adapters
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
@@ -34,7 +35,7 @@ def adapted_model(remat=True, config=CONFIG, lora: LoraConfig | None = LORA):
 
     def make():
         key = jax.random.key(0)
-        return with_adapters(build_model(config, Vocab, remat=remat, key=key), lora, key=key)[0]
+        return with_adapters(Decoder.init(config, Vocab, remat=remat, key=key), lora, key=key)[0]
 
     shapes = eqx.filter_eval_shape(make)
     rng = np.random.default_rng(0)
@@ -163,7 +164,7 @@ def test_adapters_of_a_head_make_logits(tmp_path):
     config = Qwen3Config(hidden_dim=16, num_layers=1, num_heads=2, num_kv_heads=1)
 
     def make():
-        base = build_model(config, Vocab, remat=True, key=jax.random.key(0))
+        base = Decoder.init(config, Vocab, remat=True, key=jax.random.key(0))
         return apply_lora(base, LoraConfig(2, targets=("head",)), key=jax.random.key(1))
 
     rng = np.random.default_rng(0)

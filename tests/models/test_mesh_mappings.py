@@ -13,7 +13,8 @@ from haliax import Axis
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
-from models.lm import build_model, next_token_loss
+from models.decoder.decoder import Decoder
+from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
@@ -166,7 +167,7 @@ def test_experts_divided_where_tokens_are_not_are_refused():
 
 def test_a_decoder_takes_a_mesh_with_sharding_in_types():
     tokens, mesh = batch(32), jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
-    model = random_weights(build_model, SPARSE, Axis("vocab", VOCAB), remat="nested")
+    model = random_weights(Decoder.init, SPARSE, Axis("vocab", VOCAB), remat="nested")
     weights, static = eqx.partition(model, eqx.is_inexact_array)
     gradient = jax.value_and_grad(
         lambda weights, batch: next_token_loss(eqx.combine(weights, static), batch)[0]

@@ -53,4 +53,3 @@ def test_user_errors_are_one_message(tmp_path, lines, message, capsys):
     assert main(["--run_dir", str(tmp_path / "run")]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("error: ") and message in shown and shown.count("\n") == 1
-

@@ -117,10 +117,10 @@ PUBLISHED["OLMo 3 7B"][0]["rope_scaling"] |= {"original_max_position_embeddings"
 def test_it_is_read_and_written(name):
     document, num_weights = PUBLISHED[name]
     config, vocab_size = config_from_hf(document)
-    assert config.num_weights(vocab_size) == num_weights
+    assert num_weights(config, vocab_size) == num_weights
     written = json.loads(json.dumps(config_to_hf(config, vocab_size, dtype="bfloat16")))
     again, _ = config_from_hf(written)
-    assert again.specs == config.specs and again.num_weights(vocab_size) == num_weights
+    assert again.specs == config.specs and num_weights(again, vocab_size) == num_weights
     assert config_to_hf(again, vocab_size, dtype="bfloat16") == written
 
 

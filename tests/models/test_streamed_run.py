@@ -220,7 +220,7 @@ def test_auto_streams_where_nothing_else_fits_and_the_run_can(update, streaming,
 
     monkeypatch.setattr(Candidate, "plan", plan)
     config = config_of(False, update=update, remat="auto", budget="1GiB")
-    found = train_lm._resolved(config, ConsoleProgress(), Partitioning.of(config.trainer.mesh))
+    found = train_lm._fitting(Candidate(config.resolved()), ConsoleProgress()).config
     assert (found.remat, found.budget, found.trainer.streaming) == ("offload", None, streaming)
 
 

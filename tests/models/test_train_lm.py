@@ -15,8 +15,8 @@ import yaml
 from haliax import Axis
 
 import models.train_lm as train_lm
+from models.decoder.decoder import Decoder
 from models.export_hf import main as export_hf
-from models.lm import build_model
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError
 from stacked_remat.training import (
@@ -83,7 +83,7 @@ def test_it_trains_and_leaves_config_metrics_and_checkpoint(finished):
     assert json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"] == held_out[1]
 
     def initial():
-        model = build_model(config.model, Axis("vocab", 260), remat=True, key=jax.random.key(0))
+        model = Decoder.init(config.model, Axis("vocab", 260), remat=True, key=jax.random.key(0))
         return TrainState.init(model, build_optimizer(config.optimizer, config.trainer.num_steps))
 
     state = load_checkpoint(folder / "checkpoints", eqx.filter_eval_shape(initial))

@@ -25,9 +25,9 @@ from haliax import Axis, NamedArray
 
 from models.decoder.config import DecoderConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
-from models.lora import with_adapters
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
+from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointSpec, ghost, memory
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.ops import chunked_cross_entropy

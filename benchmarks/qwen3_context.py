@@ -33,8 +33,8 @@ from haliax import Axis
 
 from models.decoder.decoder import Decoder
 from models.lm import next_token_loss
-from models.lora import with_adapters
 from models.run_config import LmRunConfig
+from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, memory
 from stacked_remat.training import (
     BATCH_AXIS,

@@ -21,8 +21,8 @@ from rich.console import Console
 from models.command import escaped, local_path, run_command, shown_on
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
+from models.hf_io.formats import GENERATION_CONFIG
 from models.hf_io.hub import push_folder
-from models.hf_io.pretrained import GENERATION_CONFIG
 from models.hf_io.safetensors_folder import WeightsError, check_new_folder
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.lora import merge_lora

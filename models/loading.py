@@ -21,9 +21,8 @@ from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder, num_weights
 from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder
-from models.hf_io.formats import read_hf_config
+from models.hf_io.formats import end_tokens, read_hf_config
 from models.hf_io.hub import ADAPTER_CONFIG, model_folder
-from models.hf_io.pretrained import end_tokens
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, saved_arrays, state_shapes

@@ -27,8 +27,7 @@ from rich.progress import Progress as RichProgress
 
 from models.candidate import STREAMED, Candidate
 from models.command import run_command, shown_on
-from models.plan_mesh import find_divisions
-from models.plan_search import KEYS, Budget, find_size, planned
+from models.plan_search import KEYS, Budget, find_divisions, find_size, planned
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.memory import (

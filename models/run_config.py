@@ -11,9 +11,8 @@ from haliax import Axis
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.remat_presets import check_remat_levels, check_remat_names
-from models.hf_io.formats import differing_fields
+from models.hf_io.formats import differing_fields, pretrained_config
 from models.hf_io.hub import model_folder
-from models.hf_io.pretrained import pretrained_config
 from models.lm import next_token_loss
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig

@@ -12,26 +12,33 @@ import jax.numpy as jnp
 import optax
 from haliax import Axis, NamedArray
 from jax.sharding import Sharding
+from jaxtyping import PRNGKeyArray
 
 from models.decoder.decoder import Decoder
 from models.decoder.experts import SparseExperts
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
-from models.lora import with_adapters
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
+from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
+    ConfigError,
     DataConfig,
     FusedOptimizer,
     MeshConfig,
     Partitioning,
     TokenBatch,
+    Trainable,
     TrainState,
     build_optimizer,
     cast_parameters,
 )
+
+_HEAD = "the loss takes the weights of the head by themselves, so that it can't have an adapter"
+_EMBEDDING = "the embedding is not a linear map, and only these have adapters"
+_WITHOUT_ADAPTERS = {"lm_head": _HEAD, "embed_tokens": _EMBEDDING, "embedding": _EMBEDDING}
 
 
 def run_optimizer(
@@ -58,6 +65,34 @@ def _but_router_biases(model: Any) -> Any:
         return eqx.tree_at(lambda one: one.bias.array, marks, False)
 
     return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, SparseExperts))
+
+
+def with_adapters(model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray) -> tuple[Decoder, Trainable]:
+    """The model to train, and which of its arrays: only adapters, or all without `lora`.
+
+    Raises:
+        ConfigError: a target matches no linear, or the head, whose weights the loss takes by themselves.
+    """
+    if lora is None:
+        return model, eqx.is_inexact_array
+    for target in lora.targets:
+        if missing := _WITHOUT_ADAPTERS.get(target.rpartition(".")[2].strip("*")):
+            raise ConfigError(
+                f"Bad config: lora.targets: {target!r}: {missing}. Leave it out, or train the whole model, "
+                f"without lora."
+            )
+    try:
+        # Another key than the model's, so that adapters are independent of its weights.
+        adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))
+    except ValueError as error:
+        raise ConfigError(f"Bad config: {error}") from error
+    try:
+        eqx.filter_eval_shape(lambda model: model.unembedding(), adapted)
+    except AttributeError as error:
+        if not isinstance(error.obj, LoraLinear):
+            raise
+        raise ConfigError(f"Bad config: {error}") from error
+    return adapted, lora_filter(adapted)
 
 
 def initial_state(

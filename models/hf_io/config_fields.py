@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from models.decoder.config import FULL, SLIDING, DecoderConfig, RotaryConfig
-from models.hf_io import fp8
+from models.hf_io.quantized import FP8_BLOCK
 from stacked_remat._messages import printable, shortened, shown
 from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
 
@@ -52,7 +52,7 @@ _MUST_BE_ONE = frozenset(
 """Fields that change logits and that no decoder implements, unless its own table has them."""
 
 _KEPT = {"modules_to_not_convert", "dequantize"}
-_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [fp8.BLOCK, fp8.BLOCK]}
+_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
 _LARGEST = {int: 2**31 - 1, float: float(np.finfo(np.float32).max)}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "a mapping"}
 

@@ -19,8 +19,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Shaped
 from safetensors.numpy import save_file
 
-from models.hf_io import fp8
-from models.hf_io.mxfp4 import BLOCKS, SCALES, dequantized, dequantized_shapes
+from models.hf_io import quantized
+from models.hf_io.quantized import BLOCKS, FP8, FP8_SCALES, SCALES
 from stacked_remat._files import opened_safetensors, read_json_fields, replaced_whole, written_safetensors
 from stacked_remat._messages import printable, shortened, shown
 
@@ -100,7 +100,7 @@ class SafetensorsFolder:
         absent = {name: promised[name] for name in sorted(promised.keys() - stored.keys())}
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        for name, shape in dequantized_shapes(shapes, dtypes).items():
+        for name, shape in quantized.mxfp4_shapes(shapes, dtypes).items():
             if name in stored:
                 raise WeightsError(
                     f"{stored[name].path} has {printable(name)}, and {stored[name + BLOCKS].path} has it in "
@@ -109,9 +109,9 @@ class SafetensorsFolder:
             for part in (name + BLOCKS, name + SCALES):
                 del shapes[part], dtypes[part]
             shapes[name], dtypes[name] = shape, "BF16"
-        for name in [name for name, dtype in dtypes.items() if dtype == fp8.DTYPE]:
-            if shapes.get(name + fp8.SCALES) == fp8.scales_shape(shapes[name]):
-                del shapes[name + fp8.SCALES], dtypes[name + fp8.SCALES]
+        for name in [name for name, dtype in dtypes.items() if dtype == FP8]:
+            if shapes.get(name + FP8_SCALES) == quantized.fp8_scales_shape(shapes[name]):
+                del shapes[name + FP8_SCALES], dtypes[name + FP8_SCALES]
                 dtypes[name] = "BF16"
         return SafetensorsFolder(root, stored, shapes, dtypes, absent)
 
@@ -126,10 +126,10 @@ class SafetensorsFolder:
             WeightsError: the file has changed or can't be read, or NumPy lacks the dtype.
         """
         if name not in self.stored:
-            return dequantized(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
-        if self.stored[name].dtype == fp8.DTYPE:
-            values, scales = self.stored[name].read(), self.stored[name + fp8.SCALES].read()
-            return fp8.dequantized(values, scales)[at][rows or slice(None)]
+            return quantized.from_mxfp4(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
+        if self.stored[name].dtype == FP8:
+            values, scales = self.stored[name].read(), self.stored[name + FP8_SCALES].read()
+            return quantized.from_fp8(values, scales)[at][rows or slice(None)]
         return self.stored[name].read(at, rows)
 
 
@@ -164,7 +164,7 @@ class StoredTensor:
 
 _DTYPES = {f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
 _DTYPES |= {f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)}
-_DTYPES |= {fp8.DTYPE: np.dtype(jnp.float8_e4m3fn), "BF16": np.dtype(jnp.bfloat16), "BOOL": np.dtype(bool)}
+_DTYPES |= {FP8: np.dtype(jnp.float8_e4m3fn), "BF16": np.dtype(jnp.bfloat16), "BOOL": np.dtype(bool)}
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:

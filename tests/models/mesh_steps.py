@@ -10,7 +10,7 @@ from haliax import Axis
 
 from models.decoder.decoder import Decoder
 from models.lm import next_token_loss
-from models.lora import with_adapters
+from models.run_state import with_adapters
 from stacked_remat.training import Partitioning, TokenBatch, TrainState, train_step
 
 from .random_weights import random_weights

@@ -19,8 +19,7 @@ from safetensors.numpy import load_file, save_file
 from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.decoder_weights import read_decoder, tensor_maps, write_decoder
-from models.hf_io.formats import read_hf_config
-from models.hf_io.pretrained import pretrained_config
+from models.hf_io.formats import pretrained_config, read_hf_config
 from models.hf_io.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig

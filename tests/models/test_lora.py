@@ -17,9 +17,9 @@ from models.decoder.config import ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, peft_names, save_adapters
 from models.lm import next_token_loss
-from models.lora import with_adapters
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
+from models.run_state import with_adapters
 from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_linears, merge_lora, save_peft
 from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TokenBatch, TrainerConfig
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from models.candidate import Candidate
 from models.decoder.config import ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
-from models.plan_mesh import find_divisions, meshes
-from models.plan_search import Budget
+from models.plan_search import Budget, find_divisions, meshes
 from models.qwen3 import Qwen3MoeConfig
 from models.run_state import state_shapes
 from stacked_remat._policy import resolve_policy
@@ -104,7 +103,7 @@ def test_meshes_are_those_that_the_model_and_the_batch_allow():
 
 def test_on_gpus_experts_are_divided_by_their_number_too(monkeypatch):
     gpu = SimpleNamespace(devices=lambda count: [SimpleNamespace(platform="gpu")])
-    monkeypatch.setattr("models.plan_mesh.find_target", lambda name: gpu)
+    monkeypatch.setattr("models.plan_search.find_target", lambda name: gpu)
     found = [mesh.param_mapping for mesh in meshes(CONFIG.candidate)]
     assert [list(mapping) for mapping in found[:2]] == [["embed"], ["experts", "embed"]]
 
@@ -136,9 +135,9 @@ def test_experts_are_divided_first_where_tokens_are_few(monkeypatch, positions, 
         {"expert"},
     ]
     monkeypatch.setattr(Candidate, "report", REPORT)
-    monkeypatch.setattr("models.plan_mesh.meshes", lambda *_: tried)
-    monkeypatch.setattr("models.plan_mesh._POLICIES", ("nested",))
-    monkeypatch.setattr("models.plan_mesh._MORE_MICROBATCHES", (1,))
+    monkeypatch.setattr("models.plan_search.meshes", lambda *_: tried)
+    monkeypatch.setattr("models.plan_search._POLICIES", ("nested",))
+    monkeypatch.setattr("models.plan_search._MORE_MICROBATCHES", (1,))
     assert found("1GB", config)[0].step.config.trainer.mesh.axes[first] == 4
 
 

@@ -13,8 +13,7 @@ from models.decoder.config import (
     RotaryConfig,
 )
 from models.gpt_oss import GptOssConfig
-from models.hf_io.formats import config_to_hf, differing_fields
-from models.hf_io.pretrained import pretrained_config
+from models.hf_io.formats import config_to_hf, differing_fields, pretrained_config
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat.ops import YarnRotary
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from models.generation.text_stream import TextStream
+from models.generation.text_generation import TextStream
 from stacked_remat.training import ByteTokenizer, load_tokenizer
 
 from ..training.data import word_tokenizer

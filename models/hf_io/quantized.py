@@ -1,16 +1,18 @@
-"""Tensors in MXFP4: 4-bit floats, two in a byte, of which 32 in a row share a power of two.
+"""Tensors in 4 and in 8 bits, which are two tensors in a file, to float32.
 
-The format is that of the Open Compute Project's "Microscaling Formats (MX) Specification", 2023. A tensor
-`NAME`, `[..., narrow, wide]`, is two in a file, transposed: `NAME_blocks`, `[..., wide, narrow / 32, 16]`,
-whose bytes have the earlier value in their lower half, and `NAME_scales`, `[..., wide, narrow / 32]`.
+In MXFP4, of the Open Compute Project's "Microscaling Formats (MX) Specification", 2023, 32 values in a row
+share a power of two. A tensor `NAME`, `[..., narrow, wide]`, is transposed in a file: `NAME_blocks`,
+`[..., wide, narrow / 32, 16]`, whose bytes have the earlier value in their lower half, and `NAME_scales`,
+`[..., wide, narrow / 32]`. In FP8, `NAME_scale_inv` has a float32 factor for each block of 128 x 128.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped, UInt8
 
 BLOCKS, SCALES = "_blocks", "_scales"
+FP8, FP8_SCALES, FP8_BLOCK = "F8_E4M3", "_scale_inv", 128
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
@@ -20,7 +22,7 @@ _BYTES = 16  # of a block
 _BIAS = 127  # of the exponents that are the scales
 
 
-def dequantized(
+def from_mxfp4(
     blocks: UInt8[np.ndarray, "... wide block byte"], scales: UInt8[np.ndarray, "... wide block"]
 ) -> Float[np.ndarray, "... narrow wide"]:
     """The tensor in float32, exact for scales up to 252; a view whose memory is `[..., wide, narrow]`."""
@@ -29,7 +31,7 @@ def dequantized(
     return np.swapaxes(values.reshape(*scales.shape[:-1], -1), -1, -2)
 
 
-def dequantized_shapes(
+def mxfp4_shapes(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that are in MXFP4 among those of a file, by `NAME`."""
@@ -43,3 +45,17 @@ def dequantized_shapes(
             *leading, wide, count, size = shape
             found[name] = (*leading, count * size * 2, wide)
     return found
+
+
+def fp8_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the factors of a tensor in FP8."""
+    return tuple(-(-size // FP8_BLOCK) for size in shape)
+
+
+def from_fp8(
+    values: Shaped[np.ndarray, "out in"], scales: Float[np.ndarray, "blocks_out blocks_in"]
+) -> Float[np.ndarray, "out in"]:
+    """The tensor in float32."""
+    rows, columns = values.shape
+    wide = np.repeat(np.repeat(scales, FP8_BLOCK, axis=0)[:rows], FP8_BLOCK, axis=1)[:, :columns]
+    return values.astype(np.float32) * wide

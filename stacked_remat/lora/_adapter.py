@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -114,11 +114,12 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
                 f"{path} has an adapter already. Merge it first, or leave it out of the targets."
             )
         own_key = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
-        if isinstance(linear, hnn.Linear):
-            return _adapted_named(linear, config, own_key, dtype)
-        if "scalar" in (linear.in_features, linear.out_features):
+        if isinstance(linear, eqx.nn.Linear) and "scalar" in (linear.in_features, linear.out_features):
             raise ValueError(f"{path} maps scalars and can't have an adapter. Leave it out of the targets.")
-        return _adapted_plain(linear, config, own_key, dtype)
+        (Stack, In, Out), Rank = axes_of(linear), Axis(RANK_AXIS, config.rank)
+        a = hax.random.normal(own_key, (*Stack, *In, Rank)) * hax.axis_size(In) ** -0.5
+        b = hax.zeros((*Stack, Rank, *Out), dtype=dtype)
+        return lora_linear(linear, a.astype(dtype), b, config.scale)
 
     return map_modules(model, _LINEARS, adapt)
 
@@ -166,46 +167,54 @@ def replace_linears(model: T, by_path: Mapping[str, LoraLinear]) -> T:
     return map_modules(model, _LINEARS, lambda path, linear: by_path.get(path, linear))
 
 
-def stack_axes(linear: hnn.Linear) -> tuple[Axis, ...]:
-    """The axes of a linear's weight that are of the stacks around it."""
-    In, Out = linear_axes(linear)
+def axes_of(linear: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes of the stacks around a linear, of its input and of its output; a plain one gets names."""
+    if not isinstance(linear, hnn.Linear):
+        *stack, wide, narrow = linear.weight.shape
+        Stack = tuple(Axis(f"stack_{number}", size) for number, size in enumerate(stack))
+        return Stack, (Axis("in", narrow),), (Axis("out", wide),)
+    In, Out = axis_spec_to_tuple(linear.In), axis_spec_to_tuple(linear.Out)
     own = {axis.name for axis in (*In, *Out)}
-    return tuple(axis for axis in linear.weight.axes if axis.name not in own)
+    return tuple(axis for axis in linear.weight.axes if axis.name not in own), In, Out
 
 
-def linear_axes(linear: hnn.Linear) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The input and output axes of a linear."""
-    return axis_spec_to_tuple(linear.In), axis_spec_to_tuple(linear.Out)
+def arranged(array: NamedArray | Array, *axes: Axis) -> NamedArray:
+    """An array of a linear with its axes in this order, which a plain one has."""
+    return array.rearrange(axes) if isinstance(array, NamedArray) else NamedArray(array, axes)
 
 
-def _adapted_named(linear: hnn.Linear, config: LoraConfig, key: PRNGKeyArray, dtype: DTypeLike) -> LoraLinear:
-    In, Out = linear_axes(linear)
-    Rank, Stack = Axis(RANK_AXIS, config.rank), stack_axes(linear)
-    a = hax.random.normal(key, (*Stack, *In, Rank)) * hax.axis_size(In) ** -0.5
-    return LoraLinear(linear, a.astype(dtype), hax.zeros((*Stack, Rank, *Out), dtype=dtype), config.scale)
+def named_adapter(node: LoraLinear) -> tuple[NamedArray, NamedArray]:
+    """A `[Stack, In, lora_rank]` and B `[Stack, lora_rank, Out]`."""
+    (Stack, In, Out), Rank = axes_of(node.wrapped), Axis(RANK_AXIS, _rank(node))
+    return arranged(node.a, *Stack, *In, Rank), arranged(node.b, *Stack, Rank, *Out)
 
 
-def _adapted_plain(
-    linear: eqx.nn.Linear, config: LoraConfig, key: PRNGKeyArray, dtype: DTypeLike
-) -> LoraLinear:
-    *stack, wide, narrow = linear.weight.shape
-    a = jax.random.normal(key, (*stack, narrow, config.rank), dtype) * narrow**-0.5
-    return LoraLinear(linear, a, jnp.zeros((*stack, config.rank, wide), dtype), config.scale)
+def _rank(node: LoraLinear) -> int:
+    return node.a.axis_size(RANK_AXIS) if isinstance(node.a, NamedArray) else node.a.shape[-1]
+
+
+def lora_linear(linear: Any, a: NamedArray, b: NamedArray, scale: float) -> LoraLinear:
+    """The linear with an adapter, of plain arrays if it is plain itself."""
+    is_named = isinstance(linear, hnn.Linear)
+    return LoraLinear(linear, a if is_named else a.array, b if is_named else b.array, scale)
 
 
 def _merged(node: LoraLinear, donate: bool) -> Any:
     linear = node.wrapped
-    merge_named, merge_plain = _DONATING if donate else _COPYING
+    Stack, In, Out = axes_of(linear)
+    a, b = named_adapter(node)
+    merge = _DONATING if donate else _COPYING
     if isinstance(linear, hnn.Linear):
         # Haliax multiplies a reparametrised weight by this factor when it is applied.
-        factor = node.scale / linear.reparam.active_scale
-        weight = merge_named(linear.weight, node.a, node.b, factor, stack_axes(linear)[:1])
+        weight = merge(linear.weight, a, b, node.scale / linear.reparam.active_scale, Stack[:1])
     else:
-        weight = merge_plain(linear.weight, node.a, node.b, node.scale)
+        weight = merge(arranged(linear.weight, *Stack, *Out, *In), a, b, node.scale, Stack[:1]).array
     return eqx.tree_at(lambda linear: linear.weight, linear, weight)
 
 
-def _merge_named(weight: Any, a: Any, b: Any, factor: float, outermost: tuple[Axis, ...]) -> NamedArray:
+def _merge(
+    weight: NamedArray, a: NamedArray, b: NamedArray, factor: float, outermost: tuple[Axis, ...]
+) -> NamedArray:
     def merge(weight: NamedArray, a: NamedArray, b: NamedArray) -> NamedArray:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         product = hax.dot(a, b, axis=RANK_AXIS, precision=lax.Precision.HIGHEST)
@@ -215,38 +224,20 @@ def _merge_named(weight: Any, a: Any, b: Any, factor: float, outermost: tuple[Ax
     if not outermost:
         return merge(weight, a, b)
     named = [array.rearrange((*outermost, ...)) for array in (weight, a, b)]
+    arrays = [array.array for array in named]
 
-    def merge_layer(*arrays: Array) -> Array:
-        return merge(*(NamedArray(x, of.axes[1:]) for x, of in zip(arrays, named, strict=True))).array
+    def layer(i: Array, weight: Array) -> Array:
+        """The layer, written over that of `weight`."""
+        one = read((weight, *arrays[1:]), i)
+        found = merge(*(NamedArray(x, of.axes[1:]) for x, of in zip(one, named, strict=True)))
+        return write(weight, i, found.array)
 
-    layers = _in_place(merge_layer, *(array.array for array in named))
+    layers = lax.fori_loop(0, outermost[0].size, layer, arrays[0])
     return NamedArray(layers, named[0].axes).rearrange(weight.axes)
 
 
-def _merge_plain(weight: Array, a: Any, b: Any, factor: float) -> Array:
-    def merge(weight: Array, a: Any, b: Any) -> Array:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        product = jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-        return (weight.astype(jnp.float32) + factor * jnp.swapaxes(product, -1, -2)).astype(weight.dtype)
-
-    return merge(weight, a, b) if weight.ndim == 2 else _in_place(merge, weight, a, b)
-
-
-def _in_place(merge: Callable[..., Array], weight: Array, a: Array, b: Array) -> Array:
-    """`merge` of every layer, written over that of `weight`."""
-
-    def layer(i: Array, weight: Array) -> Array:
-        return write(weight, i, merge(*read((weight, a, b), i)))
-
-    return lax.fori_loop(0, weight.shape[0], layer, weight)
-
-
-_STATIC: Any = {"static_argnames": ("factor", "outermost")}
-_COPYING = jax.jit(_merge_named, **_STATIC), jax.jit(_merge_plain, static_argnames="factor")
-_DONATING = (
-    jax.jit(_merge_named, donate_argnames="weight", **_STATIC),
-    jax.jit(_merge_plain, donate_argnames="weight", static_argnames="factor"),
-)
+_COPYING = jax.jit(_merge, static_argnames=("factor", "outermost"))
+_DONATING = jax.jit(_merge, static_argnames=("factor", "outermost"), donate_argnames="weight")
 
 
 def _no_match(target: str, paths: list[str]) -> str:

@@ -4,13 +4,13 @@ The model provides the names of its linears, as a function of a linear's path an
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import haliax.nn as hnn
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
@@ -18,7 +18,16 @@ from jaxtyping import DTypeLike
 
 from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
 from .._messages import entry_problems, float_problems, printable
-from ._adapter import RANK_AXIS, LoraLinear, linear_axes, lora_linears, replace_linears, stack_axes
+from ._adapter import (
+    RANK_AXIS,
+    LoraLinear,
+    arranged,
+    axes_of,
+    lora_linear,
+    lora_linears,
+    named_adapter,
+    replace_linears,
+)
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
 from ._peft_layout import (
     PREFIX,
@@ -170,28 +179,24 @@ class _Linear:
     wide: int
     members: Mapping[Index, PeftParameter] = field(repr=False)
 
+    @property
+    def wrapped(self) -> Any:
+        """The module without its adapter."""
+        return self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
+
     def pairs(self) -> dict[PeftParameter, Pair]:
         """The adapters; empty if the linear has none."""
         if not isinstance(self.module, LoraLinear):
             return {}
-        a, b = self.module.a, self.module.b
-        wrapped = self.module.wrapped
-        if isinstance(a, NamedArray) and isinstance(b, NamedArray) and isinstance(wrapped, hnn.Linear):
-            Stack, (In, Out) = stack_axes(wrapped), linear_axes(wrapped)
-            a = a.rearrange((*Stack, *In, RANK_AXIS)).array
-            b = b.rearrange((*Stack, RANK_AXIS, *Out)).array
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        a, b = (np.asarray(one.array, np.float32) for one in named_adapter(self.module))
         a = np.swapaxes(a.reshape(*self.stack, self.narrow, -1), -1, -2)
         b = np.swapaxes(b.reshape(*self.stack, -1, self.wide), -1, -2)
         return {name: Pair(a[index], b[index], self.module.scale) for index, name in self.members.items()}
 
     def has_weight(self, stored: np.ndarray) -> bool:
         """Whether `stored`, of shape `[out, in]`, is the weight, which is of no stack."""
-        wrapped = self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
-        weight: Any = wrapped.weight
-        if isinstance(wrapped, hnn.Linear):
-            In, Out = linear_axes(wrapped)
-            weight = weight.rearrange((*Out, *In)).array.reshape(self.wide, self.narrow)
+        _, In, Out = axes_of(self.wrapped)
+        weight = arranged(self.wrapped.weight, *Out, *In).array.reshape(self.wide, self.narrow)
         dtype = min(stored.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
         return bool(jnp.array_equal(weight.astype(dtype), stored.astype(dtype)))
 
@@ -208,13 +213,9 @@ class _Linear:
             a[index][:, : pair.a.shape[0]] = pair.a.T
             b[index][: pair.a.shape[0]] = pair.b.T
             b[index] *= pair.scale / scale
-        wrapped = self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
-        if not isinstance(wrapped, hnn.Linear):
-            return LoraLinear(wrapped, jnp.asarray(a, dtype), jnp.asarray(b, dtype), scale)
-        Stack, (In, Out), Rank = stack_axes(wrapped), linear_axes(wrapped), Axis(RANK_AXIS, rank)
-        return LoraLinear(
-            wrapped, _named(a, (*Stack, *In, Rank), dtype), _named(b, (*Stack, Rank, *Out), dtype), scale
-        )
+        (Stack, In, Out), Rank = axes_of(self.wrapped), Axis(RANK_AXIS, rank)
+        of_a, of_b = _named(a, (*Stack, *In, Rank), dtype), _named(b, (*Stack, Rank, *Out), dtype)
+        return lora_linear(self.wrapped, of_a, of_b, scale)
 
 
 def _named(array: np.ndarray, axes: tuple[Axis, ...], dtype: DTypeLike) -> NamedArray:
@@ -224,13 +225,9 @@ def _named(array: np.ndarray, axes: tuple[Axis, ...], dtype: DTypeLike) -> Named
 def _linears(model: Any, names: PeftNames) -> list[_Linear]:
     found = []
     for path, module in lora_linears(model).items():
-        wrapped = module.wrapped if isinstance(module, LoraLinear) else module
-        if isinstance(wrapped, hnn.Linear):
-            stack = tuple(axis.size for axis in stack_axes(wrapped))
-            narrow, wide = (int(np.prod([axis.size for axis in axes])) for axes in linear_axes(wrapped))
-        else:
-            *sizes, wide, narrow = wrapped.weight.shape
-            stack = tuple(sizes)
+        axes = axes_of(module.wrapped if isinstance(module, LoraLinear) else module)
+        stack = tuple(axis.size for axis in axes[0])
+        narrow, wide = (math.prod(axis.size for axis in own) for own in axes[1:])
         members = {}
         for index in np.ndindex(stack):
             name = names(path, index)

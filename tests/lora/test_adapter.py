@@ -182,11 +182,11 @@ def test_donated_weights_are_merged_in_place(plain):
 
 
 def test_merging_in_place_takes_a_layer_and_not_the_weights():
-    weight, a, b = (
-        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32, 48), (64, 48, 2), (64, 2, 32))
-    )
+    Layer, In, Out, Rank = hax.make_axes(layer=64, In=48, Out=32, lora_rank=2)
+    all_axes = ((Layer, Out, In), (Layer, In, Rank), (Layer, Rank, Out))
+    arrays = eqx.filter_eval_shape(lambda: [hax.zeros(axes) for axes in all_axes])
     whole = 64 * 32 * 48 * 4
-    found = _DONATING[1].lower(weight, a, b, factor=2.0).compile().memory_analysis()
+    found = _DONATING.lower(*arrays, factor=2.0, outermost=(Layer,)).compile().memory_analysis()
     assert found.alias_size_in_bytes == whole
     assert found.temp_size_in_bytes < whole / 8
 

@@ -220,18 +220,18 @@ def test_the_kernels_are_those_of_the_library():
 def test_policies_for_what_no_layer_has_are_refused(field):
     policy = ScanCheckpointPolicy(**{field: ("attention_output", "atention_lse")})
     with pytest.raises(ValueError, match=rf"remat.{field} has 'atention_lse'.* Valid: query, key, value"):
-        check_remat_names(Qwen3Config(), policy)
+        check_remat_names(Qwen3Config().remat_names, policy)
     routed = ScanCheckpointPolicy(**{field: ("router_gates",)})
-    check_remat_names(Qwen3MoeConfig(), routed)
+    check_remat_names(Qwen3MoeConfig().remat_names, routed)
     with pytest.raises(ValueError, match="has 'router_gates'"):
-        check_remat_names(Qwen3Config(), routed)
+        check_remat_names(Qwen3Config().remat_names, routed)
     dense = Qwen3MoeConfig(experts=ExpertsConfig(dense_layers=(0, 1, 2, 3)))
     with pytest.raises(ValueError, match="has 'router_gates'"):
-        check_remat_names(dense, routed)
+        check_remat_names(dense.remat_names, routed)
     with pytest.raises(ValueError, match=r"Valid: none \(with model.tiles nothing has a name\)"):
-        check_remat_names(Qwen3MoeConfig(tiles=2), routed)
+        check_remat_names(Qwen3MoeConfig(tiles=2).remat_names, routed)
     check_remat_names(
-        Qwen3Config(), ScanCheckpointPolicy(**{field: True}) if field.startswith("save") else None
+        Qwen3Config().remat_names, ScanCheckpointPolicy(**{field: True}) if field.startswith("save") else None
     )
 
 

@@ -170,9 +170,7 @@ class Candidate:
         Where none fits, with the layers' weights on the host, if they can be there.
 
         Args:
-            budget: memory of each device for the whole step.
             host_budget: the same for the host.
-            show: called with each policy that was compiled.
 
         Raises:
             BudgetError: no policy fits.

@@ -83,8 +83,6 @@ def run_command(
 
     Args:
         work: takes the arguments without `--debug`, and the signals that came; returns the exit status.
-        arguments: of the command line.
-        show: shows a line.
         interrupted: exit status after a signal, and a text to add to the message; 128 plus the signal's
             number, and no text, if not given.
     """

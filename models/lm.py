@@ -24,7 +24,6 @@ def next_token_loss(
     """Mean cross entropy of the next token, in nats, plus the model's auxiliary losses.
 
     Args:
-        model: the decoder.
         batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do not see each other.
         z_loss: as `chunked_cross_entropy` takes it; the cross entropy includes it.
 

@@ -54,10 +54,6 @@ class FoundModel:
     """A model, before its weights are read.
 
     Attributes:
-        config: its architecture.
-        Vocab: rows of its embedding.
-        tokenizer: its tokens.
-        tokenizer_name: how `load_tokenizer` finds them.
         ends: tokens that end a text, the tokenizer's own first.
         read: reads the model with its adapters, divided like this over devices, or on the first one. Raises
             CheckpointMismatchError, FileNotFoundError or WeightsError for weights that are missing, damaged,
@@ -158,7 +154,6 @@ def find_model(
         name: a run folder, a folder in Hugging Face's format, or a name on its Hub.
         step: of the run's checkpoint; the latest if not given.
         dtype: in which to compute; the one that the run or the folder's `config.json` names if not given.
-        tokenizer: replaces the model's own.
         chat_date: the day that its chat template takes for today; the run's, or today, if not given.
 
     Raises:
@@ -238,10 +233,6 @@ def _of_run(
 def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
     """The resolved config of the run that wrote a checkpoint.
 
-    Args:
-        run_dir: the run folder.
-        step: of the checkpoint; the latest if not given.
-
     Raises:
         FileNotFoundError: there is no such run or checkpoint.
         ConfigError: the config in the checkpoint is not one of `models.train_lm`.
@@ -270,11 +261,6 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
 
 def restored_state(run_dir: Path, config: LmRunConfig, step: int | None = None) -> TrainState:
     """The state of a run's checkpoint.
-
-    Args:
-        run_dir: the run folder.
-        config: what `read_run_config` found there.
-        step: of the checkpoint; the latest if not given.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.

@@ -110,11 +110,6 @@ def find_size(candidate: Candidate, what: Found, budget: Budget) -> tuple[int, C
     or halved, then by bisection. Contexts and batches are found to about a thirty-second, and devices among
     the powers of two; only sizes that the mesh allows are tried.
 
-    Args:
-        candidate: at its own size.
-        what: what to find.
-        budget: what it must fit in.
-
     Returns:
         The size, and the step with it.
 
@@ -238,13 +233,7 @@ _MORE_MICROBATCHES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Division:
-    """A step with a mesh, a number of microbatches and a policy, and its memory.
-
-    Attributes:
-        step: the step.
-        report: its memory.
-        number: of the mesh, among those that were tried.
-    """
+    """A step with a mesh, a number of microbatches and a policy, and its memory."""
 
     step: Candidate
     report: MemoryReport
@@ -270,10 +259,6 @@ def find_divisions(candidate: Candidate, budget: Budget) -> list[Division]:
     """For each mesh the policy with the fewest FLOPs that fits, and as few microbatches as allow it.
 
     More microbatches are tried where nothing fits, or nothing but `nested`.
-
-    Args:
-        candidate: the step and its devices; its own mesh is tried first.
-        budget: what the step must fit in.
 
     Returns:
         Those that fit, the fewest FLOPs first; of equals, those that send less.

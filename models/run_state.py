@@ -105,10 +105,8 @@ def initial_state(
     """The state before the first step.
 
     Args:
-        config: of the run, resolved.
         partitioning: where the arrays are made, none of them whole on a device; on the first device if not
             given. With `trainer.streaming`, the layers are made on the host, one after the other.
-        remat: policy of the model's layers; the config's if not given.
         read_weights: whether to read the weights of `initialize_from_hf`; if not, all of them are random.
 
     Raises:

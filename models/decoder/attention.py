@@ -20,14 +20,7 @@ from stacked_remat.training import POSITION_AXIS
 
 
 class CausalAttention(eqx.Module):
-    """Causal attention of projected queries, keys and values, without a cache, and with one.
-
-    Attributes:
-        o_proj: from heads to the residual stream.
-        sinks: the learnt scores of query heads that attend to nothing.
-        spec: of the layer.
-        config: of the decoder.
-    """
+    """Causal attention of projected queries, keys and values, without a cache, and with one."""
 
     o_proj: eqx.AbstractVar[hnn.Linear]
     sinks: eqx.AbstractVar[NamedArray | None]

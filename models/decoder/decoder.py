@@ -44,14 +44,6 @@ class DecoderLayer(eqx.Module):
 
     Names for remat policies, beside those of the parts: `residual`, the stream between them, and
     `mlp_internals`, what an MLP makes of it before the activation.
-
-    Attributes:
-        input_norm: of what attention is given.
-        attention: the first half.
-        attention_output_norm: of what it adds.
-        post_attention_norm: of what the MLP is given.
-        mlp: the second half.
-        mlp_output_norm: of what it adds.
     """
 
     input_norm: Norm | None
@@ -254,7 +246,6 @@ class Decoder(eqx.Module):
         """Maps tokens `[..., position]` to hidden states `[..., position, Embed]`, with auxiliary losses.
 
         Args:
-            tokens: integers.
             documents: integers like `tokens`; a position sees only positions with its own. 0 is padding,
                 which auxiliary losses leave out. None for one document and no padding.
             positions: integers like `tokens`, the position of each in its document; None to count from the

@@ -59,11 +59,6 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
     `num_experts`. For statistics averaged over layers it is `load_balancing_loss_func` of Hugging Face's
     transformers.
 
-    Args:
-        load: how many times an expert was chosen, per token, `[..., Experts]`.
-        importance: mean router probability, `[..., Experts]`.
-        Experts: the axis of experts.
-
     Returns:
         The loss over the other axes; a `Layers` axis gives one per layer.
     """
@@ -219,9 +214,7 @@ class SparseExperts(eqx.Module):
         of them, the layer's come as it begins, once.
 
         Args:
-            x: `[..., Embed]`.
             layers: these weights of all layers of the stack, whose axis is the first of every array.
-            layer_index: the index of this layer in the stack.
         """
         stack, config = layers.experts.stacked, self.config
         Layers = jax.tree.leaves(stack, is_leaf=is_named_array)[0].axes[0]

@@ -82,10 +82,6 @@ def check_remat_names(valid: Sequence[str], policy: ScanCheckpointPolicy | None,
 def check_remat_levels(policy: ScanCheckpointPolicy, num_layers: int) -> None:
     """Refuses levels that can't cut the layers.
 
-    Args:
-        policy: of the layers.
-        num_layers: how many there are.
-
     Raises:
         ConfigError: the outer levels make more parts than there are layers, or all levels hold too few.
     """

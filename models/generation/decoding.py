@@ -46,10 +46,8 @@ def continued_tokens(
     A row does not depend on the others: its logits are equal up to rounding, its random numbers its own.
 
     Args:
-        model: the decoder.
         prompts: at least one token each; they may differ in length.
         max_new_tokens: at most; the caller may stop earlier.
-        sampling: how tokens are drawn.
         key: of the random numbers. Row r draws from `jax.random.fold_in(key, r)`.
         first_row: the number of the first row.
 
@@ -88,16 +86,7 @@ def first_tokens(
     sampling: Sampling,
     slots: int,
 ) -> Decoding:
-    """Reads the prompts, the first `lengths` tokens of `[batch, position]`, and draws the next.
-
-    Args:
-        model: as in `continued_tokens`.
-        prompts: rows are padded at their ends.
-        lengths: `[batch]`.
-        keys: one a row.
-        sampling: how tokens are drawn.
-        slots: of the cache.
-    """
+    """Reads the prompts, the first `lengths` tokens of `[batch, position]`, and draws the next."""
     hidden, cache = model.prefill(prompts, slots)
     (Batch,) = lengths.axes
     last = hidden[{Batch: hax.arange(Batch), POSITION_AXIS: lengths - 1}]

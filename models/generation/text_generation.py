@@ -66,12 +66,6 @@ def generate_text(
     """Continues prompts, one batch after the other, and streams their text, until all have ended.
 
     Args:
-        model: the decoder.
-        tokenizer: its tokens.
-        prompts: tokens, at least one each.
-        max_new_tokens: of each prompt, at most.
-        sampling: how tokens are drawn.
-        key: of the random numbers.
         ends: tokens that end a text.
         stops: sequences of tokens that end a text too.
         stop_texts: texts that end one too, and are not part of it.

@@ -56,7 +56,6 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
     """The names of a decoder's linear maps in transformers' model, for `save_peft` and `load_peft`.
 
     Args:
-        config: of the decoder.
         experts: `fused`, as transformers 5 has them: the adapters of gate and up become one of twice the rank
             in `gate_up_proj`, with the product unchanged. `separate`, as files of transformers 4 have them.
 

@@ -52,11 +52,8 @@ def read_decoder(
     """Reads a checkpoint into a decoder, a tensor at a time.
 
     Args:
-        root: the folder.
         config: the architecture, as `read_hf_config` reads it from the folder's `config.json`.
         Vocab: axis of the embedding's rows, as many as the checkpoint has.
-        remat: policy of the layers.
-        dtype: of all arrays.
         sharding: where an array of the decoder, given as its shape, is to be; None for the default device.
 
     Raises:

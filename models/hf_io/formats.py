@@ -34,8 +34,6 @@ class HfFormat:
 
     Attributes:
         model_type: its name in `config.json`.
-        class_name: of transformers' model.
-        config_class: of its decoders.
         fields: the entries of its `config.json`, in the order in which they are read: some need what those
             before them have found.
         tensors: names of the parts of a decoder in the names of tensors, where they differ from the
@@ -201,7 +199,6 @@ def pretrained_config(config: DecoderConfig, root: Path) -> tuple[DecoderConfig,
 
     Args:
         config: takes precedence in what a run decides (`OF_RUN`) and in a longer context.
-        root: the folder.
 
     Raises:
         WeightsError: `config.json` asks for something unsupported.
@@ -236,10 +233,6 @@ def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
     """The tokens that end a text; a chat model has several, and a folder may name none.
 
     As in transformers, `eos_token_id` is read from `generation_config.json`, else from `config.json`.
-
-    Args:
-        root: the folder.
-        num_tokens: how many tokens the model has.
 
     Raises:
         WeightsError: a file can't be read, or names something other than tokens of the model.

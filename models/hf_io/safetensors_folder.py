@@ -54,9 +54,6 @@ class SafetensorsFolder:
     """The tensors of a folder, by name; the two of a tensor in MXFP4 or FP8 are one here, of bfloat16 values.
 
     Attributes:
-        root: the folder.
-        stored: where every tensor is, as it is stored.
-        shapes: the shape of every tensor.
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
         absent: tensors that are in the index but not in the file that it names, with that file.
     """
@@ -192,10 +189,7 @@ def write_safetensors(
     The folder gets its name when all of it is written, so that it is never partial.
 
     Args:
-        root: the folder, which must not exist or be empty.
-        tensors: what to write, in this order.
         documents: contents by file name, to be written as JSON.
-        texts: contents of further files, by their names.
         max_file_bytes: of a file; a larger tensor has a file of its own.
 
     Raises:

@@ -133,10 +133,7 @@ def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding)
     """Makes one array of a model from its tensors, in place on the devices that this process addresses.
 
     Args:
-        one: the array and its tensors.
-        read: reads a part of a tensor.
         dtype: of the array; tensors are cast on the device.
-        sharding: of the array, any; every device gets its own part of every entry.
 
     Returns:
         The array, of shape `(*one.stacked, *one.layer_shape)`.

@@ -119,14 +119,7 @@ def describe(
     base_model: str | None,
     task_type: str | None,
 ) -> dict[str, Any]:
-    """The fields of the file for adapters of these targets.
-
-    Args:
-        tensors: by target.
-        members: one linear of each target.
-        others: the targets without adapters, which shortened names must not match.
-        base_model, task_type: as `save_peft` takes them.
-    """
+    """The fields of the file for adapters of these targets."""
     ranks = {target: tensor.a.shape[0] // members[target].size for target, tensor in tensors.items()}
     kinds = {target: (rank, tensors[target].scale * rank) for target, rank in ranks.items()}
     ((rank, alpha), _), *_ = collections.Counter(kinds.values()).most_common()

@@ -1,19 +1,19 @@
 """Adapters of a decoder in PEFT's format."""
 
-import math
+import dataclasses
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 from haliax import Axis
-from haliax.util import ensure_tuple
 
-from models.decoder.config import DecoderConfig, ExpertsConfig
+from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
-from models.hf_io.formats import HfFormat, format_of
+from models.hf_io.decoder_weights import tensor_maps
+from models.hf_io.formats import format_of
+from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat.lora import (
     PeftNames,
     PeftParameter,
@@ -62,52 +62,38 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
     Returns:
         A function that raises `ValueError` for a path that is not of a linear map of this decoder.
     """
+    known = format_of(config)
+    if experts == "fused" and not known.fused:
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        own = {f"{known.name_of(part)}.weight": ExpertsTensor(name) for part, name in fused.items()}
+        known = dataclasses.replace(known, tensors={**known.tensors, **own})
     shapes = eqx.filter_eval_shape(Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0))
-    linears, known, is_mixed = lora_linears(shapes), format_of(config), len(config.kinds) > 1
+    maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
+    maps = {path: maps[path] for path in lora_linears(shapes)}
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
-        if path not in linears:
+        if path not in maps:
             raise ValueError(f"{path} is not a linear map of this decoder.")
-        parts = path.split(".")
-        if parts[0] == "layers" and is_mixed:
-            index = (config.layers_of(parts.pop(1))[index[0]], *index[1:])
-        if "experts" in parts and experts == "fused" and config.sparse is not None:
-            return _of_expert(known, parts, index, config.sparse)
-        module = _module(known, parts, index)
+        one, rows = maps[path], None
+        if one.outputs is not None:
+            rows = one.outputs.indices(one.matrix_shape[-1 if one.transposed else 0])
+        if one.layers is not None:
+            index = (one.layers[index[0]], *index[1:])
+        outer = one.name.count("{}")
+        names = one.name.format(*index[:outer]).removesuffix(".weight").split(".")
+        module = ".".join(known.loaded.get(part, part) for part in names)
+        if outer < len(index):
+            module, _, tensor = module.rpartition(".")
+            order = int(tensor == "down_proj")
+            return PeftParameter(module, tensor, index[1], one.stacked[1], order=order, rows=rows)
         # PEFT adapts a router as a parameter; beside experts, it takes a module of an MLP for one of theirs.
-        beside = config.sparse is not None and "mlp" in parts and "experts" not in parts
-        rows = _rows(known, path, linears)
-        if not beside and rows is None:
-            return module
-        return PeftParameter(module, "weight" if beside else "", rows=rows)
+        beside = config.sparse is not None and ".mlp." in path and ".experts." not in path
+        return PeftParameter(module, "weight" if beside else "", rows=rows) if beside or rows else module
 
     return name
 
 
-def _rows(known: HfFormat, path: str, linears: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """The rows of this linear map in one that transformers has for several; None where it has this one."""
-
-    def module(path: str) -> tuple[str, str]:
-        parent, _, own = path.rpartition(".")
-        return parent, known.name_of(own)
-
-    alike = [other for other in linears if module(other) == module(path)]
-    widths = [math.prod(axis.size for axis in ensure_tuple(linears[other].Out)) for other in alike]
-    start = sum(widths[: alike.index(path)])
-    return None if len(alike) == 1 else (start, start + widths[alike.index(path)], 1)
-
-
-def _module(known: HfFormat, parts: list[str], index: tuple[int, ...]) -> str:
-    names = ".".join("{}" if part == "*" else known.name_of(part) for part in parts).format(*index)
-    return ".".join(known.loaded.get(part, part) for part in names.split("."))
-
-
-def _of_expert(
-    known: HfFormat, parts: list[str], index: tuple[int, ...], experts: ExpertsConfig
-) -> PeftParameter:
-    module, wide = _module(known, parts[:-2], index[:1]), experts.intermediate_dim
-    if parts[-1] == "down_proj":
-        return PeftParameter(module, parts[-1], index[1], experts.num_experts, order=1)
-    part = ("gate_proj", "up_proj").index(parts[-1])
-    rows = (part, 2 * wide, 2) if known.fused else (part * wide, (part + 1) * wide, 1)
-    return PeftParameter(module, "gate_up_proj", index[1], experts.num_experts, rows=rows)
+def _dotted(path: str) -> str:
+    """The path of a linear map, as adapters have it, from that of its weight."""
+    parts = ["*" if part == "stacked" else part for part in re.findall(r"\w+", path) if part != "stacks"]
+    return ".".join(parts).removesuffix(".weight")

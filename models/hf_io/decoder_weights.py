@@ -27,7 +27,7 @@ from jaxtyping import DTypeLike
 from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
 from models.decoder.layers import Norm
-from models.hf_io.formats import config_to_hf, format_of
+from models.hf_io.formats import HfFormat, config_to_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError, write_safetensors
 from models.hf_io.stacked_weights import (
     ExpertsTensor,
@@ -122,9 +122,9 @@ def write_decoder(
     )
 
 
-def tensor_maps(decoder: Decoder) -> dict[str, TensorMap]:
+def tensor_maps(decoder: Decoder, known: HfFormat | None = None) -> dict[str, TensorMap]:
     """The tensors of a checkpoint for every array of a decoder, by the array's path; shapes are enough."""
-    known = format_of(decoder.config)
+    known = known or format_of(decoder.config)
     is_mixed = isinstance(decoder.layers, StackedPattern)
     modules = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_module)
     maps = {}

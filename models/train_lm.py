@@ -345,7 +345,6 @@ def _finished(
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",
             f"  {python} -m models.generate --run_dir {folder.root} --prompt TEXT",
-            f"  {python} -m models.plot --run_dir {folder.root}",
         ]
     )
 

@@ -152,7 +152,7 @@ def test_overwriting_a_finished_run_needs_to_be_told_and_remat_does_not_change_t
     assert f"held-out loss after {STEPS} steps" in shown
     after = json.loads((folder / "result.json").read_text())["held_out_after"]["held_out"]
     summary = shown.partition(f"{STEPS} steps of 64 tokens in 0:")[2]
-    assert f"-> {after:.4f}\n" in summary and f"python -m models.plot --run_dir {folder}\n" in summary
+    assert f"-> {after:.4f}\n" in summary and f"python -m models.generate --run_dir {folder} " in summary
     after = metrics_of(folder)
     assert [line["step"] for line in after] == [line["step"] for line in before]
     np.testing.assert_allclose(losses_of(folder), losses_of(finished), rtol=1e-4)

@@ -8,9 +8,9 @@ from models.decoder.config import DecoderConfig, LayerSpec
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
     ConfigFields,
-    Field,
-    Only,
+    attribute,
     full_every,
+    only,
     rope,
     windows,
 )
@@ -54,14 +54,14 @@ def _every(given: ConfigFields, window: int | None, num_layers: int) -> tuple[in
 
 FIELDS = {
     **DECODER_FIELDS,
-    "num_key_value_heads": Field("num_kv_heads", 4),
-    "head_dim": Field("attention.head_dim", 256, written="HeadDim.size"),
-    "hidden_act": Only("gelu_pytorch_tanh"),
-    "hidden_activation": Only("gelu_pytorch_tanh", written=True),
+    "num_key_value_heads": attribute("num_kv_heads", 4),
+    "head_dim": attribute("attention.head_dim", 256, written="HeadDim.size"),
+    "hidden_act": only("gelu_pytorch_tanh"),
+    "hidden_activation": only("gelu_pytorch_tanh", written=True),
     "rotary": rope(theta=1_000_000.0, longest=131_072, by_kind=True, local="local_theta"),
-    "tie_word_embeddings": Field("tie_word_embeddings", True),
+    "tie_word_embeddings": attribute("tie_word_embeddings", True),
     "windows": windows(4_096, _every),
-    "query_pre_attn_scalar": Field("query_pre_attn_scalar", 256),
+    "query_pre_attn_scalar": attribute("query_pre_attn_scalar", 256),
 }
 TENSORS = {
     **DECODER_TENSORS,

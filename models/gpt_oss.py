@@ -7,10 +7,10 @@ from models.decoder.config import LayerSpec, SparseDecoderConfig
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
     LOAD_BALANCE,
-    Field,
-    Ignored,
-    Only,
+    attribute,
     full_every,
+    ignored,
+    only,
     rope,
     windows,
 )
@@ -43,20 +43,20 @@ _YARN = {
 
 FIELDS = {
     **DECODER_FIELDS,
-    "intermediate_size": Field("experts.intermediate_dim"),
-    "num_key_value_heads": Field("num_kv_heads", 8),
-    "head_dim": Field("attention.head_dim", 64, written="HeadDim.size"),
-    "attention_bias": Field("attention.bias", True),
+    "intermediate_size": attribute("experts.intermediate_dim"),
+    "num_key_value_heads": attribute("num_kv_heads", 8),
+    "head_dim": attribute("attention.head_dim", 64, written="HeadDim.size"),
+    "attention_bias": attribute("attention.bias", True),
     "rotary": rope(theta=150_000.0, scaling=_YARN, longest=131_072),
     # Transformers ignores it: `rope_scaling` has its own.
-    "initial_context_length": Ignored(),
-    "rms_norm_eps": Field("rms_norm_eps", 1e-5),
+    "initial_context_length": ignored(),
+    "rms_norm_eps": attribute("rms_norm_eps", 1e-5),
     "windows": windows(128, full_every(2)),
-    "num_local_experts": Field("experts.num_experts", 128, aliases=("num_experts",)),
-    "num_experts_per_tok": Field("experts.experts_per_token", 4, aliases=("experts_per_token",)),
+    "num_local_experts": attribute("experts.num_experts", 128, aliases=("num_experts",)),
+    "num_experts_per_tok": attribute("experts.experts_per_token", 4, aliases=("experts_per_token",)),
     "load_balance": LOAD_BALANCE,
-    "swiglu_alpha": Only(1.702, written=True),
-    "swiglu_limit": Only(7.0, written=True),
+    "swiglu_alpha": only(1.702, written=True),
+    "swiglu_limit": only(7.0, written=True),
 }
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
 _GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)

@@ -6,8 +6,8 @@ from models.decoder.config import SparseDecoderConfig
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
     LOAD_BALANCE,
-    Field,
-    Only,
+    attribute,
+    only,
     rope,
     window_of_all,
 )
@@ -26,14 +26,14 @@ class MixtralConfig(SparseDecoderConfig):
 
 FIELDS = {
     **DECODER_FIELDS,
-    "intermediate_size": Field("experts.intermediate_dim"),
-    "num_key_value_heads": Field("num_kv_heads", 8),
-    "attention_bias": Only(False),
+    "intermediate_size": attribute("experts.intermediate_dim"),
+    "num_key_value_heads": attribute("num_kv_heads", 8),
+    "attention_bias": only(False),
     "rotary": rope(theta=1_000_000.0, longest=131_072),
-    "rms_norm_eps": Field("rms_norm_eps", 1e-5),
+    "rms_norm_eps": attribute("rms_norm_eps", 1e-5),
     "windows": window_of_all(None),
-    "num_local_experts": Field("experts.num_experts", 8, aliases=("num_experts",)),
-    "num_experts_per_tok": Field("experts.experts_per_token", 2),
+    "num_local_experts": attribute("experts.num_experts", 8, aliases=("num_experts",)),
+    "num_experts_per_tok": attribute("experts.experts_per_token", 2),
     "load_balance": LOAD_BALANCE,
 }
 TENSORS = {

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from models.decoder.config import DecoderConfig
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
-    Field,
-    Ignored,
-    Only,
+    attribute,
+    ignored,
+    only,
     rope,
     window_of_all,
 )
@@ -35,15 +35,15 @@ class Phi3Config(DecoderConfig):
 
 FIELDS = {
     **DECODER_FIELDS,
-    "attention_bias": Only(False),
-    "embd_pdrop": Only(0),
-    "resid_pdrop": Only(0),
+    "attention_bias": only(False),
+    "embd_pdrop": only(0),
+    "resid_pdrop": only(0),
     "rotary": rope(longest=4_096),
-    "original_max_position_embeddings": Ignored(),  # of longrope
-    "rms_norm_eps": Field("rms_norm_eps", 1e-5),
+    "original_max_position_embeddings": ignored(),  # of longrope
+    "rms_norm_eps": attribute("rms_norm_eps", 1e-5),
     "windows": window_of_all(None),
     # Transformers' default is beyond the embedding of a smaller vocabulary.
-    "pad_token_id": Ignored(written=None),
+    "pad_token_id": ignored(written=None),
 }
 TENSORS = {
     **DECODER_TENSORS,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.decoder.config import AttentionConfig, DecoderConfig, LayerSpec
-from models.hf_io.config_fields import DECODER_FIELDS, Computed, ConfigFields, Field, Found, windows
+from models.hf_io.config_fields import DECODER_FIELDS, ConfigFields, Found, attribute, computed, windows
 from models.hf_io.formats import HfFormat, register_format
 
 
@@ -48,8 +48,8 @@ def _read_bias(given: ConfigFields, found: Found) -> None:
 
 FIELDS = {
     **DECODER_FIELDS,
-    "num_key_value_heads": Field("num_kv_heads", 32),
-    "attention_bias": Computed(_read_bias, lambda config: {}),
+    "num_key_value_heads": attribute("num_kv_heads", 32),
+    "attention_bias": computed(_read_bias),
     "windows": windows(4_096, later_layers, window_fields),
 }
 

@@ -8,11 +8,11 @@ from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
 from models.hf_io.config_fields import (
     DECODER_FIELDS,
     LOAD_BALANCE,
-    Computed,
     ConfigFields,
-    Field,
     Found,
-    Only,
+    attribute,
+    computed,
+    only,
     windows,
 )
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
@@ -63,23 +63,23 @@ def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
     return {"use_sliding_window": window is not None, "sliding_window": window}
 
 
-_SHARED = {**DECODER_FIELDS, "use_qk_norm": Only(True)}
+_SHARED = {**DECODER_FIELDS, "use_qk_norm": only(True)}
 FIELDS = {
     **_SHARED,
-    "num_key_value_heads": Field("num_kv_heads", 32),
-    "head_dim": Field("attention.head_dim", 128, written="HeadDim.size"),
+    "num_key_value_heads": attribute("num_kv_heads", 32),
+    "head_dim": attribute("attention.head_dim", 128, written="HeadDim.size"),
     "windows": windows(4_096, later_layers, window_fields),
 }
 MOE_FIELDS = {
     **_SHARED,
-    "num_key_value_heads": Field("num_kv_heads", 4),
+    "num_key_value_heads": attribute("num_kv_heads", 4),
     "windows": windows(4_096, _all_layers, _window_of_all),
-    "num_experts": Field("experts.num_experts", aliases=("num_local_experts",)),
-    "num_experts_per_tok": Field("experts.experts_per_token"),
-    "moe_intermediate_size": Field("experts.intermediate_dim"),
-    "norm_topk_prob": Field("experts.norm_topk_prob", False),
+    "num_experts": attribute("experts.num_experts", aliases=("num_local_experts",)),
+    "num_experts_per_tok": attribute("experts.experts_per_token"),
+    "moe_intermediate_size": attribute("experts.intermediate_dim"),
+    "norm_topk_prob": attribute("experts.norm_topk_prob", False),
     "load_balance": LOAD_BALANCE,
-    "dense_layers": Computed(_read_dense_layers, _dense_layers),
+    "dense_layers": computed(_read_dense_layers, _dense_layers),
 }
 MOE_TENSORS = {**DECODER_TENSORS, "router": "gate"}
 

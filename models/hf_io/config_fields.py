@@ -121,94 +121,62 @@ class SameAs:
 
 
 @dataclass(frozen=True)
-class Field:
-    """A field that is an attribute of the config.
+class Entry:
+    """How the field of a name is read, from `ConfigFields` into `Found`, and what is written of a config."""
 
-    Attributes:
+    read: Callable[[str, ConfigFields, Found], Any]
+    write: Callable[[str, Any], dict[str, Any]]
+
+
+FieldTable: TypeAlias = dict[str, Entry]
+
+
+def attribute(
+    path: str, default: Any = ..., aliases: Sequence[str] = (), written: str | None = None
+) -> Entry:
+    """A field that is an attribute of the config, at this path.
+
+    Args:
         path: of the attribute.
         default: where the field is absent or null, as in transformers; `...` if it may not be.
         aliases: other names that are read.
         written: the path of what is written, where it is another.
     """
 
-    path: str
-    default: Any = ...
-    aliases: tuple[str, ...] = ()
-    written: str | None = None
-
-    def read(self, name: str, given: ConfigFields, found: Found) -> None:
-        """Reads it into `found`."""
-        default = found[self.default.path] if isinstance(self.default, SameAs) else self.default
-        kind = _kind(given.config_class, self.path)
+    def read(name: str, given: ConfigFields, found: Found) -> None:
+        kind = _kind(given.config_class, path)
         value = given(name, None, kind)
-        for alias in self.aliases:
+        for alias in aliases:
             value = agreed(name, value, alias, given(alias, None, kind))
         if value is None and default is ...:
             raise ValueError(f"{name} is missing.")
-        found[self.path] = default if value is None else value
+        usual = found[default.path] if isinstance(default, SameAs) else default
+        found[path] = usual if value is None else value
 
-    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
-        """What is written of this config."""
-        return {name: functools.reduce(getattr, (self.written or self.path).split("."), config)}
-
-
-@dataclass(frozen=True)
-class Only:
-    """A field of which a single value is supported.
-
-    Attributes:
-        value: null and an absent field count as it.
-        written: whether it is written.
-    """
-
-    value: Any
-    written: bool = False
-
-    def read(self, name: str, given: ConfigFields, found: Found) -> None:
-        """Reads it into `found`."""
-        given.only(name, self.value)
-
-    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
-        """What is written of this config."""
-        return {name: self.value} if self.written else {}
+    parts = (written or path).split(".")
+    return Entry(read, lambda name, config: {name: functools.reduce(getattr, parts, config)})
 
 
-@dataclass(frozen=True)
-class Computed:
+def only(value: Any, *, written: bool = False) -> Entry:
+    """A field of which a single value is supported, and may be written; null and absence count as it."""
+    return Entry(
+        lambda name, given, _: given.only(name, value), lambda name, _: {name: value} if written else {}
+    )
+
+
+def ignored(written: Any = ...) -> Entry:
+    """A field of any value, which changes nothing here; `...` writes none."""
+    return Entry(
+        lambda name, given, _: given(name, None),
+        lambda name, _: {} if written is ... else {name: written},
+    )
+
+
+def computed(
+    read: Callable[[ConfigFields, Found], None], write: Callable[[Any], dict[str, Any]] = lambda _: {}
+) -> Entry:
     """Fields from which attributes of the config are computed, and the other way round."""
-
-    reading: Callable[[ConfigFields, Found], None]
-    writing: Callable[[Any], dict[str, Any]]
-
-    def read(self, name: str, given: ConfigFields, found: Found) -> None:
-        """Reads it into `found`."""
-        self.reading(given, found)
-
-    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
-        """What is written of this config."""
-        return self.writing(config)
-
-
-@dataclass(frozen=True)
-class Ignored:
-    """A field of any value, which changes nothing here.
-
-    Attributes:
-        written: what is written; `...` for nothing.
-    """
-
-    written: Any = ...
-
-    def read(self, name: str, given: ConfigFields, found: Found) -> None:
-        """Reads it."""
-        given(name, None)
-
-    def write(self, name: str, config: DecoderConfig) -> dict[str, Any]:
-        """What is written of this config."""
-        return {} if self.written is ... else {name: self.written}
-
-
-FieldTable: TypeAlias = dict[str, Field | Only | Computed | Ignored]
+    return Entry(lambda _, given, found: read(given, found), lambda _, config: write(config))
 
 
 def rope(
@@ -218,7 +186,7 @@ def rope(
     longest: int = 32_768,
     by_kind: bool = False,
     local: str | None = None,
-) -> Computed:
+) -> Entry:
     """The rotary embedding: `rope_theta`, and `rope_scaling` or `rope_parameters`.
 
     Args:
@@ -267,7 +235,7 @@ def rope(
             written["rope_parameters"] = {"full_attention": whole, "sliding_attention": of_windows}
         return written
 
-    return Computed(read, write)
+    return computed(read, write)
 
 
 Usual: TypeAlias = Callable[[ConfigFields, int | None, int], tuple[int | None, Sequence[bool]]]
@@ -290,7 +258,7 @@ def layer_types(config: DecoderConfig) -> dict[str, Any]:
     return {"sliding_window": config.attention.window or 4096, "layer_types": kinds}
 
 
-def window_of_all(default: int | None) -> Computed:
+def window_of_all(default: int | None) -> Entry:
     """`sliding_window`, whose default is this, of an architecture with a window in all layers or in none.
 
     Transformers ignores `layer_types` there, so they are refused.
@@ -301,12 +269,12 @@ def window_of_all(default: int | None) -> Computed:
         window = given("sliding_window", None if "sliding_window" in given else default, int)
         found["attention.window"] = window
 
-    return Computed(read, lambda config: {"sliding_window": config.attention.window})
+    return computed(read, lambda config: {"sliding_window": config.attention.window})
 
 
 def windows(
     default: int | None, usual: Usual, write: Callable[[DecoderConfig], dict[str, Any]] = layer_types
-) -> Computed:
+) -> Entry:
     """The layers with a window: `sliding_window`, whose default is this, and `layer_types`."""
 
     def read(given: ConfigFields, found: Found) -> None:
@@ -327,7 +295,7 @@ def windows(
         found["attention.window"] = window if SLIDING in kinds else None
         found["attention.layer_types"] = tuple(kinds) if SLIDING in kinds else None
 
-    return Computed(read, write)
+    return computed(read, write)
 
 
 def _read_load_balance(given: ConfigFields, found: Found) -> None:
@@ -337,25 +305,25 @@ def _read_load_balance(given: ConfigFields, found: Found) -> None:
     found["experts.load_balance_weight"] = weight if is_on else 0.0
 
 
-LOAD_BALANCE = Computed(
+LOAD_BALANCE = computed(
     _read_load_balance, lambda config: {"router_aux_loss_coef": config.experts.load_balance_weight_used}
 )
 """The weight of the load-balance loss."""
 
 DECODER_FIELDS: FieldTable = {
-    "hidden_size": Field("hidden_dim"),
-    "intermediate_size": Field("mlp_dim", written="Mlp.size"),
-    "num_hidden_layers": Field("num_layers"),
-    "num_attention_heads": Field("num_heads"),
-    "num_key_value_heads": Field("num_kv_heads", SameAs("num_heads")),
-    "head_dim": Field("attention.head_dim", None, written="HeadDim.size"),
-    "hidden_act": Only("silu", written=True),
-    "attention_bias": Field("attention.bias", False),
-    "attention_dropout": Only(0),
+    "hidden_size": attribute("hidden_dim"),
+    "intermediate_size": attribute("mlp_dim", written="Mlp.size"),
+    "num_hidden_layers": attribute("num_layers"),
+    "num_attention_heads": attribute("num_heads"),
+    "num_key_value_heads": attribute("num_kv_heads", SameAs("num_heads")),
+    "head_dim": attribute("attention.head_dim", None, written="HeadDim.size"),
+    "hidden_act": only("silu", written=True),
+    "attention_bias": attribute("attention.bias", False),
+    "attention_dropout": only(0),
     "rotary": rope(),
-    "rms_norm_eps": Field("rms_norm_eps", 1e-6),
-    "initializer_range": Field("initializer_range", 0.02),
-    "tie_word_embeddings": Field("tie_word_embeddings", False),
+    "rms_norm_eps": attribute("rms_norm_eps", 1e-6),
+    "initializer_range": attribute("initializer_range", 0.02),
+    "tie_word_embeddings": attribute("tie_word_embeddings", False),
 }
 """The fields that most architectures have."""
 

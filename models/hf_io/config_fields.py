@@ -201,17 +201,14 @@ def rope(
         parameters = given("rope_parameters", None)
         is_by_kind = isinstance(parameters, Mapping) and "full_attention" in parameters
         of_kinds = parameters if is_by_kind else {"full_attention": parameters}
-        sections = {
-            "rope_scaling": given("rope_scaling", None),
-            "rope_parameters": of_kinds["full_attention"],
-        }
+        sections = (of_kinds["full_attention"], given("rope_scaling", None))
         found["rotary"] = _rotary(sections, given("rope_theta", None), usual, length)
         if not is_by_kind and local is None:
             return
         section = of_kinds.get("sliding_attention")
         own = {"rope_theta": 10_000.0 if local else found["rotary"].theta, "rope_scaling": {}}
         theta_of_windows = given("rope_local_base_freq", None)
-        of_windows = _rotary({"rope_parameters": section}, theta_of_windows, own, length)
+        of_windows = _rotary((section,), theta_of_windows, own, length)
         if of_windows.scaling is not None or (local is None and of_windows.theta != found["rotary"].theta):
             raise ValueError(f"rope_parameters of sliding_attention are {shown(section)}; not supported.")
         if local is not None:
@@ -336,34 +333,22 @@ def _kind(config_class: type, path: str) -> type:
     return next((one for one in typing.get_args(hint) if one is not type(None)), hint)
 
 
-def _rotary(sections: Mapping[str, Any], theta: Any, usual: Mapping[str, Any], longest: int) -> RotaryConfig:
-    """The rotary embedding of one kind of layers from `rope_scaling` and `rope_parameters`."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, section in sections.items():
-        if section is not None:
-            found[name], theta = _rotary_section(name, section, theta)
-    scaled = [one for one in found.values() if one.get("rope_type", "default") != "default"]
-    if len(scaled) > 1:
-        agreed("rope_scaling", scaled[0], "rope_parameters", scaled[1])
-    # What transformers takes where a config has both.
-    used = next(filter(None, found.values()), {}) if found else usual["rope_scaling"]
+def _rotary(sections: Sequence[Any], theta: Any, usual: Mapping[str, Any], longest: int) -> RotaryConfig:
+    """The rotary embedding of one kind of layers from `rope_parameters` and `rope_scaling`."""
+    given = [section for section in sections if section is not None]
+    used = {} if given else dict(usual["rope_scaling"])
+    for section in given:
+        if not isinstance(section, Mapping):
+            raise ValueError(f"rope_scaling is {shown(section)}; a mapping with rope_type is expected.")
+        older = {"rope_type": section["type"]} if "type" in section else {}
+        used |= older | {name: value for name, value in section.items() if name != "type"}
+    theta = agreed("rope_theta", theta, "rope_parameters.rope_theta", used.pop("rope_theta", None))
     theta = _checked("rope_theta", usual["rope_theta"] if theta is None else theta, float)
     try:
         scaling = rotary_from_hf(used, max_position_embeddings=longest)
     except (TypeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"rope_scaling is {shown(used)}: {printable(str(error))}") from error
     return RotaryConfig(theta, None if isinstance(scaling, DefaultRotary) else scaling, longest)
-
-
-def _rotary_section(name: str, section: Any, theta: Any) -> tuple[dict[str, Any], Any]:
-    """`rope_scaling` or `rope_parameters`, and theta, which may be in it or beside it."""
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{name} is {shown(section)}; a mapping with rope_type is expected.")
-    found = dict(section)
-    theta = agreed("rope_theta", theta, f"{name}.rope_theta", found.pop("rope_theta", None))
-    kind, older = found.get("rope_type"), found.pop("type", None)
-    kind = agreed(f"{name}.rope_type", kind, f"{name}.type", older)
-    return found if kind is None else {**found, "rope_type": kind}, theta
 
 
 def agreed(name: str, value: Any, alias: str, other: Any) -> Any:

@@ -19,7 +19,6 @@ DENSE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-LINEAR = {"rope_type": "linear", "factor": 2.0}
 MOE = DENSE | {
     "model_type": "qwen3_moe",
     "num_experts": 6,
@@ -151,14 +150,6 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         (
             {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
             "rope_theta is 5.0 and rope_parameters",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "linear", "type": "yarn"}},
-            "rope_scaling.rope_type is 'linear' and ",
-        ),
-        (
-            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 3.0}},
-            "rope_scaling is .* and rope_parameters is",
         ),
         ({"hidden_size": 10**30}, "hidden_size is 10*; a whole number is"),
         ({"num_hidden_layers": 10**5}, "model.num_layers is 100000; at most 10000"),

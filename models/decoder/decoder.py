@@ -15,10 +15,9 @@ from haliax.util import is_named_array
 from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
-from models.decoder.attention import Attention
+from models.decoder.attention import Attention, KeyValueCache
 from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
 from models.decoder.experts import AuxiliaryLoss, RouterStatistics, SparseExperts, load_balance_loss, means
-from models.decoder.key_value_cache import KeyValueCache
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.layers import Norm, SwiGlu, cast_floating, linear, rms_norm
 from models.decoder.remat_presets import check_remat_levels, check_remat_names
@@ -99,14 +98,14 @@ class DecoderLayer(eqx.Module):
         layer_index: NamedArray,
         rotary: RotaryTable,
         positions: NamedArray,
-        place: tuple[str, NamedArray],
+        row_of_kind: tuple[str, NamedArray],
         stacks: Mapping[str, "DecoderLayer"],
     ) -> tuple[NamedArray, KeyValueCache]:
         """Maps one token a row, `[Batch, Embed]`, to itself.
 
-        `place` is the name of this layer's kind and its row in the stack of this kind, which `stacks` has.
+        `row_of_kind` is the name of this layer's kind and its row in the stack of that, which `stacks` has.
         """
-        (x, cache), (kind, row) = state, place
+        (x, cache), (kind, row) = state, row_of_kind
         layers, layer = stacks[kind], self._cast(x.dtype)
         given = _normed(layer.input_norm, x)
         attended, cache = layer.attention.decode(given, rotary, positions, cache, layer_index)
@@ -311,7 +310,7 @@ class Decoder(eqx.Module):
         # The cache is a carry of the layers, so that each writes its token into one buffer.
         layers, state = self.layers, (self._embedded(tokens), cache)
         stacks = layers.stacks if isinstance(layers, StackedPattern) else {"": layers}
-        places = {kind: (kind, hax.arange(stack.Layers)) for kind, stack in stacks.items()}
+        rows = {kind: (kind, hax.arange(stack.Layers)) for kind, stack in stacks.items()}
         # In a closure: of the arguments, those with the layers' axis are split, and those on the host moved.
         decode = functools.partial(
             DecoderLayer.decode, stacks={kind: stack.stacked for kind, stack in stacks.items()}
@@ -322,7 +321,7 @@ class Decoder(eqx.Module):
             hax.arange(layers.Layers),
             self._rotary(positions),
             positions,
-            per_kind(places) if len(places) > 1 else places[""],
+            per_kind(rows) if len(rows) > 1 else rows[""],
         )
         return self._normalised(x), cache
 

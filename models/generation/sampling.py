@@ -88,5 +88,5 @@ def keep_top_p(logits: Logits, p: float) -> Logits:
 
 def _kept(logits: Logits, order: Array, kept: Array) -> Logits:
     """The logits with minus infinity where `kept`, which follows `order`, is false."""
-    places = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(kept, places, axis=-1), logits, -jnp.inf)
+    ranks = jnp.argsort(order, axis=-1)
+    return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)

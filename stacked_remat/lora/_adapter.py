@@ -1,9 +1,11 @@
-"""Linears with low-rank adapters: adding, selecting and merging adapters in a model."""
+"""Low-rank adapters of linears: their config; adding, selecting and merging them in a model."""
 
 import difflib
 import fnmatch
+import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -18,13 +20,52 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
 from .._sweep.store import read, write
-from ._config import LoraConfig
 from ._paths import find_modules, map_modules
 
 T = TypeVar("T")
 
 RANK_AXIS = "lora_rank"
 """The axis between A and B; a linear's own axes must have other names."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021) on the linears whose path matches a pattern.
+
+    A linear's path is the names of its attributes, with dots between them. The layers of a stack are `*`,
+    those of a `BlockSeq` their numbers: `layers.*.attention.q_proj`, `layers.*.mlp.experts.*.up_proj`,
+    `head`. In a pattern, `*` matches any characters, dots included, `?` one character and `[ab]` one of
+    these; it has to match the whole path. `*.q_proj` is every linear of that name, `*experts*` every linear
+    with that word in its path.
+
+    Attributes:
+        rank: columns of A and rows of B.
+        alpha: the adapter's output is multiplied by `alpha / rank`.
+        targets: patterns; a linear that matches one of them is adapted. The default is names that end in
+            `_proj`: in models with Hugging Face's names, attention and experts, but not routers or the head.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("*_proj",)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise ValueError(f"lora.rank must be a positive integer, got {self.rank!r}.")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"lora.alpha must be positive and finite, got {self.alpha!r}.")
+        if isinstance(self.targets, str):
+            raise ValueError(f"lora.targets must be a list of patterns, got the text {self.targets!r}.")
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if not self.targets or not all(isinstance(target, str) and target for target in self.targets):
+            raise ValueError(
+                f"lora.targets must be patterns such as '*.q_proj', at least one, got {self.targets!r}."
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' outputs."""
+        return self.alpha / self.rank
 
 
 class LoraLinear(eqx.Module):

@@ -119,11 +119,11 @@ def test_a_conversation_keeps_its_history(run, asked, monkeypatch, tmp_path):
     assert asked[0][1]["stop_texts"] == ["x"]
 
 
-def test_variables_of_the_template_are_given(places, asked):
+def test_variables_of_the_template_are_given(folders, asked):
     options = ("--chat", "--chat_template_kwargs", "{enable_thinking: false}", "--prompt", "hi")
-    assert generate("--model", places["thinking"], *options)[0] == 0
+    assert generate("--model", folders["thinking"], *options)[0] == 0
     (([prompt], _),) = asked
-    assert "hello" in find_model(str(places["thinking"])).tokenizer.decode(prompt)
+    assert "hello" in find_model(str(folders["thinking"])).tokenizer.decode(prompt)
 
 
 def test_adapters_are_found_with_their_base(spoken, tmp_path):
@@ -298,9 +298,9 @@ def test_damaged_generation_configs_are_named(described, content):
 
 
 @pytest.fixture(scope="module")
-def places(finished, exported, spoken, tmp_path_factory):
+def folders(finished, exported, spoken, tmp_path_factory):
     """A run, models, and tokenizers that something is wrong with, by name."""
-    folder = tmp_path_factory.mktemp("places")
+    folder = tmp_path_factory.mktemp("folders")
     untemplated, refusing, dated, thinking = (
         shutil.copytree(spoken, folder / name) for name in ("untemplated", "refusing", "dated", "thinking")
     )
@@ -316,14 +316,14 @@ def places(finished, exported, spoken, tmp_path_factory):
     return {**names, "refusing": refusing, "dated": dated, "thinking": thinking}
 
 
-def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(places, asked, monkeypatch):
-    config = read_run_config(places["run"])
+def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(folders, asked, monkeypatch):
+    config = read_run_config(folders["run"])
     config = replace(config, data=replace(config.data, chat_date="2025-06-28"), vocab_size=300)
     monkeypatch.setattr("models.loading.read_run_config", lambda *_: config)
     for given, expected in ((None, "28a"), ("2025-06-30", "30a")):
-        found = find_model(str(places["run"]), tokenizer=str(places["dated"]), chat_date=given).tokenizer
+        found = find_model(str(folders["run"]), tokenizer=str(folders["dated"]), chat_date=given).tokenizer
         assert found.decode(chat_prompt(found, [{"role": "user", "content": "a"}])) == expected
-    dated = ("--model", places["dated"], "--chat", "--chat_date", "2025-06-30", "--prompt", "a")
+    dated = ("--model", folders["dated"], "--chat", "--chat_date", "2025-06-30", "--prompt", "a")
     assert generate(*dated)[0] == 0
     (([prompt], _),) = asked
     assert found.decode(prompt) == "30a"
@@ -363,8 +363,8 @@ def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(places, asked, 
         ),
     ],
 )
-def test_user_errors_are_one_line(places, arguments, message):
-    status, shown = generate(*(argument.format(**places) for argument in arguments))
+def test_user_errors_are_one_line(folders, arguments, message):
+    status, shown = generate(*(argument.format(**folders) for argument in arguments))
     assert status == 1 and message in shown
     assert shown.startswith("error: ") and shown.count("\n") == 1
 

@@ -232,9 +232,10 @@ def test_unknown_fields_are_named_in_a_warning():
         (b'{"a": [-Infinity]}', "config.json is not valid JSON: -Infinity is not a JSON number"),
         (b'{"a": {"b": 1, "b": 2}}', "config.json is not valid JSON: 'b' appears more than once"),
         (b"[" * 200_000, "config.json is nested too deeply"),
+        (b" " * (2**26 + 1), "config.json is larger than 64 MiB"),
         (b'{"hidden_size": ' + b"9" * 5000 + b"}", "config.json is not valid JSON: Exceeds the limit"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_damaged_files_are_named(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)

@@ -4,12 +4,10 @@ import copy
 import json
 import warnings
 
-import jax
-import numpy as np
 import pytest
 
-from models.hf_io.adapters import peft_names, save_adapters
-from stacked_remat.lora import merge_lora, save_peft
+from models.hf_io.adapters import save_adapters
+from stacked_remat.lora import merge_lora
 
 from .test_parity import (
     ATTENTION,
@@ -20,7 +18,6 @@ from .test_parity import (
     close,
     decoder_from,
     hf_logits,
-    load_adapters,
     logits,
     new_model,
 )
@@ -86,16 +83,6 @@ def test_what_we_write_is_merged_alike(small, tmp_path):
     save_adapters(tmp_path, model)
     merged = peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path).merge_and_unload()
     close(logits(merge_lora(model)), hf_logits(merged.eval()), 2e-5)
-
-
-def test_experts_one_by_one_are_read(small, tmp_path):
-    _, decoder = small
-    model = adapted_at_random(decoder, ("*attention*", "*mlp.experts*"))
-    save_peft(tmp_path, model, peft_names(decoder.config, "separate"))
-    for left, right in zip(
-        jax.tree.leaves(load_adapters(decoder, tmp_path)), jax.tree.leaves(model), strict=True
-    ):
-        np.testing.assert_array_equal(left, right)
 
 
 def test_targets_are_short_and_ranks_are_patterns_where_they_differ(small, tmp_path):

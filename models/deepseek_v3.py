@@ -29,7 +29,6 @@ from stacked_remat.ops import YarnRotary
 from stacked_remat.training.config_checks import check_choices, check_positive
 
 
-@SparseDecoderConfig.register_subclass("deepseek_v3")
 @dataclass(frozen=True)
 class DeepseekV3Config(SparseDecoderConfig):
     """A DeepSeek V3 decoder.

@@ -17,7 +17,6 @@ from models.hf_io.config_fields import (
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
-@DecoderConfig.register_subclass("gemma3_text")
 @dataclass(frozen=True)
 class Gemma3Config(DecoderConfig):
     """A Gemma 3 decoder.

@@ -18,7 +18,6 @@ from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
 
 
-@SparseDecoderConfig.register_subclass("gpt_oss")
 @dataclass(frozen=True)
 class GptOssConfig(SparseDecoderConfig):
     """A gpt-oss decoder: attention with sinks, and experts with biases and a clamped SwiGLU in every layer.

@@ -7,7 +7,6 @@ from models.hf_io.config_fields import DECODER_FIELDS, rope
 from models.hf_io.formats import HfFormat, register_format
 
 
-@DecoderConfig.register_subclass("llama")
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
     """A Llama decoder."""

@@ -7,7 +7,6 @@ from models.hf_io.config_fields import DECODER_FIELDS, attribute, only, rope, wi
 from models.hf_io.formats import HfFormat, register_format
 
 
-@DecoderConfig.register_subclass("mistral")
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
     """A Mistral decoder."""

@@ -14,7 +14,6 @@ from models.hf_io.config_fields import (
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
-@SparseDecoderConfig.register_subclass("mixtral")
 @dataclass(frozen=True)
 class MixtralConfig(SparseDecoderConfig):
     """A Mixtral decoder."""

@@ -8,7 +8,6 @@ from models.hf_io.config_fields import DECODER_FIELDS, attribute, full_every, ro
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
-@DecoderConfig.register_subclass("olmo3")
 @dataclass(frozen=True)
 class Olmo3Config(DecoderConfig):
     """An OLMo 3 decoder; the scaling of rotary frequencies is of layers without a window alone."""

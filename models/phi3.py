@@ -14,7 +14,6 @@ from models.hf_io.config_fields import (
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
-@DecoderConfig.register_subclass("phi3")
 @dataclass(frozen=True)
 class Phi3Config(DecoderConfig):
     """A Phi-3 decoder, with a window in all layers or in none, and without a scaling of rotary frequencies.

@@ -9,7 +9,6 @@ from models.hf_io.config_fields import DECODER_FIELDS, ConfigFields, Found, attr
 from models.hf_io.formats import HfFormat, register_format
 
 
-@DecoderConfig.register_subclass("qwen2")
 @dataclass(frozen=True)
 class Qwen2Config(DecoderConfig):
     """A Qwen2 decoder; `attention.bias` does not give the output projection one."""

@@ -20,7 +20,6 @@ from models.qwen2 import later_layers, window_fields
 from stacked_remat._messages import shown
 
 
-@DecoderConfig.register_subclass("qwen3")
 @dataclass(frozen=True)
 class Qwen3Config(DecoderConfig):
     """A dense Qwen3 decoder: every layer has one MLP."""
@@ -28,7 +27,6 @@ class Qwen3Config(DecoderConfig):
     block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head")
 
 
-@DecoderConfig.register_subclass("qwen3_moe")
 @dataclass(frozen=True)
 class Qwen3MoeConfig(SparseDecoderConfig):
     """A Qwen3 decoder with experts in every layer, or in all but some."""

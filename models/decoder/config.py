@@ -251,8 +251,7 @@ class LayerSpec:
 class DecoderConfig(draccus.ChoiceRegistry):
     """A decoder in which every layer has one MLP, and what decoders with experts share with it.
 
-    An architecture is a subclass, which says in `block` and `layer` what its layers are, and is registered by
-    the name that `model: {type: NAME, ...}` has.
+    An architecture is a subclass, which says in `block` and `layer` what its layers are.
 
     Attributes:
         block: what all layers of an architecture have alike.

@@ -67,26 +67,19 @@ def next_tokens(
 
 
 def keep_top_k(logits: Logits, k: int) -> Logits:
-    """The logits with minus infinity for all but the `k` highest; among equals the first remain."""
-    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-    kept = jnp.arange(logits.shape[-1]) < min(k, logits.shape[-1])
-    return _kept(logits, order, jnp.broadcast_to(kept, logits.shape))
+    """The logits with minus infinity for all but the `k` highest, and those that equal the least of them."""
+    highest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    return jnp.where(logits < highest[..., -1:], -jnp.inf, logits)
 
 
 def keep_top_p(logits: Logits, p: float) -> Logits:
     """The logits with minus infinity outside the smallest set of tokens whose probabilities reach `p`.
 
-    Among equals the first remain, and the likeliest token always does (Holtzman et al. 2020, "The Curious
-    Case of Neural Text Degeneration").
+    Those that equal the least of them remain, and the likeliest token always does (Holtzman et al. 2020, "The
+    Curious Case of Neural Text Degeneration").
     """
-    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-    probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
     likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept = likelier < p
-    return _kept(logits, order, kept.at[..., 0].set(True))
-
-
-def _kept(logits: Logits, order: Array, kept: Array) -> Logits:
-    """The logits with minus infinity where `kept`, which follows `order`, is false."""
-    ranks = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(kept, ranks, axis=-1), logits, -jnp.inf)
+    lowest = jnp.min(ordered, axis=-1, keepdims=True, where=likelier < p, initial=jnp.inf)
+    return jnp.where(logits < jnp.minimum(lowest, ordered[..., :1]), -jnp.inf, logits)

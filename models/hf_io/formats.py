@@ -33,7 +33,7 @@ class HfFormat:
     """An architecture in Hugging Face's files.
 
     Attributes:
-        model_type: its name in `config.json`.
+        model_type: its name in `config.json`, and in configs.
         fields: the entries of its `config.json`, in the order in which they are read: some need what those
             before them have found.
         tensors: names of the parts of a decoder in the names of tensors, where they differ from the
@@ -72,7 +72,8 @@ _NONE = "no architecture is registered: import models.architectures"
 
 
 def register_format(known: HfFormat) -> None:
-    """Registers an architecture."""
+    """Registers an architecture, under its name, for folders and for `model.type` of configs."""
+    DecoderConfig.register_subclass(known.model_type, known.config_class)
     _FORMATS[known.model_type] = known
 
 

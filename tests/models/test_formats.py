@@ -34,6 +34,7 @@ def other(monkeypatch):
     """Registers the second architecture."""
     names = {"embedding": "net.tokens", "layers": "net.h", "norm": "net.ln", "head": "out", "mlp": "ffn"}
     monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
+    monkeypatch.setattr(DecoderConfig, "_choice_registry", dict(DecoderConfig._choice_registry))
     formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, DECODER_FIELDS, {**names}))
     attention = AttentionConfig(head_dim=4)
     return OtherConfig(

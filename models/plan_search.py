@@ -249,11 +249,6 @@ class Division:
         """The division as the row of a table, by its number."""
         return Trial(self.step.policy, self.report, label=_named(self.number, self.step))
 
-    @property
-    def cost(self) -> tuple[int, int]:
-        """To sort by: the rank of the policy's FLOPs, and what a device sends to others."""
-        return _ARITHMETIC[self.step.config.remat], self.report.sent
-
 
 def find_divisions(candidate: Candidate, budget: Budget) -> list[Division]:
     """For each mesh the policy with the fewest FLOPs that fits, and as few microbatches as allow it.
@@ -291,7 +286,7 @@ def find_divisions(candidate: Candidate, budget: Budget) -> list[Division]:
             f"no mesh of {devices} devices fits {budget.device} a device under any policy: give more "
             f"devices, raise the budget, shorten the context, or freeze weights (lora)."
         )
-    return sorted(found, key=lambda one: one.cost)
+    return sorted(found, key=lambda one: (_ARITHMETIC[one.step.config.remat], one.report.sent))
 
 
 def meshes(candidate: Candidate) -> list[MeshConfig]:

@@ -175,9 +175,7 @@ def test_garbage_is_collected_from_the_start_of_the_work_on_and_not_during_impor
 
 
 def test_commands_start_without_packages_that_take_long_to_import():
-    commands = ", ".join(
-        f"models.{name}" for name in ("train_lm", "plan_lm", "generate", "export_hf")
-    )
+    commands = ", ".join(f"models.{name}" for name in ("train_lm", "plan_lm", "generate", "export_hf"))
     code = f"import sys, {commands}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     imported = {name.partition(".")[0] for name in found.split()}

@@ -79,6 +79,13 @@ def test_other_blocks_are_refused(folder):
         read_hf_config(folder / "published")
 
 
+def test_widths_of_heads_do_not_depend_on_that_of_the_stream():
+    latent = dataclasses.replace(CONFIG.latent, plain_dim=5)
+    assert dataclasses.replace(CONFIG, hidden_dim=30, latent=latent).HeadDim.size == 7
+    with pytest.raises(ValueError, match="model.latent.rotary_dim = 3 must be even"):
+        LatentConfig(rotary_dim=3)
+
+
 def test_biases_of_routers_follow_the_load():
     experts = ExpertsConfig(4, 2, 6, dense_layers=(0,), router_dtype="float32", load_balance_weight=0.0)
     frozen = dataclasses.replace(CONFIG, hidden_dim=16, num_layers=3, experts=experts)

@@ -124,6 +124,7 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"logit_softcap": 30.0}, "logit_softcap is 30.0; this is not supported"),
         ({"logits_scaling": 8.0}, "logits_scaling is 8.0; only 1 is supported"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types has 5 entries for 4 layers"),
         ({"layer_types": ["linear"] * 4}, "layer_types has 'linear'"),
         (
             {"layer_types": ["sliding_attention"] * 4},

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import models.train_lm as train_lm
+from models.candidate import Candidate
 from models.loading import read_run_config
 from models.run_config import LmRunConfig
 from models.run_state import state_shapes
@@ -209,7 +210,7 @@ def test_a_process_that_waits_for_others_handles_signals(monkeypatch):
 def test_configs_are_compared_again_with_the_policies_that_auto_found(monkeypatch):
     compared, found = [], LmRunConfig(remat="nested")
     monkeypatch.setattr(train_lm, "check_same_in_all", lambda config, fix: compared.append(config["remat"]))
-    monkeypatch.setattr(train_lm, "_prepared", lambda *_: (found, None, None))
+    monkeypatch.setattr(train_lm, "_prepared", lambda *_: (Candidate(found), None))
     train_lm._prepared_in_all(LmRunConfig(remat="auto", budget="1GiB"), ConsoleProgress())
     assert compared == ["auto", "nested"]
 

@@ -179,7 +179,9 @@ def _check_no_skips(config: LmRunConfig, state: TrainState, batches: list[TokenB
     if config.trainer.update.on_nonfinite != "skip":
         return
     loss = functools.partial(next_token_loss, z_loss=config.z_loss)
-    step = eqx.filter_jit(build_step(config.trainer, loss_function=loss, optimizer=run_optimizer(config, _EPS_ROOT)))
+    step = eqx.filter_jit(
+        build_step(config.trainer, loss_function=loss, optimizer=run_optimizer(config, _EPS_ROOT))
+    )
     for number, batch in enumerate(batches, first + 1):
         state, metrics = step(batch, state)
         if metrics["skips"] > 0:

@@ -13,6 +13,7 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
+from ._scan.checks import describe
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
 from ._scan.marks import applied, changed, check_unmarked, stored
@@ -240,6 +241,8 @@ def loop_over(
     reverse: bool | None = None,
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
+    if not (fn is None or callable(fn)):
+        raise TypeError(f"{method}_via takes a function of a block and a carry; got {describe(fn)}.")
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
     names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
     caller = Caller(f"{type(layers).__name__}.{method}", names)

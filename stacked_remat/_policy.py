@@ -243,14 +243,14 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         raise TypeError(
             "remat is a ScanCheckpointPolicy, a bool, an alias or one of jax.checkpoint_policies; got "
             f"{spec!r} ({type(spec).__name__}). "
-            "For a number of segments write ScanCheckpointPolicy(nested=k)."
+            "For a number of segments write ScanCheckpointPolicy(nested=k), of carries max_carries=k."
         )
     if spec == "auto":
         raise ValueError(_AUTO)
-    if spec not in _ALIASES:
-        valid = ", ".join(repr(alias) for alias in _ALIASES)
+    if spec not in ALIASES:
+        valid = ", ".join(repr(alias) for alias in ALIASES)
         raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
-    return _ALIASES[spec]
+    return ALIASES[spec]
 
 
 def kept_internals(**fields: Any) -> Kept:
@@ -329,7 +329,7 @@ Let the planner compile the step under several policies:
 
 where step(remat) returns the function to compile, with remat as the policy of its stack."""
 
-_ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
+ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
     True: ScanCheckpointPolicy(),
     False: ScanCheckpointPolicy(save_block_internals=True),
     "full": ScanCheckpointPolicy(),

@@ -53,6 +53,29 @@ def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Call
     return name_of
 
 
+def signature_error(
+    fn: Callable, what: str, first: Sequence[str], given: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """What is wrong with the signature of `fn` for a call that begins with `first`; None if nothing."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*given, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        others = len(given) - len(first)
+        shown = [*first, *([f"{others} argument{'s' * (others > 1)}"] if others else [])]
+        shown += [f"{key}=" for key in kwargs]
+        options = [key for key in kwargs if key in ("remat", "reverse", "unroll", "until", "is_scanned")]
+        fix = f" Write {what}(f, axis, {options[0]}=...)(...)." if options else ""
+        return (
+            f"{what} calls {name} with {', '.join(shown) or 'nothing'}; its signature is {signature}: "
+            f"{error}.{fix}"
+        )
+
+
 def parameters_of(fn: Callable) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function by name; none for a builtin without a signature."""
     try:
@@ -117,8 +140,10 @@ def warn_of_ambiguous(
 ) -> None:
     """Warn of a plain array that may be meant for each layer or for a dimension of the carry of that size.
 
-    Of arguments that are arrays without a mark, with as many entries as there are layers.
+    Of arguments that are arrays without a mark, with as many entries as there are layers. Refuses lists of as
+    many Python values.
     """
+    check_no_lists(tuple(args), kwargs, axis, caller)
     carry = jtu.tree_leaves(init, is_leaf=is_named)
     if axis.size < 2 or not any(axis.size in jnp.shape(raw_array(leaf)) for leaf in carry):
         return

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from .._activity import CALLS, CHECKPOINTS, program_of
 from .._messages import axes_text
+from .._policy import ALIASES
 from .._schedule import whole_number
 from .._static import PyTree
 from .marks import is_array, is_named, raw_array
@@ -23,6 +24,10 @@ def layers_axis(axis: Any, what: str = "A stack") -> Axis:
     if isinstance(axis, Axis):
         return axis
     if isinstance(axis, bool | np.bool_) or not isinstance(axis, int | np.integer):
+        if isinstance(axis, str) and axis in ALIASES:
+            raise TypeError(
+                f"{what} takes the axis of the layers here; got the policy {axis!r}. Write remat={axis!r}."
+            )
         name = repr(axis) if isinstance(axis, str) else "'layers'"
         raise TypeError(
             f"{what} takes the axis of the layers or their number; got {axis!r} ({type(axis).__name__}). "
@@ -40,7 +45,7 @@ def axis_or_name(axis: Any, what: str) -> Axis | str:
             f"{what}: the size of axis {axis.name!r} is traced, and must be a number where the program is "
             "compiled. Pass it to jax.jit as a static argument, or let the axis be as long as it can get."
         )
-    return axis if isinstance(axis, str) else layers_axis(axis, what)
+    return axis if isinstance(axis, str) and axis not in ALIASES else layers_axis(axis, what)
 
 
 def check_unroll(unroll: int | bool) -> int | bool:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from .._checkpoint import saving_internals
 from .._static import PyTree, Static
-from .arguments import Caller, argument_namer
+from .arguments import Caller, argument_namer, signature_error
 from .checks import check_carry, describe
 from .layer_state import carry_and_state
 from .marks import raw_array
@@ -55,6 +55,8 @@ class Call:
             raise TypeError(
                 f"{verb} takes a function and then an axis: {verb}(f, axis)(...); got {describe(fn)}."
             )
+        if not (until is None or callable(until)):
+            raise TypeError(f"until is a function of the carry that returns one bool; got {describe(until)}.")
         caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))
         return cls(caller, verb, fn, fn, until=until)
 
@@ -79,6 +81,17 @@ class Call:
         """The positional arguments of the function."""
         first = int(self.takes_block)
         return args if self.verb == "map" else [*args[:first], carry, *args[first:]]
+
+    def applied(self, carry: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        """What the function returns; a `TypeError` that shows its signature where that is another."""
+        given = (*self.inputs(carry, args),)
+        try:
+            return self.fn(*given, **kwargs)
+        except TypeError:
+            first = ["the block"] * self.takes_block + ["the carry"] * (self.verb != "map")
+            if problem := signature_error(self.owner, self.caller.what, first, given, kwargs):
+                raise TypeError(problem) from None
+            raise
 
     def outputs(self, result: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
         """The carry and the output, either of which may be None, from what the function returned."""
@@ -130,7 +143,7 @@ def array_step(
     carry = eqx.combine(arrays, static)
     with saving_internals(names):
         args, kwargs = unpack(inputs, shared)
-        result = call.fn(*call.inputs(call.last(carry), args), **kwargs)
+        result = call.applied(call.last(carry), args, kwargs)
     new_carry, y = call.outputs(result, (args, kwargs))
     carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
     check_carry(call.last(carry), new_carry)

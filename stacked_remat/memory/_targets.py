@@ -307,6 +307,7 @@ def find_target(target: str | Target) -> Target:
     """
     if isinstance(target, Target):
         return target
+    target = target.lower()
     if target not in TARGETS:
         raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}.")
     return TARGETS[target]

@@ -17,7 +17,7 @@ from models.plan_lm import POLICIES, PlanLmConfig, compared, main, policy_table
 from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat._policy import _ALIASES, resolve_policy
+from stacked_remat._policy import ALIASES, resolve_policy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, TimeBound, Trial, arguments_on_host
 from stacked_remat.ops._backends import Backend, choose_backend
@@ -111,7 +111,7 @@ def test_the_table_has_a_row_a_policy_and_names_that_of_the_config(reports):
 def test_there_is_a_row_for_every_alias():
     rows = [remat_policy(remat) for remat in POLICIES.values()]
     assert len(set(rows)) == len(rows)
-    assert {resolve_policy(alias) for alias in _ALIASES} <= set(rows)
+    assert {resolve_policy(alias) for alias in ALIASES} <= set(rows)
 
 
 def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):

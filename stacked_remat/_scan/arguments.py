@@ -14,7 +14,7 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 from jax.tree_util import KeyPath
 
-from .._messages import axes_text
+from .._messages import axes_text, shortened
 from .._static import PyTree
 from .marks import Entry, Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
 
@@ -192,9 +192,11 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
         return
     agreeing = [caller.name_of(path) for path, _, _ in agreeing]
     wrong = [(caller.name_of(path), leaf, rule) for path, leaf, rule in wrong]
-    found = [_describe_size(*entry, axis, caller.what) for entry in wrong]
+    found = [_describe_size(*entry, axis, caller.what) for entry in wrong[:3]]
+    if len(wrong) > 3:
+        found.append(f"and {len(wrong) - 3} more")
     if agreeing:
-        shown = ", ".join(agreeing[:4]) + (f" and {len(agreeing) - 4} more" if len(agreeing) > 4 else "")
+        shown = shortened(agreeing, most=2)
         found.append(f"{shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
     over = f"{caller.what} over `{axis.name}` (size {axis.size})"
     lines = [f"{over} was given inputs of different lengths: {'; '.join(found)}."]

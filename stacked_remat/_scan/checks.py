@@ -62,13 +62,19 @@ def check_reverse(reverse: bool) -> bool:
     return bool(reverse)
 
 
-def check_carry(before: PyTree, after: PyTree, what: str = "carry") -> None:
-    """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change."""
+def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: bool = False) -> None:
+    """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change.
+
+    With `of_pair` the function returned it in a pair, with an output.
+    """
     old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
     new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
     if old_tree != new_tree:
-        is_pair = what == "carry" and isinstance(after, tuple) and len(after) == 2
-        fix = "For a function that returns (carry, output) use scan." if is_pair else "Keep its structure."
+        fix = "Keep its structure."
+        if of_pair:
+            fix = "The pair that is returned is (carry, output), in this order."
+        elif what == "carry" and isinstance(after, tuple) and len(after) == 2:
+            fix = "For a function that returns (carry, output) use scan."
         raise ValueError(f"{_structural_change(what, before, after)}. {fix}")
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The {what}{jtu.keystr(path)}"

@@ -146,7 +146,7 @@ def array_step(
         result = call.applied(call.last(carry), args, kwargs)
     new_carry, y = call.outputs(result, (args, kwargs))
     carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
-    check_carry(call.last(carry), new_carry)
+    check_carry(call.last(carry), new_carry, of_pair=call.verb == "scan")
     if call.until is not None:
         new_carry, y = _unless_done(call.until, carry, new_carry, y)
     return eqx.filter(new_carry, eqx.is_array_like), pack(y)

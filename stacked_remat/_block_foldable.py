@@ -12,7 +12,7 @@ from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
+from ._scan.arguments import Caller, argument_namer, check_ambiguous
 from ._scan.checks import describe
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
@@ -242,7 +242,8 @@ def loop_over(
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
     if not (fn is None or callable(fn)):
-        raise TypeError(f"{method}_via takes a function of a block and a carry; got {describe(fn)}.")
+        takes = "a block" if verb == "map" else "a block and a carry"
+        raise TypeError(f"{method}_via takes a function of {takes}; got {describe(fn)}.")
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
     names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
     caller = Caller(f"{type(layers).__name__}.{method}", names)
@@ -263,7 +264,7 @@ def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable[..., Any]:
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
-        warn_of_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
+        check_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
         arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
         with only_own_state(whole, what):
             carry, outputs = layers._runner(loop)(init, arguments)

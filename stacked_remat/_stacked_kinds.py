@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 from ._block_foldable import BlockFoldable, M, loop_over
 from ._placement import on_device
 from ._policy import ScanCheckpointSpec
-from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
+from ._scan.arguments import Caller, argument_namer, check_ambiguous
 from ._scan.layer_axis import split_tree
 from ._scan.layer_state import check_no_state, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
@@ -91,7 +91,7 @@ class StackedKinds(BlockFoldable[M]):
         check_unmarked(init)
         if verb == "fold":
             check_no_state((args, kwargs), loop.call.caller.what)
-        warn_of_ambiguous(init, (None, *args), kwargs, self.Layers, loop.call.caller)
+        check_ambiguous(init, (None, *args), kwargs, self.Layers, loop.call.caller)
         y, sweep_back = sweep_forward(loop, init, ((self._blocks(stored), *args), kwargs))
         template = eqx.filter(self, is_array, inverse=True)
         return y, sweep_back.wrapping(

@@ -68,12 +68,8 @@ def signature_error(
         others = len(given) - len(first)
         shown = [*first, *([f"{others} argument{'s' * (others > 1)}"] if others else [])]
         shown += [f"{key}=" for key in kwargs]
-        options = [key for key in kwargs if key in ("remat", "reverse", "unroll", "until", "is_scanned")]
-        fix = f" Write {what}(f, axis, {options[0]}=...)(...)." if options else ""
-        return (
-            f"{what} calls {name} with {', '.join(shown) or 'nothing'}; its signature is {signature}: "
-            f"{error}.{fix}"
-        )
+        called = f"{what} calls {name} with {', '.join(shown) or 'nothing'}"
+        return f"{called}; its signature is {signature}: {error}."
 
 
 def parameters_of(fn: Callable) -> Mapping[str, inspect.Parameter]:
@@ -135,13 +131,12 @@ def check_no_lists(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], axis: Ax
             )
 
 
-def warn_of_ambiguous(
+def check_ambiguous(
     init: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree], axis: Axis, caller: Caller
 ) -> None:
-    """Warn of a plain array that may be meant for each layer or for a dimension of the carry of that size.
+    """Check arguments without a mark that have as many entries as there are layers.
 
-    Of arguments that are arrays without a mark, with as many entries as there are layers. Refuses lists of as
-    many Python values.
+    Refuses lists of Python values, and warns of a plain array where a dimension of the carry has that size.
     """
     check_no_lists(tuple(args), kwargs, axis, caller)
     carry = jtu.tree_leaves(init, is_leaf=is_named)

@@ -68,7 +68,7 @@ class Layers:
         """The outputs of all layers on the same arguments, with the axis of the layers in front."""
 
         def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            return numbers_to_arrays(self.call.fn(*args, **kwargs))
+            return numbers_to_arrays(self.call.applied(None, args, kwargs))
 
         return map_layers(run, self.layout, self.arrays, self.shared, self.call.caller.what)
 
@@ -78,7 +78,7 @@ class Layers:
 
         def output() -> PyTree:
             args, kwargs = one.arguments_at(0)
-            result = self.call.fn(*self.call.inputs(carry, args), **kwargs)
+            result = self.call.applied(carry, args, kwargs)
             return numbers_to_arrays(self.call.outputs(result, (args, kwargs))[1])
 
         arrays, rest = eqx.partition(eqx.filter_eval_shape(output), is_array)

@@ -89,9 +89,12 @@ class Call:
             return self.fn(*given, **kwargs)
         except TypeError:
             first = ["the block"] * self.takes_block + ["the carry"] * (self.verb != "map")
-            if problem := signature_error(self.owner, self.caller.what, first, given, kwargs):
-                raise TypeError(problem) from None
-            raise
+            problem = signature_error(self.owner, self.caller.what, first, given, kwargs)
+            if problem is None:
+                raise
+            option = next((name for name in ("remat", "reverse", "unroll") if name in kwargs), None)
+            form = f"{self.verb}_via(fn" if self.takes_block else f"{self.verb}(f, axis"
+            raise TypeError(f"{problem} Write {form}, {option}=...)(...)." if option else problem) from None
 
     def outputs(self, result: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
         """The carry and the output, either of which may be None, from what the function returned."""

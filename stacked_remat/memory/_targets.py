@@ -300,17 +300,17 @@ TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target
 
 
 def find_target(target: str | Target) -> Target:
-    """Return the target of that name, or `target` itself.
+    """Return the target of that name, in any case, or `target` itself.
 
     Raises:
         ValueError: no target has that name; lists all names.
     """
     if isinstance(target, Target):
         return target
-    target = target.lower()
-    if target not in TARGETS:
+    name = str(target).lower()
+    if name not in TARGETS:
         raise ValueError(f"unknown target {target!r}: expected one of {', '.join(TARGETS)}.")
-    return TARGETS[target]
+    return TARGETS[name]
 
 
 def target_of_device(device: Any) -> Target | None:

@@ -12,12 +12,13 @@ NAMES = ["local", "a100-80gb", "h100", "h200", "b200", "v5e", "v5p", "v6e"]
 def test_the_names():
     assert list(TARGETS) == NAMES
     assert all(find_target(name).name == name for name in NAMES)
-    assert find_target(TARGETS["h200"]) is TARGETS["h200"]
+    assert find_target(TARGETS["h200"]) is find_target("H200") is TARGETS["h200"]
 
 
-def test_an_unknown_name_lists_all_names():
-    with pytest.raises(ValueError, match="unknown target 'h20'.*" + ".*".join(NAMES)):
-        find_target("h20")
+@pytest.mark.parametrize("name", ["h20", 200])
+def test_an_unknown_name_lists_all_names(name):
+    with pytest.raises(ValueError, match=f"unknown target {name!r}.*" + ".*".join(NAMES)):
+        find_target(name)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -85,12 +85,12 @@ def test_type_checkers_know_the_values_on_first_pages(tmp_path):
 
 
 def test_pages_and_configs_install_from_the_checkout():
-    # A message may name `stacked_remat[plot]`: pip then adds the extra to the library that is installed.
+    # A message may name `stacked_remat[data]`: pip then adds the extra to the library that is installed.
     files = [*PAGES, *(ROOT / "docs" / "gallery").glob("*.py"), *(ROOT / "models").rglob("*.yaml")]
     text = {_name(file): file.read_text(encoding="utf-8") for file in files}
     commands = re.compile(r"pip install \S*stacked_remat\S*")
     found = {name: sorted(set(commands.findall(own))) for name, own in text.items() if commands.search(own)}
-    assert found == {"README.md": ["pip install 'stacked_remat[plot]'`,"]}
+    assert found == {"README.md": ["pip install 'stacked_remat[data]'`,"]}
 
 
 def _policy_table(text: str) -> list[list[str]]:

@@ -73,14 +73,14 @@ def _elementwise(params: Any, operands: Operands, shape: tuple[int, ...]) -> int
 def _alone(rule: Any) -> Any:
     """A rule of an operation on one array, whose dimension of layers is in its first operand."""
 
-    def of_first(params: Any, operands: Operands, shape: tuple[int, ...]) -> int:
+    def checked(params: Any, operands: Operands, shape: tuple[int, ...]) -> int:
         (own, at), *others = operands
         if at is None or any(other is not None for _, other in others):
             return MIXED
         found = rule(params, own, at, shape)
         return found if found >= 0 and shape[found] == own[at] else MIXED
 
-    return of_first
+    return checked
 
 
 def _without(removed: Sequence[int], at: int) -> int:

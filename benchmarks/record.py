@@ -22,7 +22,7 @@ T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
 
 _NAMES = ("jax", "jaxlib", "equinox", "haliax", "flax", "jax-cuda13-plugin", "libtpu")
-_NAMES += ("torch", "transformers")
+_NAMES += ("torch", "transformers", "marin-levanter")
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ in what a library keeps and copies.
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,41 @@ def haliax(remat: Any) -> Build:
     return named(lambda axis: hax.nn.Stacked.init(axis, Block, gradient_checkpointing=remat))
 
 
+class ArrayBlock(eqx.Module):
+    """The block with plain arrays, for Levanter."""
+
+    up: jax.Array
+    down: jax.Array
+
+    @staticmethod
+    def init(sizes: Sizes, *, key: jax.Array) -> "ArrayBlock":
+        """One layer's weights."""
+        block = Block.init(sizes, key=key)
+        return ArrayBlock(block.up.array, block.down.array)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The next carry."""
+        return x + jax.nn.silu(x @ self.up) @ self.down
+
+
+def levanter(remat: Any) -> Build:
+    """Levanter's `ArrayStacked`, where `marin-levanter` is installed."""
+
+    def build(sizes: Sizes) -> Program:
+        from levanter.layers.stacked import ArrayStacked  # pyright: ignore[reportMissingImports]
+
+        init = ArrayStacked.init(sizes.layers, ArrayBlock, gradient_checkpointing=remat)
+        keys = jax.random.split(jax.random.key(0), sizes.layers)
+        blocks = eqx.filter_eval_shape(lambda keys: init(sizes, key=keys), keys)
+
+        def loss(blocks: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(blocks.fold(x).astype(jnp.float32))
+
+        return jax.grad(loss, (0, 1)), (blocks, _input(sizes))
+
+    return build
+
+
 def plain(remat: bool) -> Build:
     """`lax.scan`, with `jax.checkpoint` around the layer or without."""
 
@@ -186,6 +222,8 @@ def variants() -> dict[str, Build]:
     """The stack in every library with every setting, other libraries first."""
     found = {"lax.scan": plain(False), "lax.scan + jax.checkpoint": plain(True)}
     found |= {f"haliax {remat}": haliax(remat) for remat in (False, True, "nested", "offload")}
+    if importlib.util.find_spec("levanter"):
+        found |= {f"levanter ArrayStacked {remat}": levanter(remat) for remat in (True, "nested")}
     found |= {f"flax linen remat_scan, {levels} levels": linen(levels) for levels in (2, 3)}
     found |= {
         "flax nnx.scan": of_nnx(nnx.scan),

@@ -5,6 +5,8 @@ Everything is compiled for a device that need not be attached, and nothing is ru
     python -m benchmarks.stack_memory --target h200
     python -m benchmarks.stack_memory --target v5p --inner 2048 --only stacked_remat
 
+Levanter's `ArrayStacked` is among them after `pip install --pre --no-deps marin-levanter`, on Python 3.12.
+
 `--only` is a regular expression that names of variants match. Writes `results/stack_memory_<target>.json`, of
 which `make figures` draws charts. `benchmarks.stack_time` compares it with what a device allocates.
 """

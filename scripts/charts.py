@@ -23,16 +23,21 @@ PICTURES = RESULTS.parents[1] / "docs" / "pictures"
 OURS = ("True", "nested", "nested + offload", "max_carries=6", "offload")
 PEERS = (
     "lax.scan",
+    "levanter ArrayStacked nested",
     "haliax nested",
     "flax nnx.scan + nnx.remat",
     "lax.scan + jax.checkpoint",
     "haliax True",
+    "levanter ArrayStacked True",
     "flax linen remat_scan, 3 levels",
     "haliax offload",
 )
 """The rows that charts of memory show."""
 THEMES = {"light": ("#1f2328", "#8c959f", "#0969da"), "dark": ("#f0f6fc", "#8b949e", "#4493f8")}
 """Colours of text, of other libraries, and of this one."""
+
+LOOPS = ("equinox, checkpointed", "equinox, 20 checkpoints", "nested", "max_carries=20")
+"""The rows that the chart of long loops shows."""
 
 SCHEDULES = {
     "true": ScanCheckpointPolicy(),
@@ -53,12 +58,12 @@ KINDS = {
 
 def charts() -> Iterator[tuple[Path, Figure]]:
     """Every chart, by its path."""
-    found = json.loads((RESULTS / "stack_memory_h200.json").read_text(encoding="utf-8"))
+    found, loops, planted = map(_result, ("stack_memory_h200", "long_loops_cpu", "planted_examples"))
     for theme, colors in THEMES.items():
         yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, 2_048, colors)
         yield PICTURES / f"memory_chart_16384_{theme}.svg", memory_chart(found, 16_384, colors)
-    (planted,) = json.loads((RESULTS / "planted_examples.json").read_text(encoding="utf-8"))["rows"]
-    yield PICTURES / "planted_examples.svg", planted_chart(planted["found"])
+        yield PICTURES / f"loops_chart_{theme}.svg", loops_chart(loops, colors)
+    yield PICTURES / "planted_examples.svg", planted_chart(planted["rows"][0]["found"])
     for name, policy in SCHEDULES.items():
         yield PICTURES / f"{name}.svg", schedule_picture(policy)
 
@@ -95,6 +100,27 @@ def memory_chart(result: Mapping[str, Any], inner: int, colors: Sequence[str]) -
         ratios = [f"× {rows[name]['matmul_flops'] / least:.2f}" for name in names]
         for at, words in enumerate(["FLOPs", *ratios], -1):
             axes.text(1, at, words, transform=axes.get_yaxis_transform(), ha="right", va="center", color=text)
+    return figure
+
+
+def loops_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
+    """Time and temporaries of the gradient of a loop over many small steps."""
+    text, peers, ours = colors
+    rows = {row["name"]: row for row in result["rows"] if row["case"] == "small state"}
+    figure = Figure((6.6, 2.1), layout="constrained")
+    every = figure.subplots(1, 2, sharey=True)
+    columns = {"milliseconds": "milliseconds", "temporary_kib": "temporaries, KiB"}
+    for axes, (key, label) in zip(every, columns.items(), strict=True):
+        _bare(axes, text)
+        values = [rows[name][key] for name in LOOPS]
+        bars = axes.barh(LOOPS, values, color=[peers if "equinox" in name else ours for name in LOOPS])
+        axes.bar_label(bars, [f"{value:,}" for value in values], padding=4, color=text)
+        axes.set_title(label, loc="left", color=text, fontsize=10)
+        axes.set_xlim(0, 1.25 * max(values))
+    every[0].invert_yaxis()
+    about = f"Gradient of {result['steps']:,} steps of a state of {result['size']:,} numbers"
+    keys = {"stacked_remat": Patch(color=ours), "equinox.internal.scan": Patch(color=peers)}
+    _legend(figure, keys, text, f"{about}, run on a CPU with JAX {result['versions']['jax']}")
     return figure
 
 
@@ -148,12 +174,16 @@ def _axes(width: float, height: float, text: str) -> tuple[Figure, Axes]:
     """Axes with labels at the left and nothing else, the first row on top."""
     figure = Figure((width, height), layout="constrained")
     axes = figure.subplots()
+    _bare(axes, text)
+    axes.invert_yaxis()
+    return figure, axes
+
+
+def _bare(axes: Axes, text: str) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, colors=text)
     axes.xaxis.label.set_color(text)
     axes.xaxis.set_visible(False)
-    axes.invert_yaxis()
-    return figure, axes
 
 
 def _legend(figure: Figure, patches: Mapping[str, Patch], text: str, title: str | None = None) -> None:
@@ -169,6 +199,10 @@ def _legend(figure: Figure, patches: Mapping[str, Patch], text: str, title: str 
         alignment="left",
     )
     legend.get_title().set_color(text)
+
+
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 class Held(NamedTuple):

@@ -28,7 +28,7 @@ def text_of(page):
     ("link", "on_site"),
     [
         ("visitor.py", "visitor.md"),
-        ("../gallery/qwen3_lora.py", "../gallery/qwen3_lora.md"),
+        ("../gallery/llama_lora.py", "../gallery/llama_lora.md"),
         ("data.md#chats", "data.md#chats"),
         ("https://example.com/gallery/visitor.py", "https://example.com/gallery/visitor.py"),
     ],

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # Fine-tune a Hugging Face Qwen3 with LoRA
+# # Fine-tune a Hugging Face Llama with LoRA
 #
-# From a folder in Hugging Face's format to adapters that PEFT loads. The model is a tiny random Qwen3, made
+# From a folder in Hugging Face's format to adapters that PEFT loads. The model is a tiny random Llama, made
 # on the spot; for a real one, name its folder instead. This example runs in a checkout of the repository,
 # since it uses the reference models.
 
@@ -20,13 +20,13 @@ from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
+from models.llama import LlamaConfig
 from models.lm import next_token_loss
-from models.qwen3 import Qwen3Config
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch
 
 folder = Path(tempfile.mkdtemp())
-tiny = Qwen3Config(
+tiny = LlamaConfig(
     hidden_dim=64, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=128, initializer_range=0.1
 )
 random = Decoder.init(tiny, hax.Axis("vocab", 256), remat=True, key=jax.random.key(0))

@@ -173,9 +173,18 @@ class TestStacksInStacks:
     def test_gradients(self):
         stacked = jnp.linspace(0.3, 0.9, 48).reshape(4, 4, 3)
         policies = [False, *KINDS.values()]
-        expected, *found = quick_jit(lambda w: [self.gradient(remat, 2)(w) for remat in policies])(stacked)
-        for result in found:
-            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-7)
+
+        def second(remat):
+            return jax.grad(lambda w: jnp.sum(self.gradient(remat, 2)(w) ** 2))
+
+        @quick_jit
+        def run(w):
+            first = [self.gradient(remat, 2)(w) for remat in policies]
+            return first, [second(remat)(w) for remat in (False, "nested", KINDS["first layers"])]
+
+        for expected, *found in run(stacked):
+            for result in found:
+                np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize(
         "settings",

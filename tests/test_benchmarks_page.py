@@ -62,22 +62,8 @@ def test_commands_of_figures_are_accepted(monkeypatch):
     assert len(commands) >= 15
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_figure_of_a_page_has_a_result(page):
-    assert "<!-- table:" not in with_tables(PAGES[page])
-
-
 def _rows(name):
     return json.loads((RESULTS / name).read_text(encoding="utf-8")).get("rows", [{}])
-
-
-@pytest.mark.parametrize("name", sorted(text for text in MARKED if "\n" not in text))
-def test_the_table_of_a_file_has_every_row_and_the_memory(name):
-    head, _, *lines = declared(name).markdown().splitlines()
-    assert len(lines) == len(_rows(name)) and len({line.count(" | ") for line in (head, *lines)}) == 1
-    for row, line in zip(_rows(name), lines, strict=True):
-        if "temporaries" in row:
-            assert f"| {row['temporaries'] / 2**30:,.2f} |" in line
 
 
 def _lines(page, of):
@@ -102,13 +88,6 @@ def test_a_part_of_results_has_their_values_in_columns_by_what_was_given():
     assert first == ["lax.scan", ratio, *memory, "–"]  # the TPU's compiler ran out of memory
 
 
-def test_arithmetic_is_relative_to_the_row_that_is_named():
-    rows = {(row["policy"], row["tiles"]): row for row in _rows("qwen3_tiles_h200.json")}
-    nested = next(line for line in _lines("docs/tiles.md", "columns: tiles") if line[0] == "nested")
-    true = rows["True", 1]["matmul_flops"]
-    assert nested[2::2] == [f"{rows['nested', tiles]['matmul_flops'] / true:.2f}" for tiles in (1, 2, 4)]
-
-
 def test_a_figure_that_no_result_has_is_an_error():
     page = "It takes {} of `80 GiB` with jaxlib 0.10.2.\n\n<!-- figures: qwen3_context_h200.json -->\n"
     [found] = (
@@ -130,8 +109,3 @@ def test_a_figure_that_no_result_has_is_an_error():
     assert not list(
         figures("Qwen3-30B-A3B, `1.5 GiB`, 48 layers of 65,536 tokens, [a](b-1.5.md), Apache-2.0")
     )
-
-
-def test_an_unknown_result_is_an_error():
-    with pytest.raises(ValueError, match="no missing.json"):
-        declared("missing.json").markdown()

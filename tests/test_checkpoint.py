@@ -271,7 +271,6 @@ def test_a_list_of_functions_of_trees():
 @pytest.mark.parametrize(
     "call, error, text",
     [
-        (lambda: checkpoint(X), TypeError, r"arguments come after it: checkpoint\(fun\)\(x\)"),
         (lambda: checkpoint(layer, save="hidden"), TypeError, r"save=\['hidden'\]"),
         (lambda: checkpoint(layer, offload="hidden"), TypeError, r"offload=\['hidden'\]"),
         (lambda: checkpoint(layer, save=jnp.sin), TypeError, "not a checkpoint policy"),
@@ -338,8 +337,3 @@ def test_names_every_array_of_a_tree_and_nothing_else():
 
 def test_the_gradient_of_a_name_is_the_identity():
     assert float(jax.grad(lambda x: checkpoint_name(x, "x") ** 2)(3.0)) == 6.0
-
-
-def test_swapped_arguments_are_refused():
-    with pytest.raises(TypeError, match="The tree comes first"):
-        checkpoint_name("name", jnp.ones(3))  # pyright: ignore[reportArgumentType]

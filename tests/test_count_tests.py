@@ -30,33 +30,21 @@ def count(*arguments: str | Path) -> tuple[int, str]:
     return ended.returncode, ended.stdout.splitlines()[-1]
 
 
-def test_reports_are_added_up(write):
+def test_reports_are_added_up_and_what_did_not_run_fails(write, tmp_path):
     one = write("one", PASSED.format("a"), PASSED.format("b"), SKIPPED.format("c"))
     two = write("two", PASSED.format("a"))
+    failed = write("failed", PASSED.format("a"), FAILED.format("b"))
+    broken = write("broken", PASSED.format("a"), BROKEN.format("a"), PASSED.format("b"))
+    skipped = write("skipped", SKIPPED.format("a"))
     assert count(one, two) == (0, "3 passed, 0 failed, 1 skipped")
-
-
-def test_a_failure_fails(write):
-    report = write("one", PASSED.format("a"), FAILED.format("b"))
-    assert count(report) == (1, "1 passed, 1 failed, 0 skipped")
-
-
-def test_a_test_that_passes_and_breaks_in_teardown_is_one_failure(write):
-    report = write("one", PASSED.format("a"), BROKEN.format("a"), PASSED.format("b"))
-    assert count(report) == (1, "1 passed, 1 failed, 0 skipped")
-
-
-def test_a_run_without_tests_fails(write, tmp_path):
-    full = write("one", PASSED.format("a"))
-    assert count(full, write("two")) == (1, "1 passed, 1 failed, 0 skipped")
-    assert count(full, tmp_path / "missing.xml") == (1, "1 passed, 1 failed, 0 skipped")
-
-
-def test_nothing_but_skipped_tests_fails(write):
-    assert count(write("one", SKIPPED.format("a"))) == (1, "0 passed, 0 failed, 1 skipped")
-
-
-def test_steps_without_a_report_count(write):
-    report = write("one", PASSED.format("a"))
-    assert count("--skipped", "1", report) == (0, "1 passed, 0 failed, 1 skipped")
-    assert count("--failed", "1", report) == (1, "1 passed, 1 failed, 0 skipped")
+    assert count("--skipped", "1", two) == (0, "1 passed, 0 failed, 1 skipped")
+    one_of_two = (1, "1 passed, 1 failed, 0 skipped")
+    given = [
+        [failed],
+        [broken],
+        ["--failed", "1", two],
+        [two, write("empty")],
+        [two, tmp_path / "missing.xml"],
+    ]
+    assert [count(*arguments) for arguments in given] == [one_of_two] * len(given)
+    assert count(skipped) == (1, "0 passed, 0 failed, 1 skipped")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import (
     LayerStack,
@@ -316,18 +315,6 @@ def weights(layers=6, size=8, remat="nested"):
 
 def mean_square(stack, x):
     return jnp.mean(stack.fold(x) ** 2)
-
-
-def test_on_eight_devices():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    stack, x = weights(), jax.random.normal(jax.random.key(2), (8, 8))
-    placed = jax.device_put(stack, NamedSharding(mesh, PartitionSpec(None, "data")))
-    batch = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-    fused = fused_update(mean_square, optax.adam(0.01), max_grad_norm=0.01)
-    step = jax.jit(fused)
-    result = step(placed, fused.init(placed), batch)
-    assert_close(result.model, step(stack, fused.init(stack), x).model)
-    assert result.model.stacked.weight.sharding.is_equivalent_to(placed.stacked.weight.sharding, 3)
 
 
 def test_a_stack_without_layers_is_trained_beside_others():

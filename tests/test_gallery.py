@@ -9,13 +9,6 @@ import pytest
 from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_an_example_runs_and_prints():
-    """A quick one; `make docs` runs all of them."""
-    script = GALLERY / "visitor.py"
-    assert len(run(script)) == len(cells_of(script))
-
-
 def test_an_example_that_fails_or_prints_once_ends_the_build(tmp_path):
     script = tmp_path / "example.py"
     first = "# %% [markdown]\n# # Title\n# %%\nprint(1)\n# %%\n"

@@ -29,26 +29,11 @@ def test_aliases(alias, policy):
     assert resolve_policy(policy) is policy
 
 
-def test_an_unknown_alias_lists_the_valid_ones():
-    with pytest.raises(
-        ValueError, match="'nestd'.*True, False, 'full', 'recompute', 'offload', 'save_all', 'nested'"
-    ):
-        resolve_policy("nestd")
-
-
 def test_auto_shows_how_to_call_the_planner():
     Layers = hax.Axis("layers", 2)
     for init in (Stacked.init, BlockSeq.init):
         with pytest.raises(ValueError, match=r'memory.plan\(step, stack, x, budget="72GiB"'):
             init(Layers, eqx.nn.Linear, remat="auto")  # pyright: ignore[reportCallIssue]
-
-
-@pytest.mark.parametrize("spec", [None, 1, 3, 2.0, ["nested"]])
-def test_a_spec_of_another_type_is_refused(spec):
-    with pytest.raises(
-        TypeError, match="ScanCheckpointPolicy, a bool, an alias or one of jax.checkpoint_policies"
-    ):
-        resolve_policy(spec)
 
 
 def test_policies_are_frozen_hashable_and_compare_by_value():
@@ -74,38 +59,22 @@ def test_the_repr_shows_what_was_set():
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        (dict(save_block_internals=True, save_carries="offload"), "has nothing to offload"),
         (dict(save_block_internals=True, offload_block_internals=["a"]), "has nothing to offload"),
-        (dict(save_block_internals=["a"], offload_block_internals=["a", "b"]), r"\['a'\] are in both"),
-        (dict(nested=True, save_carries=False), "save_carries=False keeps none"),
-        (dict(nested=True, offload_block_internals=["a"]), r"internals=\['a'\] would move them out and back"),
-        (dict(nested=True, max_carries=3), "nested=True and max_carries=3 each say how the layers are cut"),
-        (dict(max_carries=3, save_carries="offload"), "max_carries=3 cuts more than once"),
         (dict(nested=(2, 3), save_carries="offload"), r"nested=\[2, 3\] cuts more than once"),
         (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
         (dict(nested=()), "has no level"),
         (dict(nested=(2, 0)), r"nested\[1\] is a number of parts and at least 1; got 0. Leave the level out"),
-        (dict(max_carries=0), "max_carries is a number of carries and at least 1; got 0. Leave it out"),
-        (dict(nested=0), "at least 1; got 0"),
-        (dict(nested=-1), "at least 1; got -1"),
-        (dict(first_layers=-1), "first_layers is a number of layers and at least 0; got -1"),
-        (dict(first_policy=True), "first_policy=True has no effect without first_layers"),
-        (dict(first_layers=2, first_policy="nested"), "first_policy cannot set nested=True"),
         (dict(first_layers=2, first_policy="offload"), "first_policy cannot set save_carries='offload'"),
-        (dict(first_layers=2, first_policy="automatic"), "Unknown remat policy 'automatic'"),
         (
             dict(first_layers=2, save_block_internals=True),
             "save_block_internals=True has no effect beside first_layers=2",
-        ),
-        (
-            dict(first_layers=2, save_block_internals=["a"]),
-            r"\['a'\] has no effect beside first_layers=2",
         ),
         (dict(first_layers=2, offload_block_internals=["a"]), "has no effect beside first_layers=2"),
         (dict(first_layers=2, save_carries=False), "save_carries=False keeps none"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(settings, reason):
+    """Beside those that docs/errors.md shows, which a test runs."""
     with pytest.raises(ValueError, match=reason):
         ScanCheckpointPolicy(**settings)
 
@@ -115,13 +84,9 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
     [
         (dict(nested=2.0), "number of segments .an int.; got 2.0"),
         (dict(max_carries=True), "max_carries.*an int.*got True"),
-        (dict(nested="2"), "number of segments"),
-        (dict(save_carries="host"), "save_carries is True, False or \"offload\"; got 'host'"),
-        (dict(save_block_internals="attention"), r"Write save_block_internals=\['attention'\]"),
         (dict(offload_block_internals="attention"), r"Write offload_block_internals=\['attention'\]"),
         (dict(offload_block_internals=True), "offload_block_internals is a list.*got True. Leave it out"),
         (dict(save_block_internals=None), "save_block_internals is a list.*got None. Leave it out"),
-        (dict(save_block_internals=[1]), "1 is not a string"),
         (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
         (dict(first_layers=1.5), "got 1.5"),
         (

@@ -4,15 +4,13 @@ import inspect
 import io
 import json
 import re
-import subprocess
-import sys
 import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.charts import THEMES, charts, memory_chart, write
+from scripts.charts import charts, write
 from scripts.result_tables import RESULTS
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 
@@ -52,36 +50,6 @@ def _name(page: Path) -> str:
 )
 def test_the_python_on_the_page_runs(page):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
-
-
-def test_type_checkers_know_the_values_on_first_pages(tmp_path):
-    """Pyright knows the types of variables, parameters and lambdas, but for what Equinox leaves open."""
-    pytest.importorskip("pyright")
-    rules = ("reportUnknownVariableType", "reportUnknownParameterType", "reportUnknownLambdaType")
-    config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic", **dict.fromkeys(rules, "error")}
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
-    programs = {page: _program(ROOT / page) for page in ("README.md", "docs/getting-started.md")}
-    for page, program in programs.items():
-        (tmp_path / f"{Path(page).stem.replace('-', '_')}.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "pyright",
-        "--outputjson",
-        "--pythonpath",
-        sys.executable,
-        "-p",
-        tmp_path,
-    ]
-    result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
-    assert result["summary"]["filesAnalyzed"] == len(programs)
-    lines = {Path(page).stem.replace("-", "_"): text.splitlines() for page, text in programs.items()}
-    found = [
-        (Path(entry["file"]).stem, entry["range"]["start"]["line"], entry["message"])
-        for entry in result["generalDiagnostics"]
-    ]
-    of_equinox = re.compile(r"eqx\.(filter_grad|tree_at)")
-    assert not [entry for entry in found if not of_equinox.search(lines[entry[0]][entry[1]])]
 
 
 def test_pages_and_configs_install_from_the_checkout():
@@ -158,20 +126,3 @@ def _drawn(figure: Any) -> list[str]:
 def test_charts_are_drawn_from_the_results_and_schedules():
     for path, figure in charts():
         assert _words(path.read_text(encoding="utf-8")) == _drawn(figure), "make figures draws it again"
-
-
-def test_a_chart_says_what_was_compiled_and_what_was_found():
-    result = json.loads((RESULTS / "stack_memory_h200.json").read_text(encoding="utf-8"))
-    result["versions"]["jax"] = "1.2.3"
-    rows = {row["name"]: row for row in result["rows"] if row["inner"] == 16_384}
-    changed = {"temporaries": 5 * 2**30, "host_temporaries": 2**29}
-    rows["stacked_remat offload"] |= changed | {
-        "matmul_flops": 3 * rows["stacked_remat True"]["matmul_flops"]
-    }
-    for inner in (2_048, 16_384):
-        texts = _drawn(memory_chart(result, inner, THEMES["dark"]))
-        about, wide = " ".join(texts), inner == 16_384
-        assert f"inner width {inner:,}," in about and "65,536 tokens" in about
-        assert "H200 with JAX 1.2.3" in about
-        assert ({"60.51", "0.77 + 12.00"} <= set(texts)) is not wide
-        assert ({"5.00 + 0.50", "× 3.00", "× 1.23"} <= set(texts)) is wide

@@ -13,35 +13,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stacked_remat import fold
-from stacked_remat._schedule import shrinking
 
 from .random_arrays import normal
-from .sweep_cases import ROWS, WIDTH, assert_close, jit, mlp, nested, sweep
-
-
-@pytest.mark.parametrize(
-    "used",
-    [
-        lambda carry, ys: carry[0],
-        lambda carry, ys: jnp.sum(ys["h"]),
-        lambda carry, ys: ys["count"].astype("float32"),
-    ],
-    ids=["the carry", "outputs", "integers"],
-)
-def test_what_is_not_used_of_the_results_has_no_cotangent(used):
-    def gradient(run):
-        def layer(carry, w):
-            h, count = carry
-            return (jnp.sin(h) * w, count + 1), {"h": h, "count": count}
-
-        def value(w):
-            return jnp.sum(used(*run(layer, (jnp.float32(1.0), jnp.int32(0)), w)))
-
-        return jax.grad(value)(jnp.linspace(0.5, 1.5, 6))
-
-    first_kept = functools.partial(sweep, length=6, schedule=shrinking(4), first_layers=2)
-    for run in (nested(6), first_kept):
-        assert_close(gradient(run), gradient(lax.scan))
+from .sweep_cases import ROWS, WIDTH, assert_close, jit, mlp, nested
 
 
 def test_layers_that_use_means_over_examples():

@@ -1,7 +1,6 @@
 """Second and third derivatives of sweeps inside loops, branches and other sweeps."""
 
 import functools
-from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -26,7 +25,6 @@ Outer, Inner = hax.Axis("outer", 4), hax.Axis("inner", 3)
 WIDTH = 5  # unlike any number of layers
 
 OFFLOADED = ScanCheckpointPolicy(nested=2, save_carries="offload")
-OFFLOADED_AFTER_FIRST = ScanCheckpointPolicy(nested=2, save_carries="offload", first_layers=1)
 FIRST_LAYERS = ScanCheckpointPolicy(nested=True, first_layers=1)
 
 
@@ -37,59 +35,6 @@ def layer(carry, weight):
 def arguments():
     weights = jnp.linspace(0.4, 0.9, Outer.size * WIDTH).reshape(Outer.size, WIDTH)
     return weights, jnp.linspace(-0.5, 0.8, WIDTH)
-
-
-def penalty(value):
-    """A function of the gradient, whose gradient is a second derivative."""
-
-    def of_gradient(*args):
-        return sum(jnp.sum(leaf**2) for leaf in jax.grad(value, (0, 1))(*args))
-
-    return of_gradient
-
-
-def inner_fold(remat, carry, weight):
-    return fold(layer, Inner, remat=remat)(carry, jnp.stack([weight, weight**2, jnp.sin(weight)]))
-
-
-def in_scan(remat, weights, x):
-    carry, _ = lax.scan(lambda carry, weight: (inner_fold(remat, carry, weight), None), x, weights)
-    return jnp.sum(carry**2)
-
-
-def in_map(remat, weights, x):
-    return jnp.sum(lax.map(lambda weight: inner_fold(remat, x, weight), weights) ** 2)
-
-
-def in_fold(remats, weights, x):
-    outer, inner = remats or (False, False)
-    return jnp.sum(fold(functools.partial(inner_fold, inner), Outer, remat=outer)(x, weights) ** 2)
-
-
-def in_branch(remat, weights, x):
-    def value():
-        return jnp.sum(inner_fold(remat, x, weights[0]) ** 2)
-
-    return lax.cond(x[0] < 0, value, lambda: jnp.float32(0))
-
-
-def test_gradients_of_gradients_of_folds_in_loops_branches_and_folds():
-    cases: dict[Any, list] = {
-        in_scan: [OFFLOADED],
-        in_map: [FIRST_LAYERS],
-        in_fold: [(True, OFFLOADED), ("nested", FIRST_LAYERS)],
-        in_branch: [OFFLOADED_AFTER_FIRST],
-    }
-
-    def second(value, remat, args):
-        return jax.grad(penalty(functools.partial(value, remat)), (0, 1))(*args)
-
-    @jit
-    def run(*args):
-        return [[second(value, remat, args) for remat in (False, *remats)] for value, remats in cases.items()]
-
-    for expected, *found in run(*arguments()):
-        assert_close(found, [expected] * len(found))
 
 
 def test_third_derivatives_in_a_jitted_function():

@@ -1,14 +1,13 @@
 """What the sweep keeps and computes, and that frozen parts cost nothing."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from stacked_remat._remat import EVERYTHING, NOTHING, Kept
+from stacked_remat._remat import EVERYTHING
 from stacked_remat._schedule import Schedule, equal, shrinking
 
 from .jaxprs import count, equations, inner_equations
@@ -29,15 +28,6 @@ def shapes_made(jaxpr) -> set[tuple[int, ...]]:
         for var in equation.outvars
         if hasattr(var.aval, "shape")
     }
-
-
-def test_carries_are_kept_in_the_slots_of_the_schedule_and_nowhere_else():
-    jaxpr, _ = mlp_gradients(nested(48), 48)
-    made = shapes_made(jaxpr.jaxpr)
-    stacks_of_carries = {
-        shape for shape in made if len(shape) == 3 and shape[1:] == (ROWS, WIDTH) and shape[0] > 1
-    }
-    assert stacks_of_carries == {(10, ROWS, WIDTH)}
 
 
 def test_no_segment_of_weights_or_gradients_is_copied():
@@ -127,34 +117,6 @@ def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
 
 
 # Internals saved for one segment at a time.
-
-H = Kept(("h",))
-
-
-@pytest.mark.remat3
-def test_saved_names_are_kept_for_one_segment_and_not_computed_again():
-    plain, _ = mlp_gradients(nested(12), 12)
-    saving, _ = mlp_gradients(nested(12, kept=H), 12)
-    longest = max(shrinking(12).segments)
-    assert (longest, ROWS, 6) in shapes_made(saving.jaxpr)
-    assert (longest, ROWS, 6) not in shapes_made(plain.jaxpr)
-
-    def flops(run) -> float:
-        # Unrolled, so that XLA's count, which takes every loop body once, is right.
-        _, value = mlp_gradients(run, 6)
-        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 64, 64), (6, 64, 64), (64, 64))]
-        analysis = jax.jit(jax.grad(value, (0, 1, 2))).lower(*args).compile().cost_analysis()
-        assert analysis is not None
-        return analysis["flops"] / (2 * 64**3)
-
-    schedule = equal(6, 2)
-    one, two = (
-        flops(functools.partial(sweep, length=6, schedule=schedule, unroll=True, kept=kept))
-        for kept in (NOTHING, H)
-    )
-    # Per layer: 2 products forward, 2 in the replay, the first again for the pullback, 4 in the pullback.
-    assert math.isclose(one, 6 * 2 + 4 * 2 + 6 * 5, rel_tol=0.05)
-    assert math.isclose(two, 6 * 2 + 6 * 2 + 6 * 4 - 2, rel_tol=0.05)
 
 
 def test_weights_are_not_among_the_saved_residuals():

@@ -120,11 +120,7 @@ def test_what_cannot_stop_is_refused():
     def fold(until, remat=False):
         return sr.fold(lambda x: x * 2, hax.Axis("time", 3), remat=remat, until=until)(jnp.ones(2))
 
-    for found, until in (("bool[2]", lambda x: x > 1), ("float32[]", jnp.sum), ("None", lambda x: None)):
-        with pytest.raises(TypeError, match="until returns one bool") as error:
-            fold(until)
-        assert found in str(error.value)
-    for remat in ("offload", "recompute", ScanCheckpointPolicy(nested=2, save_carries="offload")):
+    for remat in ("recompute", ScanCheckpointPolicy(nested=2, save_carries="offload")):
         with pytest.raises(ValueError, match="With until=, a policy can neither offload nor drop"):
             fold(lambda x: x[0] > 3, remat)
     with pytest.raises(
@@ -151,12 +147,6 @@ def test_lax_scan_is_that_of_jax(remat):
         return [jax.value_and_grad(value, has_aux=True)(jnp.ones(2), *case) for case in cases]
 
     assert_close(*quick_jit(lambda: (of(sr.lax_scan, remat=remat, unroll=2), of(jax.lax.scan)))())
-    with pytest.raises(ValueError, match="pass length="):
-        sr.lax_scan(f, jnp.ones(2))
-    with pytest.raises(ValueError, match=r"length=5, and the arrays of xs have the sizes \[7, 7\]"):
-        sr.lax_scan(f, jnp.ones(2), xs, 5)
-    with pytest.raises(TypeError, match="xs has a named array. Use scan with its axis"):
-        sr.lax_scan(f, jnp.ones(2), hax.ones(Time))
     with pytest.raises(
         TypeError, match=r"fold\(f, axis\)\(\) missing 1 required positional argument: 'init'"
     ):

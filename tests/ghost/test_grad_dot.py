@@ -8,7 +8,7 @@ import pytest
 from haliax import Axis
 
 import stacked_remat
-from stacked_remat import ScanCheckpointPolicy, Stacked, fold, ghost
+from stacked_remat import Stacked, fold, ghost
 
 from ..blocks import assert_close
 from ..random_arrays import normal
@@ -139,12 +139,7 @@ def test_derivatives_of_scores_are_right_or_refused_and_those_of_gradients_are_r
             jax.jit(jax.grad(of_scores("leaf"), argument))(model, direction)
 
 
-OFTEN = ["nested"]
-RARE = ["offload", "recompute", ScanCheckpointPolicy(nested=True, first_layers=1)]
-
-
-@pytest.mark.parametrize("policies", [OFTEN, pytest.param(RARE, marks=pytest.mark.deep)], ids=["few", "all"])
-def test_a_loss_may_have_folds_of_its_own_under_every_policy(policies):
+def test_a_loss_may_have_folds_of_its_own():
     model, x, Turns = Sines.init(True), normal(3, 5, 4), Axis("turns", 4)
     direction, turns = random_like(model, 1), jnp.linspace(0.5, 1.5, 4)
 
@@ -176,7 +171,7 @@ def test_a_loss_may_have_folds_of_its_own_under_every_policy(policies):
             "examples": over_examples,
         }
 
-    cases = {(str(remat), name): fn for remat in policies for name, fn in losses_of(remat).items()}
+    cases = losses_of("nested")
 
     @jax.jit
     def both(model, x):

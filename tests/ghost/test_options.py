@@ -234,9 +234,7 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
 
     ids, Row, total = jnp.arange(4), Axis("row", 4), {"granularity": "total"}
     refused(losses, "kernel.weight goes into `custom_vjp_call`")
-    refused(losses, "reduction is", ValueError, reduction="max")
     refused(losses, "check is True, False or", ValueError, check=0.0)
-    refused(losses, "granularity is", ValueError, granularity="layer")
     refused(losses, "example_ids gives totals", ValueError, example_ids=ids, Examples=Row)
     refused(
         losses, "example_ids gives totals", ValueError, norms=True, example_ids=ids, Examples=Row, **total

@@ -59,12 +59,6 @@ def test_the_file_gives_values_and_the_command_line_overrides_them(tmp_path):
         assert parse(tmp_path, f"remat: {text}").remat == value
 
 
-def test_a_tilde_in_the_path_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "drawing.yaml").write_text("title: home")
-    assert parse_config(Drawing, ["--config_path", "~/drawing.yaml"]).title == "home"
-
-
 def test_text_is_what_was_written_and_numbers_are_decimal(tmp_path):
     """YAML 1.1 makes other numbers of these, and dates."""
     texts = (
@@ -123,7 +117,6 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
             r"Unknown key `shape.paint.layer` in .*Did you mean `layers`",
         ),
         ("shape: {type: circle, side: 2}", r"Unknown key `shape.side`.*Valid: radius, paint"),
-        ("shape: {radius: 2}", r"`shape` in .* lacks the key `type`. Known types: circle, square"),
         ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
         ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
         (
@@ -131,8 +124,6 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
             r"`shape.paint.colour` in .* must be red.blue",
         ),
         ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
-        ("shape: {type: square, side: wide}", r"`shape.side` in .* must be int.null, got 'wide'"),
-        ("shape: {type: [circle]}", r"`shape.type` in .* is \['circle'\]. .*Valid: circle, square"),
         ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),
         ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
         (
@@ -140,12 +131,9 @@ def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
             r"`title` in .* must be str.null, got True. Put it in quotes; on .* kinds: \"'True'\"",
         ),
         ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
-        ("? [title]\n: b", r"(?s)drawing.yaml: a key must be text.*line 1, column 3"),
-        ("[1, 2]", r"drawing.yaml holds \[1, 2\]; it must hold a mapping"),
         ("", r"drawing.yaml is empty; it must hold a mapping"),
         ("shape: {type: circle, radius: 0x" + "f" * 9999 + "}", r"must be float, got .0xf+\.\.\.f+"),
         (b"title: \xff", r"drawing.yaml: 'utf-8' codec can't decode byte 0xff in position 7"),
-        ("title: " + "[" * 600, r"drawing.yaml: maximum recursion depth exceeded"),
         ("title: &a [*a]", r"(?s)drawing.yaml: found unconstructable recursive node.*line 1, column 8"),
     ],
 )
@@ -159,7 +147,6 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
     [
         (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
         (["--config", "a.yaml"], r"Unknown key `config` .* Did you mean `--config_path`"),
-        (["--title.x", "3"], r"`title` on the command line must be str.null, got {'x': 3}"),
         (["--title"], r"`--title` on the command line has no value"),
         (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
         (["--title", "!!bool abc"], r"`--title` on the command line is not YAML: 'abc'"),
@@ -168,20 +155,6 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
 def test_mistakes_on_the_command_line_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(Drawing, arguments)
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments", "message"),
-    [
-        ("shape: 5", ["--shape.radius", "2"], r"`shape` in .*drawing.yaml is 5, which has no keys"),
-        ("shape: !include note.txt", ["--shape.type", "circle"], r"`shape` in .*drawing.yaml is 'some text'"),
-        ("title: x", ["--shape", "5", "--shape.type", "circle"], r"`shape` on the command line is 5"),
-    ],
-)
-def test_keys_in_place_of_a_value_that_is_not_a_section_are_refused(tmp_path, text, arguments, message):
-    (tmp_path / "note.txt").write_text("some text")
-    with pytest.raises(ConfigError, match=message):
-        parse(tmp_path, text, *arguments)
 
 
 def test_the_error_for_a_bad_value_names_the_place_that_wrote_it(tmp_path):

@@ -1,6 +1,5 @@
 """The mean loss on held-out batches, overall and per source."""
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,20 +28,6 @@ def test_every_token_counts_the_same_in_a_short_last_sequence_too():
     np.testing.assert_allclose(evaluate(model), expected, rtol=1e-5)
     assert evaluate(model) == evaluate(model)
     np.testing.assert_allclose(evaluate(next_byte(7)), np.log(7), rtol=1e-6)
-
-
-def test_batches_in_which_no_token_counts_are_refused():
-    packed = held_out_of(np.zeros(81, np.uint16), 8, 4)
-
-    class Unweighted:
-        def __len__(self):
-            return len(packed)
-
-        def batch(self, index):
-            return eqx.tree_at(lambda b: b.weights.array, packed.batch(index), replace_fn=jnp.zeros_like)
-
-    with pytest.raises(ConfigError, match=r"No token in the first 2 batches of the set held_out counts"):
-        evaluator(Unweighted(), 2)
 
 
 def test_each_of_several_sources_has_a_loss_of_its_own_and_all_share_one_compilation():

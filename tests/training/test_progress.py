@@ -29,13 +29,6 @@ def test_without_a_terminal_plain_lines_are_printed():
     assert "loss 4.600  1,234 tokens/s  1.50 GiB" in lines[2] and lines[2].endswith("s left")
 
 
-def test_in_a_terminal_there_is_a_bar_with_loss_speed_and_count():
-    out = io.StringIO()
-    run(ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None)), 3)
-    shown = out.getvalue()
-    assert "3/3" in shown and "loss 4.700  1,234 tokens/s" in shown and "[before]" in shown
-
-
 def test_the_bar_fits_80_columns_whole():
     out = io.StringIO()
     progress = ConsoleProgress(Console(file=out, force_terminal=True, width=80, color_system=None))
@@ -47,30 +40,9 @@ def test_the_bar_fits_80_columns_whole():
     assert last.endswith(" left") and len(last) == 80
 
 
-def test_a_resumed_run_starts_at_its_step():
-    out = io.StringIO()
-    lines = ConsoleProgress(Console(file=out, width=80), line_every=100)
-    lines.start(50, done=40)
-    for step in range(41, 51):
-        lines.advance(step, 1.0, 10.0)
-    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["41/50", "50/50"]
-    out = io.StringIO()
-    bar = ConsoleProgress(Console(file=out, force_terminal=True, width=120, color_system=None))
-    bar.start(50, done=40)
-    bar.stop()
-    assert "40/50" in out.getvalue()
-
-
 def work(progress, total=3):
     for done in range(1, total + 1):
         progress.work("[tokenizing] web", done, total, f"{done * 1000:,} tokens")
-
-
-def test_short_work_before_the_steps_is_one_line_at_its_end():
-    out = io.StringIO()
-    work(ConsoleProgress(Console(file=out, width=40)))
-    lines = out.getvalue().splitlines()
-    assert lines == ["[tokenizing] web  100%  3,000 tokens"]
 
 
 def test_long_work_prints_a_line_at_intervals(monkeypatch):

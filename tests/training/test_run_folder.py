@@ -79,12 +79,6 @@ def test_a_finished_run_is_not_touched(tmp_path):
     assert not folder.result.exists()
 
 
-def test_results_without_a_config_are_not_touched(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("whose?")
-    with pytest.raises(FileExistsError, match=r"results of an earlier run \(metrics.jsonl\) but no config"):
-        RunFolder.open(tmp_path, CONFIG)
-
-
 def test_overwriting_deletes_results_and_nothing_else(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
     folder.metrics.write_text("old")

@@ -17,8 +17,6 @@ from stacked_remat.training import (
     TrainState,
     UpdateConfig,
     build_step,
-    cast_parameters,
-    in_float32,
     train_step,
 )
 
@@ -93,28 +91,6 @@ def _row(batch, index):
 
 def _named(node):
     return isinstance(node, hax.NamedArray)
-
-
-def test_rows_that_do_not_divide_evenly_are_refused():
-    with pytest.raises(ValueError, match=r"batch of 4 sequences can't be cut into .*microbatches = 3"):
-        STEP(BATCHES.batch(0), TrainState.init(next_byte(5), SGD), microbatches=3)
-
-
-def test_weights_in_bfloat16_are_moved_by_updates_in_float32():
-    model = cast_parameters(random_model(), "bfloat16")
-    optimizer = in_float32(SGD)
-
-    def loss(model, batch):
-        return next_byte_loss(NextByte(model.table.astype(jnp.float32)), batch)
-
-    batch, state = BATCHES.batch(0), TrainState.init(model, optimizer)
-    after, _ = compiled_step(batch, state, loss_function=loss, optimizer=optimizer, microbatches=2)
-    gradient = jax.jit(jax.grad(lambda m: loss(m, batch)[0]))(model).table.astype(jnp.float32)
-    expected = (model.table.astype(jnp.float32) - 0.5 * gradient).astype(jnp.bfloat16)
-    assert after.model.table.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        *(np.asarray(x, np.float32) for x in (after.model.table, expected)), rtol=2**-7
-    )
 
 
 def diverging(model, batch):

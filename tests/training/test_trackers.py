@@ -1,9 +1,7 @@
 """Tests of stacked_remat/training/trackers.py."""
 
-import contextlib
 import json
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -53,16 +51,6 @@ def test_a_damaged_line_is_named_and_the_file_unchanged(tmp_path, line):
     with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged: line 2 is not a line of metrics"):
         JsonLinesTracker(path, resumed_after=1)
     assert path.read_bytes() == before
-
-
-def test_the_error_of_a_full_disk_names_the_file():
-    if not Path("/dev/full").exists():
-        pytest.skip("only Linux has a file that is always full")
-    tracker = JsonLinesTracker(Path("/dev/full"))
-    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
-        tracker.log(1, METRICS)
-    with contextlib.suppress(OSError):
-        tracker.close()
 
 
 class FakePackage:
@@ -143,17 +131,3 @@ def test_an_error_of_the_package_names_the_setting_and_the_fix(tmp_path, package
     packages["wandb"].init = refuse
     with pytest.raises(ConfigError, match=r"trackers.wandb: .* No API key configured. .*\(mode: offline\)"):
         build_trackers(ALL, tmp_path, {})
-
-
-def test_a_real_run_of_wandb_resumes(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config = TrackersConfig(wandb=WandbConfig(project="p", mode="offline"))
-    for resumed_after, steps in ((None, (0, 1, 2)), (1, (2, 3))):
-        (tracker,) = build_trackers(config, tmp_path, {"model": {"n": 1}}, resumed_after=resumed_after)
-        for step in steps:
-            tracker.log(step, {**METRICS, "speed": float("nan")})
-        tracker.close()
-    identifier = (tmp_path / "wandb_run_id.txt").read_text()
-    files = [path.name for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb")]
-    assert files == [f"run-{identifier}.wandb"] * len(files) and files

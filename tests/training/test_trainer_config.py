@@ -13,21 +13,16 @@ from stacked_remat.training import (
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
-        (TrainerConfig, {"num_steps": 0}, r"trainer.num_steps must be at least 1"),
         (TrainerConfig, {"num_steps": 2**31}, r"trainer.num_steps must be at most 2,147,483,647, because"),
         (
             TrainerConfig,
             {"run_dir": "https://u:SECRET@h/x"},
             r"^trainer.run_dir = 'https://\*\*\*@h/x' is a URL",
         ),
-        (TrainerConfig, {"run_dir": "a\0b"}, r"trainer.run_dir must be the path of a folder"),
         (TrainerConfig, {"seed": 2**63}, r"trainer.seed must be at least 0 and below 2..63, got 9223"),
         (TrainerConfig, {"profiler": ProfilerConfig(start_step=101)}, r"start_step = 101 is never reached"),
         (UpdateConfig, {"microbatches": 0}, r"trainer.update.microbatches must be at least 1, got 0"),
         (CheckpointConfig, {"keep_last": 0}, r"checkpoint.keep_last must be at least 1"),
-        (CheckpointConfig, {"every_minutes": 0}, r"every_minutes must be positive, got 0; null for none"),
-        (ProfilerConfig, {"num_steps": 0}, r"profiler.num_steps must be at least 1"),
-        (ProfilerConfig, {"peak_flops": 0.0}, r"profiler.peak_flops must be positive"),
     ],
 )
 def test_values_out_of_range_are_refused(make, changes, message):

@@ -83,22 +83,6 @@ def test_remote_files_have_names_below_their_folder(memory):
     assert names("memory://texts/*.txt", "memory://texts/sub/b.txt") == ["a.txt", "b.txt"]
 
 
-def test_versions_change_with_size_time_and_the_remote_version(folder, memory):
-    def version(path):
-        return find_files([str(path)], "key")[0].version
-
-    file = folder / "a.txt"
-    first = version(file)
-    assert version(file) == first
-    os.utime(file, ns=(0, file.stat().st_mtime_ns + 5_000_000))
-    second = version(file)
-    file.write_text("longer")
-    assert len({first, second, version(file)}) == 3
-    before = version("memory://texts/a.txt")
-    memory.pipe("/texts/a.txt", b"two")
-    assert version("memory://texts/a.txt") != before
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -96,11 +96,6 @@ def test_the_end_token_is_that_of_the_config_or_a_usual_one():
         make(unnamed, {})
 
 
-def test_an_invalid_tokenizer_is_refused():
-    with pytest.raises(DataError, match=r"The tokenizer.json of data.tokenizer = 'words' can't be read"):
-        make("{}")
-
-
 def test_the_beginning_of_a_document_has_no_end_token():
     plain, begun = make(), make(WITH_BEGIN)
     assert plain.encode_beginning("odd").tolist() == plain.encode("odd").tolist()

@@ -88,14 +88,6 @@ def test_whole_cuts_no_document_that_fits_and_no_two_sequences_are_half_empty(le
     assert all(a + b > seq_len for a, b in zip(sorted(filled), sorted(filled)[1:], strict=False))
 
 
-def test_whole_is_best_fit():
-    packed = PackedDocuments(numbered([8, 6, 4, 3]), 10, "whole")  # 7, 5, 3 and 2 places
-    found = [
-        sorted({int(token) // 100 for token in s["tokens"][s["weights"] > 0]}) for s in sequences(packed)
-    ]
-    assert found == [[0, 2], [1, 3]]
-
-
 def test_tokens_that_do_not_count_have_weight_zero():
     tokens = np.arange(8, dtype=np.uint16)
     counted = np.array([0, 0, 1, 1, 0, 0, 1, 0], dtype=bool)

@@ -68,11 +68,6 @@ def test_reading_starts_at_any_record(tmp_path, start):
         assert [record.number for record in found] == list(range(start, 600))
 
 
-def test_records_before_the_start_are_not_parsed(tmp_path):
-    path = lines(tmp_path / "a.jsonl", "no json\n", {"text": "b"})
-    assert [record.problem for record in read(path, start=1)] == [None]
-
-
 @pytest.mark.parametrize(("ending", "codec"), [(".gz", gzip), (".bz2", bz2), (".xz", lzma)])
 def test_compressed_files_are_decompressed(tmp_path, ending, codec):
     path = tmp_path / f"a.jsonl{ending}"

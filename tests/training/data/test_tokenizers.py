@@ -39,12 +39,6 @@ def test_the_bytes_of_answers_are_counted():
     assert len(counted) == len(tokens) == 8 and all_counted is None
 
 
-def test_a_chat_is_written_as_bytes():
-    messages = [{"role": "user", "content": "hi"}]
-    shown = TOKENIZER.chat_template.render(messages, add_generation_prompt=True)
-    assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_the_beginning_of_a_document_has_no_end_token():
     assert TOKENIZER.encode_beginning("AB").tolist() == [256, 65, 66]
     assert TOKENIZER.encode_beginning("").tolist() == [256]

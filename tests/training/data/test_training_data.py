@@ -94,30 +94,6 @@ def test_named_held_out_files_replace_the_fraction(folder, tmp_path):
     assert training_text(alone, 1) == ["one", "two"]
 
 
-def test_another_tokenizer_and_only_answers(tmp_path):
-    for name, question in (("chats", "never odd"), ("exam", "odd")):
-        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "or even"}]
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat}))
-    paths, exam = (str(tmp_path / "chats.jsonl"),), (str(tmp_path / "exam.jsonl"),)
-    tokenizer = load_tokenizer(str(save(tmp_path / "words")))
-    config = {"seq_len": 64, "batch_size": 1, "packing": "whole"}
-    for train_on, text in (("all", "user never oddassistant or even"), ("answers", "or even")):
-        source = SourceConfig(paths, exam, train_on=train_on)
-        batch = open_data(tmp_path, tokenizer, sources={"chats": source}, **config).training.next()
-        targets = np.asarray(batch.targets.array)[np.asarray(batch.weights.array) > 0]
-        assert tokenizer.decode(targets).split() == text.split()
-        assert targets[-1] == tokenizer.encode("</turn>")[0]
-
-
-def test_the_standard_library_is_the_default(tmp_path):
-    progress = Silent()
-    data = open_data(tmp_path, progress=progress, seq_len=2048)
-    assert progress.works[0][0] == "tokenizing python-standard-library"
-    assert data.held_out.num_sequences > 50 and list(data.held_out_by_source) == ["python-standard-library"]
-    tokens, _, documents = data.summary.split(" ")[:3]
-    assert int(tokens.replace(",", "")) > 3_000_000, documents
-
-
 def test_skipped_records_are_reported_with_examples(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([f'{{"text": "line {n}"}}' for n in range(40)] + ["{"] * 7))
     progress = Silent()
@@ -153,14 +129,6 @@ def test_a_source_without_targets_is_refused(tmp_path):
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
     with pytest.raises(DataError, match=r"data\.sources\.chats .* none of which counts .* `assistant` do"):
         open_data(tmp_path, tokenizer, sources=chats(tmp_path / "gpt.jsonl", "gpt"), held_out_fraction=0.3)
-
-
-def test_the_summary_counts_targets(tmp_path):
-    source = chats(tmp_path / "chats.jsonl", "assistant")
-    tokenizer = load_tokenizer(str(save(tmp_path / "words")))
-    data = open_data(tmp_path, tokenizer, sources=source, held_out_fraction=0.3)
-    held_out = sum(int(data.held_out.batch(i).weights.array.sum()) for i in range(len(data.held_out)))
-    assert f", {held_out:,} in " in data.summary
 
 
 def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path):

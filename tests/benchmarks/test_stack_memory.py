@@ -9,7 +9,7 @@ import pytest
 from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes, variants
 from stacked_remat import memory
-from tests.recorded_on import ON_H200, ON_V5P, h200, why_not
+from tests.recorded_on import ON_H200, ON_V5P, h200
 
 GIB = 2**30
 
@@ -40,12 +40,6 @@ def recorded(target):
     """The recorded rows, by name and inner width."""
     rows = json.loads((RESULTS / f"stack_memory_{target}.json").read_text())["rows"]
     return {(row["name"], row["inner"]): row for row in rows if "refused" not in row}
-
-
-def test_figures_are_compared_with_the_same_version_of_jaxlib_only():
-    assert why_not(("json",), True, "0.10.2") == ""
-    assert why_not(("json",), True, "0.1") == "the figures are of jaxlib 0.10.2, not 0.1"
-    assert why_not(("no_such_plugin",)) == "no_such_plugin is not installed"
 
 
 COMPILED = [
@@ -91,31 +85,11 @@ def test_recorded_memory_is_within_limits(target, name, inner, device, host):
     assert row["host_temporaries"] <= host * GIB
 
 
-@pytest.mark.parametrize("inner", [2_048, 16_384])
-def test_layers_of_nnx_cost_what_other_layers_cost(inner):
-    of_nnx, own = (
-        recorded("h200")[f"{name} nested", inner] for name in ("stacked_remat.nnx", "stacked_remat")
-    )
-    assert of_nnx["temporaries"] <= 1.01 * own["temporaries"] <= (3.6 if inner == 2_048 else 7.2) * GIB
-    assert of_nnx["matmul_flops"] == own["matmul_flops"]
-    assert (
-        recorded("h200")["flax nnx.remat of nnx.scan", inner]["temporaries"] >= 60 * GIB
-    )  # as nnx.scan alone
-
-
 @h200
 def test_memory_of_nnx_is_what_the_benchmark_recorded():
     fn, args = variants()["stacked_remat.nnx nested"](Sizes())
     found = memory.report(fn, *args, target="h200").temporaries
     assert found <= 1.1 * recorded("h200")["stacked_remat.nnx nested", 2_048]["temporaries"]
-
-
-def test_fewer_carries_cost_less_than_nested_and_more_arithmetic():
-    few, nested, full = (
-        recorded("h200")[f"stacked_remat {name}", 2_048] for name in ("max_carries=6", "nested", "True")
-    )
-    assert few["temporaries"] < nested["temporaries"] < full["temporaries"]
-    assert few["matmul_flops"] > nested["matmul_flops"] > full["matmul_flops"]
 
 
 @h200
@@ -127,11 +101,3 @@ def test_a_prime_number_of_layers_costs_no_more():
 @h200
 def test_frozen_weights_get_no_gradient_buffer():
     assert measured("nested, frozen weights", "h200", inner=16_384).total <= 14 * GIB
-
-
-def test_the_program_does_not_grow_with_the_number_of_layers():
-    def lines(layers):
-        fn, args = variants()["stacked_remat nested"](Sizes(layers=layers, tokens=64, width=16, inner=16))
-        return len(jax.jit(fn).lower(*args).as_text().splitlines())
-
-    assert lines(192) <= 1.05 * lines(48)

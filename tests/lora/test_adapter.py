@@ -123,22 +123,6 @@ def test_under_a_policy_outputs_and_gradients_are_those_of_the_merged_weights(re
     assert len(jax.tree.leaves(gradients)) == 2 * 4 and all(map(np.any, jax.tree.leaves(gradients)))
 
 
-def test_the_output_is_x_a_b_beside_the_linear():
-    tree = adapted().layers.stacked.q_proj
-    own = jax.tree.map(lambda array: array[2], tree)  # the third layer
-    own = eqx.tree_at(
-        lambda own: (own.wrapped.weight, own.wrapped.bias, own.a, own.b),
-        own,
-        tuple(
-            hax.named(full.array[2], full.axes[1:])
-            for full in (tree.wrapped.weight, tree.wrapped.bias, tree.a, tree.b)
-        ),
-    )
-    x = inputs()
-    by_hand = np.einsum("pe,er,rhd->phd", x.array, own.a.array, own.b.array) * 1.5
-    np.testing.assert_allclose(own(x).array, own.wrapped(x).array + by_hand, rtol=1e-5, atol=1e-6)
-
-
 def test_merging_gives_plain_linears_of_the_old_dtype_and_shape():
     tree = adapted()
     merged = merge_lora(tree)
@@ -263,13 +247,6 @@ def test_the_layers_of_a_block_seq_have_numbers_and_containers_their_keys():
     assert paths_adapted(tree, "first.0") == {"['first'][0]"}
 
 
-def test_haliaxs_own_stacks_are_stacks_too():
-    def layers():
-        return hnn.Stacked.init(Layers, Block)(key=jax.random.split(jax.random.key(0), Layers.size))
-
-    assert paths_adapted(layers, "[*].q_proj") == {".stacked.q_proj"}
-
-
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_paths():
     with pytest.raises(ValueError, match=r"'\*.qproj' matches no linear. Nearest of 5: layers.\*.q_proj, "):
         apply_lora(model(), LoraConfig(2, 1.0, ("*.o_proj", "*.qproj")), key=jax.random.key(0))
@@ -314,29 +291,11 @@ def test_the_filter_marks_only_adapters():
     ("fields", "message"),
     [
         ({"rank": 0}, "lora.rank must be a positive integer, got 0"),
-        ({"rank": True}, "lora.rank"),
-        ({"rank": 2.0}, "lora.rank"),
         ({"alpha": 0.0}, "lora.alpha must be positive and finite, got 0.0"),
-        ({"alpha": float("inf")}, "lora.alpha"),
         ({"targets": "q_proj"}, "list of patterns, got the text 'q_proj'"),
-        ({"targets": ()}, "at least one, got"),
         ({"targets": ("",)}, "must be patterns"),
     ],
 )
 def test_a_bad_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         LoraConfig(**fields)
-
-
-def test_a_config_takes_a_list_and_is_hashable():
-    assert LoraConfig(targets=["head"]) == LoraConfig(targets=("head",))
-    assert hash(LoraConfig()) == hash(LoraConfig()) and LoraConfig(4, 8.0).scale == 2.0
-
-
-def test_an_adapted_linear_has_the_axes_or_widths_of_the_wrapped_one():
-    named = adapted().layers.stacked.q_proj
-    assert (named.In, named.Out) == (named.wrapped.In, named.wrapped.Out)
-    assert not hasattr(named, "in_features")
-    plain: Any = with_trained_adapters(Plain(jax.random.key(4)), LoraConfig(2, 3.0, ("linear",))).linear
-    assert (plain.in_features, plain.out_features) == (4, 4)
-    assert not hasattr(plain, "In")

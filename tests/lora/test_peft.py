@@ -1,6 +1,5 @@
 """Tests of files in PEFT's format; they are compared with PEFT itself in the tests of the models."""
 
-import builtins
 import errno
 import json
 import re
@@ -21,7 +20,7 @@ from stacked_remat.lora import (
     save_peft,
 )
 
-from .stacks import Embed, Hidden, adapted, filled, inputs, model, with_trained_adapters
+from .stacks import Embed, Hidden, adapted, filled, model, with_trained_adapters
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
@@ -270,11 +269,6 @@ def test_unknown_fields_are_refused(saved, settings, message):
         load_peft(model(), saved, names)
 
 
-def test_unknown_fields_that_are_switched_off_are_accepted(saved):
-    rewrite(saved, use_later=False, later_config=None, later_modules=[], lora_dropout=0.1, revision="main")
-    load_peft(model(), saved, names)
-
-
 def test_tensors_that_are_not_floats_are_named(saved):
     key = sorted(tensors_in(saved))[0]
 
@@ -284,12 +278,6 @@ def test_tensors_that_are_not_floats_are_named(saved):
     rewrite(saved, as_integers)
     with pytest.raises(ValueError, match=f"not a float: {re.escape(key)} is I8, expected one of F64"):
         load_peft(model(), saved, names)
-
-
-def test_the_task_type_is_written(saved, tmp_path):
-    assert json.loads((saved / "adapter_config.json").read_text())["task_type"] is None
-    save_peft(tmp_path, adapted(), names, task_type="FEATURE_EXTRACTION")
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"] == "FEATURE_EXTRACTION"
 
 
 def test_truncated_files_are_named(saved):
@@ -354,26 +342,3 @@ def test_invalid_names_are_refused(tmp_path):
             with_trained_adapters([model().head, model().head], LoraConfig(2, 1.0, ("*",))),
             lambda path, index: PeftParameter("module", "parameter", int(path), 3),
         )
-
-
-def test_without_safetensors_the_error_names_the_extra(saved, monkeypatch):
-    real = builtins.__import__
-
-    def lacking(name, *args, **kwargs):
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", lacking)
-    with pytest.raises(ImportError, match=r"pip install 'stacked_remat\[weights\]'"):
-        save_peft(saved, adapted(), names)
-
-
-def test_a_plain_equinox_linear(tmp_path):
-    linear = plain_linear(0)
-    tree = with_trained_adapters([linear], LoraConfig(2, 3.0, ("0",)))
-    save_peft(tmp_path, tree, lambda path, index: f"layers.{path}")
-    again = load_peft([linear], tmp_path, lambda path, index: f"layers.{path}")
-    equal(again, tree)
-    x = inputs().array[0]
-    np.testing.assert_array_equal(again[0](x), tree[0](x))

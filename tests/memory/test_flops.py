@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat._policy import resolve_policy
 from stacked_remat._trips import expected_trips, known_branches, known_trips
-from stacked_remat.memory import Flops, count_flops
+from stacked_remat.memory import count_flops
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._attention_splash import splash_kernel
 
@@ -68,14 +68,6 @@ def test_ragged_products_count_each_row_once():
     assert found.matmul == 2 * 8 * 4 * 6
     gradient = jax.grad(lambda w: jax.lax.ragged_dot(jnp.ones((8, 4)), w, sizes).sum())
     assert count(gradient, jnp.ones((3, 4, 6))).matmul == 2 * 8 * 4 * 6
-
-
-def test_operations_without_products_count_nothing():
-    def fn(x):
-        moved = jnp.broadcast_to(x.T.reshape(4, 5)[1:, None], (3, 2, 5))
-        return jnp.exp(x) * x + 1, x.sum(0), jnp.sort(x), moved, x.at[0].add(1.0), jnp.argmax(x)
-
-    assert count(fn, jnp.ones((5, 4))) == Flops()
 
 
 def test_unused_results_do_not_count():
@@ -162,33 +154,6 @@ def test_primitives_that_expand_into_others_are_looked_into():
         assert count(divided, x, jnp.ones((32, 8))).matmul == size  # a row of `x` on each device
 
 
-def test_the_next_custom_derivatives_of_jax_count_as_the_present_ones():
-    """Loops with custom derivatives in them, which JAX is to make primitives that expand into others."""
-
-    def step(x, w):
-        @jax.custom_vjp
-        def layer(x, w):
-            return jnp.tanh(x @ w)
-
-        layer.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
-        return jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, length=3)[0].sum()
-
-    flags = [name for name in ("jax_custom_vjp3", "jax_remat3") if hasattr(jax.config, name)]
-    before = {name: getattr(jax.config, name) for name in flags}
-    found = []
-    try:
-        for is_next in (False, True):
-            for name in flags:
-                jax.config.update(name, is_next)
-            traced = jax.make_jaxpr(step)(jnp.ones((4, 8)), SQUARE)
-            both = jax.make_jaxpr(jax.grad(step, (0, 1)))(jnp.ones((4, 8)), SQUARE)
-            found.append((count_flops(traced, trained=[True, True]), count_flops(both)))
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-    assert found[0] == found[1] and found[0][0].matmul == 9 * 2 * 4 * 8 * 8
-
-
 def test_calls_are_looked_into():
     @jax.custom_vjp
     def with_vjp(x):
@@ -214,15 +179,6 @@ def test_a_loop_with_bounds_of_python_integers(low, high):
     found = count(lambda x: jax.lax.fori_loop(low, high, lambda _, x: x @ x, x), SQUARE)
     assert found.matmul == max(high - low, 0) * PRODUCT
     assert found.exact
-
-
-def test_a_loop_that_never_ends_says_so():
-    def fn(x):
-        return jax.lax.while_loop(lambda s: s[0] >= 0, lambda s: (s[0] + 1, s[1] @ s[1]), (jnp.int32(0), x))[
-            1
-        ]
-
-    assert not count(fn, SQUARE).exact
 
 
 def segments(x, lengths, named=lambda _: contextlib.nullcontext()):
@@ -312,15 +268,6 @@ def test_a_branch_on_data_counts_its_most_expensive_side_and_says_so():
     same = count(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T, lambda x: x.T @ x, x), SQUARE)
     assert same.matmul == PRODUCT
     assert same.exact
-
-
-def test_a_long_loop_over_a_branch_on_data_is_not_followed():
-    def body(_, x):
-        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
-
-    found = count(lambda x: jax.lax.fori_loop(0, 10**9, body, x), SQUARE)
-    assert found.matmul == 10**9 * PRODUCT
-    assert not found.exact
 
 
 def test_an_unknown_trip_count_is_never_silent():

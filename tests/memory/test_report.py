@@ -49,13 +49,6 @@ def test_bytes_of_arguments_and_outputs():
     assert found.compile_seconds > 0
 
 
-def test_temporaries_are_counted():
-    def fn(x):
-        return jnp.sort(x[:, None] * x[None, :], axis=0).sum()
-
-    assert 256 * 256 * 4 <= report(fn, KIB).temporaries < 4 * 256 * 256 * 4
-
-
 def test_flops_are_counted():
     square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     found = report(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x @ x, x) + 1, square)
@@ -73,12 +66,6 @@ def test_nothing_is_executed():
     report(fn, jnp.ones(3))
     jax.effects_barrier()
     assert not ran
-
-
-def test_a_petabyte_can_be_sized():
-    huge = jax.ShapeDtypeStruct((2**20, 2**28), jnp.float32)
-    found = report(lambda x: x.sum(), huge)
-    assert found.arguments == 2**50
 
 
 def test_static_leaves_modules_and_named_arrays_are_taken_as_filter_jit_takes_them():

@@ -239,28 +239,15 @@ REFUSED = {
     "another length": (dict(length=5), (X, L), r"size 5.*different lengths(.|\n)*layer, .* dimension 3"),
     "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
     "axes of one": (dict(in_axes=(nnx.Carry,)), (X, L), "in_axes has 1 entries.*2 arguments: x, layer"),
-    "a list": (dict(in_axes=[nnx.Carry, 0]), (X, L), "in_axes is an axis.* or a tuple"),
-    "two carries": (
-        dict(in_axes=(nnx.Carry, nnx.Carry)),
-        (X, L),
-        r"multiple Carry.*in_axes\[0\] and in_axes\[1\]",
-    ),
     "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), (X, L), r"nested: in_axes\[0\]\['a'\]"),
     "one carry": (dict(out_axes=(0, 0)), (X, L), "the other must also have Carry"),
     "a shared result": (dict(out_axes=(nnx.Carry, None)), (X, L), r"None at out_axes\[1\].*Give it an axis"),
     "other results": (dict(out_axes=(nnx.Carry, 0, 0)), (X, L), "out_axes has 3 entries.*2 results"),
-    "no such axis": (dict(in_axes=(nnx.Carry, 2)), (X, L), "layer has 2 dimensions .* axis 2"),
     "no array": ({}, (X, {"a": 3}), r"Expected an array.*layer\['a'\] is a int"),
     "state of an array": (
         dict(in_axes=(nnx.Carry, STATE)),
         (X, L),
         r"StateAxes on non-graph nodes: args\[1\]",
-    ),
-    "an axis of another kind": (dict(in_axes=(nnx.Carry, "a")), (X, L), r"A str can't say how args\[1\]"),
-    "different lengths": (
-        {},
-        (X, {"a": L, "b": L[:2]}),
-        r"different lengths(.|\n)*layer\['b'\].* dimension 2",
     ),
     "a carry that changes": (
         dict(out_axes=(0, nnx.Carry)),

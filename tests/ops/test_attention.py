@@ -232,15 +232,6 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     assert temporaries(1024) / temporaries(256) < 5
 
 
-def test_bfloat16_stays_and_sums_are_wider():
-    query, key, value, _ = arrays(64, dtype=jnp.bfloat16)
-    found = run(lambda q, k, v: blockwise_attention(q, k, v, None, Blocks(0.4, 8)), query, key, value)
-    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    wide = run(lambda q, k, v: blockwise_attention(q, k, v, None, Blocks(0.4, 64)), query, key, value)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(found.astype(jnp.float32), wide, atol=0.03)
-
-
 @pytest.mark.remat3
 def test_with_output_and_log_sum_exp_saved_a_layer_does_not_attend_again():
     query, key, value, _ = arrays(16)
@@ -288,15 +279,10 @@ def test_no_group_axis_is_one_head_a_key_head():
     ("change", "message"),
     [
         (
-            dict(backend="flash"),
-            "Unknown backend of attention 'flash'. Use 'auto' or one of cudnn, tokamax, splash, block",
-        ),
-        (
             dict(backend="cudnn"),
             "'cudnn' does not support this call: it runs on NVIDIA GPUs, and the program is for 'cpu'",
         ),
         (dict(window=0), "window must be a number of positions, at least 1; got 0"),
-        (dict(window=2.5), "window must be a number of positions, at least 1; got 2.5"),
         (dict(HeadDim=Axis("head_dim", 3)), "`key` has .*head_dim=6; it must have .* head_dim=3"),
         (dict(Pos=Axis("position", 4)), "`key` has .*position=5.*; it must have position=4"),
         (dict(query=hax.ones((Batch, KVHeads, HeadDim))), "`query` has .*; it must have .*position=5"),
@@ -306,13 +292,11 @@ def test_no_group_axis_is_one_head_a_key_head():
         ),
         (dict(documents=hax.ones((Batch, Pos))), "`documents` must be integers; got float32"),
         (dict(documents=jnp.ones((2, 5), int)), "`documents` must be a named array of integers; got Array"),
-        (dict(documents=hax.ones(Batch, dtype=int)), "`documents` has batch=2; it must have position=5"),
         (
             dict(documents=hax.ones((Pos, Axis("x", 2)), dtype=int)),
             "`documents` has position=5, x=2; it must have position=5, and may have batch=2",
         ),
         (dict(sinks=hax.ones(KVHeads)), "`sinks` has kv_heads=2; it must have kv_heads=2, heads_per_kv=3"),
-        (dict(Pos="time"), "time"),
         (
             dict(value=hax.ones((Batch, Pos, KVHeads, HeadDim, Axis("more", 2)))),
             "`value` has .*more=2; it must have batch=2, position=5, kv_heads=2, head_dim=6",
@@ -332,7 +316,6 @@ def test_arguments_are_checked(change, message):
     [
         (dict(dtype=jnp.dtype("float32")), "takes bfloat16 and float16, not float32"),
         (dict(head_dim=136), "multiples of 8 up to 128, not 136"),
-        (dict(head_dim=100), "multiples of 8 up to 128, not 100"),
         (dict(has_documents=True), "no document boundaries"),
         (dict(blocks=Blocks(1.0, 8, window=4)), None),
         (dict(has_rows=True), "the axis of positions is divided over devices"),
@@ -411,11 +394,3 @@ def test_a_scale_that_is_learnt_is_refused():
     jax.eval_shape(lambda: total(0.3))
     with pytest.raises(ValueError, match="multiply query by a factor"):
         jax.grad(total)(0.3)
-
-
-def test_it_works_with_x64_enabled(monkeypatch):
-    monkeypatch.setattr(attention, "_BLOCKS", (2, 2))
-    query, key, value = named_arrays()
-    with jax.enable_x64(True):
-        found, expected = (attend(query, key, value, backend=backend) for backend in ("blockwise", "exact"))
-    np.testing.assert_allclose(found.array, expected.array, atol=1e-5)

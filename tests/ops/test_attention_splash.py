@@ -61,27 +61,6 @@ def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, doc
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
 
 
-def test_bfloat16_stays():
-    query, key, value, cotangent = arrays(128, jnp.bfloat16)
-    found = values_and_gradients(
-        lambda q, k, v: attend_by(INTERPRETED, q, k, v, Sight(), Blocks(0.125, 128)),
-        query,
-        key,
-        value,
-        cotangent,
-    )
-    wide = [x.astype(jnp.float32) for x in (query, key, value, cotangent)]
-    expected = values_and_gradients(
-        lambda q, k, v: exact_attention(q, k, v, Sight(), Blocks(0.125, 128)), *wide
-    )
-    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
-
-    def close(found, expected):
-        assert jnp.max(jnp.abs(found.astype(jnp.float32) - expected)) < 0.02 * jnp.max(jnp.abs(expected))
-
-    jax.tree.map(close, found, expected)
-
-
 def tables(mask, size):
     sizes = splash.BlockSizes(size, size, None, size, size, None, size, size)
     heads = splash.MultiHeadMask([mask] * 2)
@@ -89,8 +68,8 @@ def tables(mask, size):
     return kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
 
 
-@pytest.mark.parametrize(("length", "size"), [(512, 128), (384, 128), (256, 256)])
-@pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 130, 200, 384])
+@pytest.mark.parametrize(("length", "size"), [(384, 128), (256, 256)])
+@pytest.mark.parametrize("window", [None, 1, 129, 200])
 def test_tables_of_blocks_are_those_of_jax_masks(length, size, window):
     if window is None:
         reference = splash.CausalMask((length, length))

@@ -61,17 +61,6 @@ def test_several_positions_of_a_sequence_at_once():
     np.testing.assert_allclose(found.array, whole.array, atol=1e-6)
 
 
-def test_slots_outside_the_window_have_no_effect():
-    query, key, value = sequences()
-    own = at(query, Positions)
-    distance = Positions.broadcast_axis(Slot) - hax.arange(Slot)
-    seen = (distance >= 0) & (distance < 3)
-    changed = [hax.where(seen, x, 1e4) for x in (key, value)]
-    np.testing.assert_array_equal(
-        attend(own, *changed, window=3).array, attend(own, key, value, window=3).array
-    )
-
-
 def test_axes_may_come_in_any_order():
     query, key, value = sequences()
     own = at(query, Positions)

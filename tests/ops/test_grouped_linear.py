@@ -48,19 +48,13 @@ def _outer(x, y, sizes):
 
 
 PLAIN = Kernels(_product, _outer)  # the definition of the two products, in place of kernels
-KERNELS = dict(plain=PLAIN, megablox=megablox_kernels(interpret=True))
 
 
-@pytest.fixture(params=KERNELS)
-def backend(request, monkeypatch):
-    """The name of a backend that runs here with the kernels of another."""
-    monkeypatch.setitem(EXPERT_BACKENDS, "here", Backend(KERNELS[request.param]))
+@pytest.fixture
+def backend(monkeypatch):
+    """The name of a backend that runs the kernels for TPUs here."""
+    monkeypatch.setitem(EXPERT_BACKENDS, "here", Backend(megablox_kernels(interpret=True)))
     return "here"
-
-
-each_kernel = pytest.mark.parametrize(
-    "backend", [pytest.param("plain", marks=pytest.mark.deep), "megablox"], indirect=True
-)
 
 
 @pytest.fixture
@@ -152,7 +146,6 @@ def assert_close(found, wanted, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, wanted)
 
 
-@each_kernel
 @pytest.mark.parametrize("saved", [None, pytest.param(gated, marks=pytest.mark.deep)])
 def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, three_chunks):
     run: Any = of_backend(backend, saved)
@@ -164,7 +157,6 @@ def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, 
     assert run._cache_size() == 1
 
 
-@each_kernel
 def test_bfloat16_of_any_routing(backend):
     run, args = of_backend(backend), example(jnp.bfloat16)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), args)
@@ -215,7 +207,6 @@ def unusual(weights, rows, gates, linear=apply_linear):
     return linear(weights["down"], hidden * gates[:, None])
 
 
-@each_kernel
 def test_an_unusual_expert(backend, three_chunks):
     # Padding, and choices out of range: their rows are zeros, of which the expert's derivative is not finite.
     weights, x, choices, gates, cotangent = swiglu_example(5, routings()["out of range"])
@@ -247,7 +238,6 @@ def test_of_a_pair_only_what_is_saved_is_kept(plain):
     assert kept(gated) == [(1, TOKENS * CHOSEN, INNER)]
 
 
-@each_kernel
 def test_gradients_have_gradients(backend):
     choices, (weights, x, gates, cotangent) = routings()["random"], example()
     direction = jax.random.normal(jax.random.key(9), x.shape)

@@ -45,10 +45,6 @@ _DEEPSEEK = _SHALLOW | dict(
 
 CASES: dict[str, tuple[str, dict]] = {
     "Llama 3.1": ("Llama", _DENSE | dict(rope_parameters=LLAMA3 | dict(rope_theta=100.0), rms_norm_eps=1e-5)),
-    "Llama, tied, biases, all heads": (
-        "Llama",
-        _SHALLOW | dict(tie_word_embeddings=True, attention_bias=True, num_key_value_heads=4),
-    ),
     "Qwen2.5": ("Qwen2", _SHALLOW),
     "Qwen2, tied, windows in the later layers": (
         "Qwen2",
@@ -58,10 +54,6 @@ CASES: dict[str, tuple[str, dict]] = {
     "Mistral": ("Mistral", _DENSE | dict(sliding_window=None)),
     "Mistral, window": ("Mistral", _DENSE | dict(sliding_window=3)),
     "Mixtral": ("Mixtral", _MIXTRAL),
-    "Mixtral, window, three of five": (
-        "Mixtral",
-        _MIXTRAL | dict(sliding_window=4, num_local_experts=5, num_experts_per_tok=3),
-    ),
     "Gemma 3": ("Gemma3Text", _DENSE | dict(num_hidden_layers=7, sliding_window=4)),
     "Gemma 3, untied, biases, scaled": (
         "Gemma3Text",
@@ -113,19 +105,7 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(tie_word_embeddings=True, attention_bias=True, use_sliding_window=True, sliding_window=3)
         | dict(max_window_layers=1, rope_parameters=YARN | dict(rope_theta=100.0)),
     ),
-    "Qwen3, windows here and there": (
-        "Qwen3",
-        _DENSE
-        | dict(use_sliding_window=True, sliding_window=3)
-        | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-    ),
     "Qwen3 MoE": ("Qwen3Moe", _QWEN3_MOE),
-    "Qwen3 MoE, one key head, raw gates, default head": (
-        "Qwen3Moe",
-        _QWEN3_MOE
-        | dict(hidden_size=24, num_attention_heads=6, num_key_value_heads=1, head_dim=4)
-        | dict(num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, rope_theta=100.0),
-    ),
     "Qwen3 MoE, tied, biases, dense first layer": (
         "Qwen3Moe",
         _QWEN3_MOE | dict(tie_word_embeddings=True, attention_bias=True, mlp_only_layers=[0]),
@@ -137,12 +117,6 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(rope_parameters=YARN | dict(rope_theta=100.0)),
     ),
     "gpt-oss": ("GptOss", _GPT_OSS),
-    "gpt-oss, no biases in attention, tied, one key head, window in all layers": (
-        "GptOss",
-        _GPT_OSS
-        | dict(attention_bias=False, tie_word_embeddings=True, num_key_value_heads=1)
-        | dict(layer_types=["sliding_attention"] * 3, num_experts_per_tok=3),
-    ),
 }
 
 

@@ -37,11 +37,8 @@ def fail_with(error):
     ("code", "fix"),
     [
         (errno.EACCES, "owner or its mode"),
-        (errno.EROFS, "can be written to"),
         (errno.ENOSPC, "Free some space"),
-        (errno.ENAMETOOLONG, "shorter name"),
         (errno.ENOTDIR, "is a file, and a folder is expected"),
-        (errno.EISDIR, "not a folder"),
         (errno.EXDEV, "Check the path"),
     ],
 )
@@ -58,12 +55,6 @@ def test_debug_shows_the_traceback_and_is_not_an_argument_of_the_command(capsys)
 
     assert run(work, "--a", "--debug", "1") == (1, ["error: got ['--a', '1']"])
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_debug_escapes_control_characters(capsys):
-    run(fail_with(ConfigError("\x1b]0;title\x07 \u200f")), "--debug")
-    shown = capsys.readouterr().err
-    assert r"\x1b]0;title\x07 \u200f" in shown and "\x1b" not in shown and "\u200f" not in shown
 
 
 def test_where_output_cannot_be_written_the_message_is_on_standard_error(monkeypatch, capsys):
@@ -108,8 +99,7 @@ def test_a_signal_ends_the_work_with_a_message():
 
 
 @pytest.mark.parametrize(
-    ("command", "number", "status"),
-    [("train_lm", signal.SIGTERM, 75), ("train_lm", signal.SIGINT, 75), ("export_hf", signal.SIGINT, 130)],
+    ("command", "number", "status"), [("train_lm", signal.SIGTERM, 75), ("export_hf", signal.SIGINT, 130)]
 )
 def test_a_signal_while_modules_are_imported_ends_the_command_with_one_line(command, number, status):
     words = [sys.executable, "-m", f"models.{command}"]
@@ -184,11 +174,7 @@ def test_commands_start_without_packages_that_take_long_to_import():
 
 @pytest.mark.parametrize(
     ("module", "given", "level"),
-    [
-        ("models.plan_lm", {}, "2"),
-        ("models.plan_lm", {"TF_CPP_MIN_LOG_LEVEL": "0"}, "0"),
-        ("models.train_lm", {}, ""),
-    ],
+    [("models.plan_lm", {"TF_CPP_MIN_LOG_LEVEL": "0"}, "0"), ("models.train_lm", {}, "")],
 )
 def test_only_the_planner_hides_warnings_of_xla_unless_a_level_is_set(module, given, level):
     start = f"import sys; sys.argv, sys.orig_argv = ['-m'], ['python', '-m', '{module}']; import models, os"

@@ -1,7 +1,6 @@
 """Configs of decoders: axes, checks and defaults."""
 
 import collections
-import dataclasses
 from typing import Any, get_args, get_type_hints
 
 import draccus
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from haliax import Axis
 
-from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig, ExpertsConfig, RotaryConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig, ExpertsConfig
 from models.decoder.decoder import Decoder, num_weights
 from models.decoder.remat_presets import check_remat_names
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
@@ -21,52 +20,6 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
 from stacked_remat.ops._attention_backends import BACKENDS
 from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS
-
-
-def test_axes_follow_the_sizes():
-    config = Qwen3MoeConfig(
-        hidden_dim=24,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        attention=AttentionConfig(head_dim=8),
-        mlp_dim=9,
-        experts=ExpertsConfig(num_experts=5, experts_per_token=2, intermediate_dim=7),
-    )
-    sizes = {
-        axis.name: axis.size
-        for axis in (
-            config.Embed,
-            config.Mlp,
-            config.KVHeads,
-            config.HeadsPerKV,
-            config.HeadDim,
-            config.Experts,
-            config.ExpertDim,
-        )
-    }
-    assert sizes == {
-        "embed": 24,
-        "mlp": 9,
-        "kv_heads": 2,
-        "heads_per_kv": 3,
-        "head_dim": 8,
-        "experts": 5,
-        "expert_dim": 7,
-    }
-
-
-def test_the_head_is_an_equal_share_of_the_width_by_default():
-    assert Qwen3MoeConfig(hidden_dim=48, num_heads=4).HeadDim.size == 12
-
-
-def test_it_is_registered_by_its_type():
-    assert DecoderConfig.get_choice_class("qwen3_moe") is Qwen3MoeConfig
-    assert DecoderConfig.get_choice_class("qwen3") is Qwen3Config
-
-
-def test_the_mlp_is_three_times_as_wide_as_the_stream_by_default():
-    assert Qwen3Config(hidden_dim=48).Mlp.size == 144
 
 
 def test_equal_layers_are_of_one_kind():
@@ -119,12 +72,6 @@ def test_impossible_windows_are_refused(changes, message):
         AttentionConfig(**changes)
 
 
-def test_it_can_be_a_static_field():
-    assert hash(Qwen3MoeConfig()) == hash(Qwen3MoeConfig())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Qwen3MoeConfig().num_layers = 3  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -135,13 +82,7 @@ def test_it_can_be_a_static_field():
         ),
         ({"hidden_dim": 12}, r"hidden_dim / model.num_heads = 3 must be even"),
         ({"attention": AttentionConfig(head_dim=5)}, r"model.attention.head_dim = 5 must be even"),
-        (
-            {"attention": AttentionConfig(head_dim=0)},
-            r"model.attention.head_dim = 0 must be even and at least 2",
-        ),
-        ({"num_layers": 0}, r"model.num_layers must be positive, got 0"),
         ({"num_layers": 10**8}, r"model.num_layers is 100000000; at most 10000 are supported"),
-        ({"mlp_dim": 0}, r"model.mlp_dim must be positive, got 0"),
         (
             {"experts": ExpertsConfig(dense_layers=(2, 1))},
             r"dense_layers = \[2, 1\] must be .* in increasing order",
@@ -169,11 +110,6 @@ def test_impossible_shapes_are_refused(changes, message):
 def test_impossible_experts_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ExpertsConfig(**changes)
-
-
-def test_the_base_of_the_wavelengths_is_above_one():
-    with pytest.raises(ValueError, match=r"model.rotary.theta must be above 1, got 1.0"):
-        RotaryConfig(theta=1.0)
 
 
 def test_scaling_is_read_and_written_under_names_of_hugging_face():

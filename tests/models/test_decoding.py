@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-import models.generation.decoding as decoding
 from models.decoder.attention import Attention
 from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
@@ -267,21 +266,3 @@ def test_only_experts_that_tokens_may_choose_come_from_the_host(rows, choices, r
         for tree in (of_stack.mlp.experts, of_stack)
     )
     assert found == whole - experts + experts * read // 32
-
-
-def test_the_cache_has_the_compute_dtype_and_the_given_length():
-    config = dataclasses.replace(MODELS["moe"], compute_dtype="bfloat16")
-    model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 11), model, tokens_of(3))
-    assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
-    assert [axis.name for axis in cache.key.axes] == ["layers", "batch", "kv_heads", "slot", "head_dim"]
-    assert cache.key.axis_size("slot") == 11 and cache.key.axis_size("layers") == 3
-
-
-def test_as_many_slots_as_tokens_are_read(monkeypatch):
-    asked = []
-    real = decoding.first_tokens
-    monkeypatch.setattr(decoding, "first_tokens", lambda *args: asked.append(args[-1]) or real(*args))
-    assert continued("dense", prompts_of(4, 2), 1).shape == (2, 1)
-    assert continued("dense", prompts_of(4, 2), 7).shape == (2, 7)
-    assert asked == [16, 22]  # prompts are padded to 16

@@ -27,7 +27,7 @@ from models.loading import find_model, read_run_config
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import ConfigError, parse_config
+from stacked_remat.training import parse_config
 
 from ..training.data import word_tokenizer
 from . import tiny_run
@@ -113,20 +113,6 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path
 
 
 @pytest.mark.deep
-def test_training_begins_with_the_weights_of_the_folder(workplace, adapted):
-    first = yaml.safe_load((adapted / "metrics.jsonl").read_text().splitlines()[0])
-    config = begun_with(workplace, None)
-    assert isinstance(config.model, Qwen3MoeConfig)
-    base: Any = read_decoder(workplace / "base", config.model, Vocab)
-    model: Any = model_of(adapted)[0]
-    np.testing.assert_array_equal(
-        model.layers.stacked.attention.q_proj.wrapped.weight.array,
-        base.layers.stacked.attention.q_proj.weight.array,
-    )
-    assert first["held_out_loss"] > 0
-
-
-@pytest.mark.deep
 def test_adapters_are_merged_or_written_alone(workplace, adapted):
     model, config = model_of(adapted)
     assert isinstance(model, Decoder) and isinstance(config.model, Qwen3MoeConfig)
@@ -141,20 +127,6 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     base: Any = read_decoder(workplace / "base", config.model, Vocab)
     np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
-
-
-@pytest.mark.deep
-def test_a_run_of_adapters_resumes(workplace, adapted):
-    more = ("--initialize_from_hf", str(workplace / "base"), "--lora.rank", "2", "--trainer.num_steps", "5")
-    accept = ("--trainer.checkpoint.accept_changes", "true")
-    before, _ = model_of(adapted)
-    (adapted / "result.json").unlink()
-    assert train(workplace, "adapted", *more, *accept) == 0
-    after, _ = model_of(adapted)
-    models: list[Any] = [before, after]
-    one, other = (model.layers.stacked.attention.q_proj for model in models)
-    np.testing.assert_array_equal(one.wrapped.weight.array, other.wrapped.weight.array)
-    assert np.any(np.asarray(one.b.array) != np.asarray(other.b.array))
 
 
 @pytest.mark.deep
@@ -191,16 +163,6 @@ def test_a_model_other_than_that_of_the_folder_is_refused(workplace, capsys, mor
     assert train(workplace, "refused", "--initialize_from_hf", "base", *more) == 1
     assert message in capsys.readouterr().out
     assert not (workplace / "refused").exists()
-
-
-def test_an_embedding_without_room_for_the_tokenizer_is_refused(workplace, capsys):
-    assert train(workplace, "refused", "--vocab_size", "200") == 1
-    assert "has 257 tokens, and the model's embedding 200 rows" in capsys.readouterr().out
-
-
-def test_use_hf_model_config_needs_a_folder():
-    with pytest.raises(ConfigError, match="use_hf_model_config has no effect without initialize_from_hf"):
-        parse_config(LmRunConfig, ["--use_hf_model_config", "true"])
 
 
 def test_what_cannot_be_exported_is_named(workplace, tmp_path):

@@ -99,6 +99,12 @@ def case(request, tmp_path_factory):
     return reference, decoder_from(reference, folder), folder
 
 
+FAMILIES = {family: (name, (family, fields)) for name, (family, fields) in reversed(CASES.items())}
+one_of_each_family = pytest.mark.parametrize(
+    "case", [pytest.param(given, id=name) for name, given in FAMILIES.values()], indirect=True, scope="module"
+)
+
+
 def test_logits(case):
     reference, decoder, _ = case
     expected = hf_logits(reference)
@@ -175,6 +181,7 @@ def test_the_training_loss_with_the_auxiliary_one(case):
     np.testing.assert_allclose(loss, expected.loss.item(), rtol=1e-5)
 
 
+@one_of_each_family
 def test_greedy_text(case):
     reference, decoder, _ = case
     prompts = [TOKENS[0, :5], TOKENS[1, :3]]
@@ -229,6 +236,7 @@ def check_that_peft_reads(reference, decoder, folder, targets):
         np.testing.assert_array_equal(left, right)
 
 
+@one_of_each_family
 def test_what_peft_writes_we_read(case, tmp_path):
     reference, decoder, _ = case
     of_experts = isinstance(decoder.config, SparseDecoderConfig)
@@ -237,6 +245,7 @@ def test_what_peft_writes_we_read(case, tmp_path):
     check_that_we_read(reference, decoder, tmp_path, target_modules=modules, **targets)
 
 
+@one_of_each_family
 def test_what_we_write_peft_reads_and_we_read_back(case, tmp_path):
     reference, decoder, _ = case
     check_that_peft_reads(reference, decoder, tmp_path, ("layers.*",))

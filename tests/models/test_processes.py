@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -13,23 +12,19 @@ import threading
 import time
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import numpy as np
 import pytest
 
 import models.train_lm as train_lm
 from models.candidate import Candidate
-from models.loading import read_run_config
 from models.run_config import LmRunConfig
-from models.run_state import state_shapes
 from models.train_lm import _trackers, main
 from stacked_remat.training import (
     EXIT_INTERRUPTED,
     ConfigError,
     ConsoleProgress,
     RunFolder,
-    load_checkpoint,
     processes,
 )
 from stacked_remat.training.processes import start_processes
@@ -99,10 +94,6 @@ def checkpoints_of(folder):
     """The folders of a run's checkpoints, from the first to the last step."""
     paths = [path for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
     return sorted(paths, key=lambda path: int(path.name))
-
-
-def last_state(folder):
-    return load_checkpoint(folder / "checkpoints", state_shapes(read_run_config(folder)))
 
 
 def wait_for(path, text, started):
@@ -216,18 +207,6 @@ def test_configs_are_compared_again_with_the_policies_that_auto_found(monkeypatc
 
 
 @pytest.mark.deep
-def test_a_resumed_run_equals_one_that_was_not_stopped_bit_for_bit(workplace, output_of_two):
-    started = start(workplace, 2, run="parts")
-    wait_for(workplace / "parts/metrics.jsonl", '"step": 6,', started)
-    started[0].kill()
-    assert ended(started)[0][1] in (EXIT_INTERRUPTED, -signal.SIGABRT)  # by whichever notices first
-    status, shown = ended(start(workplace, 2, run="parts"))
-    assert status == [0, 0], shown
-    parts, two = workplace / "parts", workplace / "two"
-    assert metrics_of(parts) == metrics_of(two) and eqx.tree_equal(last_state(parts), last_state(two))
-
-
-@pytest.mark.deep
 def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace):
     mesh = "{axes: {data: 2, model: 2}, compute_mapping: {batch: data}, param_mapping: {expert_dim: model}}"
     status, shown = ended(start(workplace, 4, "--trainer.mesh", mesh, run="mesh"))
@@ -317,15 +296,6 @@ def test_only_the_first_process_opens_trackers(tmp_path, monkeypatch):
         with contextlib.ExitStack() as closing:
             opened = _trackers(LmRunConfig(), RunFolder(tmp_path), None, closing)
         assert len(opened) == len([*tmp_path.iterdir()]) == (index == 0)
-
-
-def test_a_method_of_detection_outside_of_its_cluster_is_named_with_the_variable_that_is_missing():
-    code = "from stacked_remat.training.processes import start_processes as start; start({method})"
-    code = code.replace("{method}", "{'cluster_detection_method': 'slurm'}")
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    status, (shown,) = ended([python("-c", code, env=outside)])
-    expected = "ConfigError: distributed: .*KeyError: 'SLURM_JOB_ID'.* start .* with the cluster's launcher"
-    assert status == [1] and re.search(expected, shown), shown
 
 
 def test_mistakes_are_named(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """Configs of Qwen3 to and from Hugging Face's config.json."""
 
-import json
-
 import pytest
 
 from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
@@ -58,19 +56,6 @@ def test_absent_key_value_heads_have_the_default_of_transformers(document, said,
     assert config.num_kv_heads == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"decoder_sparse_step": 2}, (0, 2)),
-        ({"mlp_only_layers": [1, 3]}, (1, 3)),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3)),
-        ({}, ()),
-    ],
-)
-def test_dense_layers_of_sparse_models(fields, expected):
-    assert config_from_hf(MOE | fields)[0].sparse.dense_layers == expected
-
-
 LATER = ("full_attention", *["sliding_attention"] * 3)
 
 
@@ -124,28 +109,18 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"logit_softcap": 30.0}, "logit_softcap is 30.0; this is not supported"),
         ({"logits_scaling": 8.0}, "logits_scaling is 8.0; only 1 is supported"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
-        ({"layer_types": ["full_attention"] * 5}, "layer_types has 5 entries for 4 layers"),
         ({"layer_types": ["linear"] * 4}, "layer_types has 'linear'"),
         (
             {"layer_types": ["sliding_attention"] * 4},
             "layer_types has sliding_attention, but there is no",
         ),
-        ({"num_key_value_heads": 3}, "num_heads = 4 must be a multiple"),
         ({"hidden_size": "32"}, "hidden_size is '32'; a whole number is expected"),
-        ({"hidden_size": -32}, "hidden_size is -32; a whole number"),
-        ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; a whole number"),
-        ({"num_experts": True}, "num_experts is True; a whole number"),
-        ({"max_window_layers": -1}, "max_window_layers is -1; a whole number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; true or false is expected"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob is 1; true or false"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; a number is"),
         ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef is -1.0; a number"),
-        ({"rope_theta": "10000"}, "rope_theta is '10000'; a number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor"),
         ({"mlp_only_layers": "1"}, "mlp_only_layers is '1'; a list is"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; a mapping with rope_type is expected"),
         ({"qkv_bias": True}, "qkv_bias is True; this is not supported"),
-        ({"use_qk_norm": False}, "use_qk_norm is False"),
         ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size is 64"),
         ({"num_local_experts": 7}, "num_experts is 6 and num_local_experts is 7, and these are two names"),
         (
@@ -153,7 +128,6 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
             "rope_theta is 5.0 and rope_parameters",
         ),
         ({"hidden_size": 10**30}, "hidden_size is 10*; a whole number is"),
-        ({"num_hidden_layers": 10**5}, "model.num_layers is 100000; at most 10000"),
         ({"rope_theta": 10**400}, "rope_theta is 10.*; a number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
         ({"use_qk_norm": 1}, "use_qk_norm is 1; only True is supported"),
@@ -165,29 +139,6 @@ def test_unsupported_fields_are_refused(fields, message):
         config_from_hf(MOE | fields)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Qwen3Config(tie_word_embeddings=True, rms_norm_eps=1e-5, initializer_range=0.1),
-        Qwen3Config(attention=AttentionConfig(6, True, window=9, layer_types=(SLIDING, FULL))),
-        Qwen3MoeConfig(
-            rotary=RotaryConfig(500.0, YarnRotary(2.0, 64, beta_fast=8.0), 128),
-            experts=ExpertsConfig(load_balance_weight=0.5),
-        ),
-        Qwen3MoeConfig(
-            attention=AttentionConfig(window=9),
-            experts=ExpertsConfig(5, 3, 7, False, 0.01, dense_layers=(1,)),
-        ),
-    ],
-)
-def test_a_config_round_trips(config):
-    document = json.loads(json.dumps(config_to_hf(config, 77, dtype="bfloat16")))
-    back, vocab_size = config_from_hf(document)
-    assert vocab_size == 77 and document["torch_dtype"] == "bfloat16"
-    assert config_to_hf(back, 77, dtype="bfloat16") == document
-    assert back.pattern == config.pattern and back.sparse == config.sparse and back.rotary == config.rotary
-
-
 def test_sparse_models_with_windows_in_some_layers_cannot_be_written():
     config = Qwen3MoeConfig(attention=AttentionConfig(window=9, layer_types=(SLIDING, FULL)))
     with pytest.raises(WeightsError, match="has no such model.attention.layer_types"):
@@ -196,9 +147,6 @@ def test_sparse_models_with_windows_in_some_layers_cannot_be_written():
 
 def test_errors_name_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
-        read_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(WeightsError, match="config.json is not valid JSON"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(WeightsError, match="config.json holds a list; a JSON object was expected"):
@@ -225,18 +173,14 @@ def test_unknown_fields_are_named_in_a_warning():
     ("content", "message"),
     [
         (b"", "config.json is not valid JSON: Expecting value.* truncated"),
-        (b'{"model_type": "qwen3"', "config.json is not valid JSON: Expecting ',' delimiter.* truncated"),
         (b'{"model_type": "\xff"}', "config.json is not valid JSON: .* can't decode byte 0xff"),
-        (b"\xff\xfe{\x00}\x00", "config.json is not valid JSON: .* can't decode"),
-        (b"null", "config.json holds a NoneType; a JSON object was"),
         (b'{"rms_norm_eps": NaN}', "config.json is not valid JSON: NaN is not a JSON number"),
-        (b'{"a": [-Infinity]}', "config.json is not valid JSON: -Infinity is not a JSON number"),
         (b'{"a": {"b": 1, "b": 2}}', "config.json is not valid JSON: 'b' appears more than once"),
         (b"[" * 200_000, "config.json is nested too deeply"),
         (b" " * (2**26 + 1), "config.json is larger than 64 MiB"),
         (b'{"hidden_size": ' + b"9" * 5000 + b"}", "config.json is not valid JSON: Exceeds the limit"),
     ],
-    ids=range(11),
+    ids=range(7),
 )
 def test_damaged_files_are_named(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)

@@ -16,7 +16,7 @@ from stacked_remat.ghost.log import read_scores
 from stacked_remat.training import load_tokenizer, open_training_data, parse_config
 
 from ..training.data.silent import Silent
-from .test_train_lm import metrics_of, stopped_after
+from .test_train_lm import metrics_of
 from .tiny_run import arguments_of, train
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -75,10 +75,8 @@ def expected_totals(workplace, *options, held_out, of_example):
 
 
 @pytest.mark.deep
-def test_a_scored_run_that_is_stopped_and_resumed_equals_one_without(workplace, finished, monkeypatch):
+def test_a_scored_run_equals_one_without(workplace, finished):
     run = ghost()
-    with stopped_after(3, monkeypatch):
-        assert train(workplace, *run) == 75
     assert train(workplace, *run) == 0
     assert_same_numbers(workplace / "run", finished)
     rows = read_scores(workplace / "run" / "ghost", ["step", "leaf", "text"]).to_pylist()
@@ -164,10 +162,8 @@ def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, setti
         ({"method": "grad_prod"}, (), "ghost.method"),
         ({"every": 61}, (), "ghost.every = 61 is never reached with trainer.num_steps = 60"),
         ({"norms": True, "auxiliary_losses": "included"}, (), "ghost.norms are of the cross entropy: set"),
-        ({"every": 0}, (), "ghost.every must be at least 1, got 0"),
         ({"validation": {"batches": 99}}, (), "Lower ghost.validation.batches, data.batch"),
         ({"validation": {"sources": {"wiki": 1}}}, (), "names 'wiki', which data.sources lacks. Valid: text"),
-        ({"validation": {"sources": {"text": -1}}}, (), "ghost.validation.sources.text must be positive"),
         (
             {},
             ("--trainer.update.fused", "true"),

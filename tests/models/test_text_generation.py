@@ -67,13 +67,6 @@ def test_generation_stops_when_all_rows_have_ended(written):
     assert len(steps) == 5
 
 
-def test_rows_that_do_not_end_are_cut_at_max_new_tokens(written):
-    texts = ("abcdef", "a<|em.")
-    written(*texts)
-    pieces = pieces_of(*texts, stops=[tuple(b"<|end|>")], max_new_tokens=4)
-    assert [text_of(pieces, row) for row in range(2)] == ["abcd", "a<|e"]
-
-
 def test_every_end_and_every_stop_ends(written):
     texts = ("ab!cd", "abc<>")
     written(*texts)

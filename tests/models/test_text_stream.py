@@ -65,11 +65,6 @@ def test_texts_that_stop_may_begin_within_tokens(tmp_path):
     assert "".join(pieces) == "never o" and stream.ended
 
 
-def test_a_stop_that_overlaps_itself_is_found():
-    pieces, stream = streamed("aaab", tuple(b"aab"))
-    assert "".join(pieces) == "a" and stream.ended
-
-
 def test_a_stop_in_the_prompt_counts_for_nothing():
     pieces, stream = streamed("|> yes", tuple(b"end|>"), prompt="<|end")
     assert "".join(pieces) == "|> yes" and not stream.ended

@@ -184,9 +184,8 @@ def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, f
 
 
 @pytest.mark.deep
-def test_adapters_are_trained_and_resume_on_another_number_of_devices(workplace, capsys, monkeypatch):
+def test_adapters_are_trained(workplace, capsys):
     folder, base = workplace / "run", workplace / "base"
-    # Frozen weights from files, whose bits are the same on every number of devices.
     assert train(workplace, "--trainer.num_steps", "3", run="begun") == 0
     assert export_hf(["--run_dir", str(workplace / "begun"), "--out", str(base)]) == 0
     capsys.readouterr()
@@ -200,20 +199,6 @@ def test_adapters_are_trained_and_resume_on_another_number_of_devices(workplace,
     assert written["lora"] == {"rank": 2, "alpha": 32.0, "targets": ["*_proj"]}
     losses = losses_of(folder)
     assert losses[-1] < losses[0]
-
-    with stopped_after(3, monkeypatch):
-        assert train(workplace, *lora, *DEVICES, "2", run="divided") == 75
-    assert train(workplace, *lora, run="divided") == 0
-    np.testing.assert_allclose(losses_of(workplace / "divided"), losses, rtol=1e-4)
-
-
-@pytest.mark.deep
-def test_a_run_resumes_on_another_number_of_devices(workplace, monkeypatch, capsys, finished):
-    with stopped_after(5, monkeypatch):
-        assert train(workplace, *DEVICES, "4") == 75
-    assert train(workplace, *DEVICES, "2") == 0
-    assert "resuming after step 5" in capsys.readouterr().out
-    np.testing.assert_allclose(losses_of(workplace / "run"), losses_of(finished), rtol=1e-4)
 
 
 @pytest.mark.deep
@@ -261,15 +246,8 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (("--trainer.num_step", "3"), "Did you mean `num_steps`?"),
-        (("--model.num_heads", "3"), "model.hidden_dim = 16 is not divisible by model.num_heads = 3"),
-        (("--remat", "nestd"), "Unknown remat policy 'nestd'"),
-        (("--remat", "{nestd: 2}"), "remat.nestd is not a field"),
         (("--optimizer.warmup", "99"), "warmup = 99 takes 99 steps, but trainer.num_steps = 60 is not more"),
-        (("--lora.rnk", "3"), "Unknown key `lora.rnk`"),
-        (("--lora.targets", "['*.qproj']"), "'*.qproj' matches no linear. Nearest of 9: "),
         (("--remat", "auto"), "remat: auto takes the policy that fits a budget"),
-        (("--budget", "1GiB"), "budget = 1GiB has no effect beside remat: nested"),
         (
             ("--data.sources.text.paths", "[nowhere/*.md]"),
             "data.sources.text.paths matches no file",
@@ -282,12 +260,8 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, monkeypatc
         ((*TWICE_ON_DATA,), "maps `batch`, `position` to `data`, and an array has two of these axes"),
         ((*TWICE_ON_DATA, "--remat", "auto", "--budget", "1GiB"), "maps `batch`, `position` to `data`"),
         (("--trainer.mesh.param_mapping", "{embd: data}"), "has an axis `embd`. Did you mean `embed`?"),
-        (("--optimizer.type", "addam"), "Did you mean `adamw`?"),
-        (("--model.num_layers", "100000000"), "model.num_layers is 100000000; at most 10000"),
         (("--model.hidden_dim", "200000"), "This can't fit: it takes at least"),
         (("--vocab_size", "100000000000"), "vocab_size = 100,000,000,000"),
-        (("--data.seq_len", "3000000000"), "data.seq_len must be at most 2,147,483,647"),
-        (("--trainer.run_dir", "~nobody-here/run"), "a user without a home folder"),
         (("--trainer.trackers.wandb.project", "p"), "needs the package wandb: pip install wandb"),
     ],
 )

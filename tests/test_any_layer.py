@@ -82,27 +82,6 @@ def _scan_under(Stack, policy):
     return lambda weights, x: Stack.init(Layers, ComplexBlock, remat=policy)(weights).scan(x)
 
 
-@pytest.mark.parametrize("length", [1, 4])
-def test_second_derivatives(length):
-    """Of policies that test_transformations.py has not."""
-
-    def penalty(weights, policy):
-        def value(weights):
-            return Stacked.init(Layers.resize(length), Block, remat=policy)(weights).fold(ONES).sum()
-
-        return jnp.sum(jax.grad(value)(weights) ** 2)
-
-    policies = [
-        False,
-        *(POLICIES[name] for name in ("True", "names offloaded", "nested, offload, names", "recompute")),
-    ]
-    expected, *found = quick_jit(lambda w: [jax.grad(penalty)(w, policy) for policy in policies])(
-        weights()[:length]
-    )
-    for result in found:
-        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
-
-
 class TestEffects:
     @pytest.mark.parametrize("name", ["nested, offload, names", "nested, names", "offload", "first layers"])
     def test_callbacks_get_only_carries_of_the_stack(self, name):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold
 
 from .blocks import Tanh
 
@@ -140,32 +140,3 @@ def test_a_batch_over_devices_that_is_mapped_shares_its_weights(explicit):
 
         plain = temporaries(True, lambda f: f)
         assert all(temporaries("nested", wrap) < plain for wrap in wraps)
-
-
-def test_rows_are_outputs_rather_than_written_to_the_carry():
-    Layers, size = hax.Axis("layers", 42), 1000
-
-    def written(carry, i, w):
-        x, buffer = carry
-        x = jnp.tanh(x * w)
-        return x, buffer.at[i].set(x)
-
-    def returned(x, w):
-        return (jnp.tanh(x * w),) * 2
-
-    def buffers(remat, run) -> float:
-        def loss(x, ws):
-            if run is scan:
-                return jnp.sum(scan(returned, Layers, remat=remat)(x, ws)[1])
-            empty = jnp.zeros((Layers.size, size))
-            return jnp.sum(fold(written, Layers, remat=remat)((x, empty), jnp.arange(Layers.size), ws)[1])
-
-        gradient = jax.jit(jax.grad(loss, (0, 1)))
-        compiled = gradient.lower(jnp.ones(size), jnp.ones(Layers.size)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes / (4 * size * Layers.size)
-
-    assert buffers(True, fold) < 3.5
-    # XLA leaves out slots that nothing reads from jax 0.12 on.
-    least, most = (2, 3) if jax.__version_info__ >= (0, 12) else (10, 14)
-    assert least < buffers("nested", fold) < most
-    assert buffers(True, scan) < buffers("nested", scan) < 1.5

@@ -57,9 +57,3 @@ def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(run, reason, tmp_p
     found = rows_of(tmp_path / "stack_time_cpu_24.json")
     assert [name for name, row in found.items() if "seconds" in row] == ["stacked_remat nested"]
     assert re.match(reason, found["stacked_remat True"]["refused"])
-
-
-def test_tracing_and_compiling_are_timed_beside_the_checkpointed_scan(tmp_path):
-    only = "lax.scan . jax.checkpoint"
-    (row,) = rows_of(main(["trace", *TINY, "--rounds", "1", "--out", str(tmp_path), "--only", only])).values()
-    assert row["trace_ratio"] == 1 and row["trace_seconds"] > 0 and row["compile_seconds"] > 0

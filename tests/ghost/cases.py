@@ -10,7 +10,6 @@ from haliax import Axis, NamedArray
 
 from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
-from models.gpt_oss import GptOssConfig
 from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import Stacked, ghost
 from stacked_remat._scan.marks import is_named, raw_array
@@ -225,14 +224,8 @@ MIXED = Qwen3MoeConfig(
     tie_word_embeddings=True,
     attention=AttentionConfig(bias=True, window=2, layer_types=(FULL, SLIDING)),
 )
-SINKS = GptOssConfig(
-    **SIZES | {"num_layers": 2},
-    experts=ExpertsConfig(3, 2, 6),
-    attention=AttentionConfig(bias=True, window=3),
-)
 CASES = {
     "tied, biases, dense and sparse layers": lambda: (decoder(MIXED, "nested"), token_means, tokens()),
-    "sinks, biases of experts": lambda: (decoder(SINKS), token_means, tokens()),
     "named": lambda: (made(NamedModel.init), named_losses, tokens()),
     "plain": lambda: (made(PlainModel.init), plain_losses, plain_batch()),
     "merged": lambda: (made(PlainModel.init), merged_losses, plain_batch()),

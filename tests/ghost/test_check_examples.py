@@ -43,6 +43,22 @@ def test_losses_that_depend_on_other_examples_are_found_by_their_numbers(name):
     np.testing.assert_allclose(found.total.array, expected, rtol=1e-4, atol=1e-5)
 
 
+@jax.custom_vjp
+def centred(x):
+    return x
+
+
+centred.defvjp(lambda x: (x, None), lambda _, ct: (ct - jnp.mean(ct, 0, keepdims=True),))
+
+
+def test_a_rule_that_mixes_examples_is_that_of_each_example_alone():
+    x, weight = normal(0, 4, 4), normal(1, 4, 4)
+    losses = lambda weight, x: jnp.sum(jnp.sin(centred(x @ weight)), 1)  # noqa: E731
+    gradients, found = ghost.grad_dot(weight, losses, x, direction=weight, check=True)
+    np.testing.assert_allclose(found.total.array, 0.0, atol=1e-6)
+    np.testing.assert_allclose(gradients, 0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1e-6, 2e-5), ("bfloat16", 5e-3, 5e-2)])
 def test_losses_are_compared_in_the_precision_of_the_program(dtype, least, most):
     def loss(x):

@@ -24,7 +24,6 @@ from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig, apply_lora
-from stacked_remat.training import ConfigError
 
 Vocab = Axis("vocab", 10)
 CONFIG = Qwen3MoeConfig(
@@ -154,23 +153,6 @@ def test_experts_in_one_tensor_are_refused_in_one_line(decoder, tmp_path):
         read_decoder(tmp_path / "weights", CONFIG, Vocab)
 
 
-def test_tensors_only_in_the_index_are_named(decoder, tmp_path):
-    write_decoder(tmp_path / "weights", decoder, max_file_bytes=2000)
-    index = json.loads((tmp_path / "weights" / INDEX).read_text())
-    name = "model.layers.2.self_attn.q_proj.weight"
-    file = tmp_path / "weights" / index["weight_map"][name]
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
-    narrow = dataclasses.replace(CONFIG, num_layers=2)
-    with pytest.raises(WeightsError) as error:
-        read_decoder(tmp_path / "weights", narrow, Vocab)
-    lines = str(error.value).splitlines()
-    assert f"  incomplete: {name}, which the index places in {file.name}; fetch the folder again" in lines
-    assert any(line.startswith("  unknown: model.layers.2.") for line in lines)
-    assert not any(line.startswith("  missing: ") for line in lines)
-
-
 def test_a_head_that_repeats_a_tied_embedding_is_accepted(decoder, tmp_path, monkeypatch):
     tied = dataclasses.replace(
         decoder, head=None, config=dataclasses.replace(CONFIG, tie_word_embeddings=True)
@@ -206,31 +188,6 @@ def test_adapters_are_not_written_as_if_they_were_weights(decoder, tmp_path):
     with pytest.raises(WeightsError, match=r"has adapters \(layers.dense.*Merge them first, with merge_lora"):
         write_decoder(tmp_path / "weights", adapted)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (
-            ScanCheckpointPolicy(nested=(7, 9)),
-            r"\[7, 9\] cuts the layers into 7 parts .* this model has 3",
-        ),
-        (ScanCheckpointPolicy(nested=(1, 1)), "hold 1 layers, fewer than 3"),
-        (
-            ScanCheckpointPolicy(
-                first_layers=1, first_policy=ScanCheckpointPolicy(save_block_internals=("keys",))
-            ),
-            "remat.first_policy.save_block_internals has 'keys', which",
-        ),
-    ],
-    ids=range(3),
-)
-def test_policies_that_no_layers_support_are_refused_before_anything_is_read(
-    folder, monkeypatch, policy, message
-):
-    monkeypatch.setattr(SafetensorsFolder, "read", None)
-    with pytest.raises(ConfigError, match=message):
-        read_decoder(folder, CONFIG, Vocab, remat=policy)
 
 
 def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder, monkeypatch):

@@ -19,7 +19,7 @@ from models.hf_io.config_fields import DECODER_FIELDS, full_every, windows
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import HfFormat, config_from_hf, format_of, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
-from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.lora import LoraConfig, apply_lora
 
 Vocab = Axis("vocab", 7)
 
@@ -85,29 +85,6 @@ def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
     again = read_decoder(tmp_path / "model", read_hf_config(tmp_path / "model")[0], Vocab)
     for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(decoder), strict=True):
         np.testing.assert_array_equal(one, two)
-
-
-@pytest.mark.parametrize("targets", [("layers.*",), ("layers.*.k_proj",)])
-def test_their_adapters_are_one_adapter(other, tmp_path, targets):
-    names = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "wi", "up_proj": "wi"}
-    formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, DECODER_FIELDS, names))
-    decoder = decoder_of(other)
-    shapes = apply_lora(decoder, LoraConfig(2, targets=targets), key=jax.random.key(1))
-    rng = np.random.default_rng(1)
-    adapted = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
-    save_adapters(tmp_path, adapted)
-    with safe_open(tmp_path / "adapter_model.safetensors", framework="np") as tensors:
-        prefix = "base_model.model.layers.0.attention.qkv"
-        a, b = (tensors.get_tensor(f"{prefix}.lora_{kind}.weight") for kind in "AB")
-    rank = 6 if targets == ("layers.*",) else 2
-    assert a.shape == (rank, 8) and b.shape == (16, rank)
-    loaded = load_adapters(decoder, tmp_path)
-    for one, two in zip(lora_leaves(loaded), lora_leaves(adapted), strict=True):
-        np.testing.assert_array_equal(one, two)
-
-
-def lora_leaves(model):
-    return jax.tree.leaves(eqx.filter(model, lora_filter(model)))
 
 
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):

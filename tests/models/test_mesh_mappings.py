@@ -34,7 +34,6 @@ EXPERTS, INNER = 8, 6
 SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(EXPERTS, 3, INNER, z_loss_weight=0.01))
 LORA = LoraConfig(rank=3, targets=("*.q_proj", "*.experts.*_proj"))
 POLICIES = {
-    "False": False,
     "True": True,
     "nested": "nested",
     "offload": "offload",
@@ -47,7 +46,6 @@ MESHES = {
     "data, context, fsdp": MeshConfig(
         {"data": 2, "context": 4}, {"batch": "data"} | CONTEXT, {"embed": ["data", "context"]}
     ),
-    "expert": MeshConfig({"expert": 8}, {"batch": "expert", "experts": "expert"}, {"experts": "expert"}),
     "data, expert, fsdp": MeshConfig(
         {"data": 2, "expert": 4},
         {"batch": ["data", "expert"], "experts": "expert"},
@@ -57,9 +55,6 @@ MESHES = {
         {"context": 4, "model": 2}, CONTEXT | TENSOR, {"embed": "context"} | TENSOR
     ),
     "tensor": MeshConfig({"model": 2}, TENSOR, TENSOR),
-    "fsdp, tensor": MeshConfig(
-        {"data": 4, "model": 2}, {"batch": "data"} | TENSOR, {"embed": "data"} | TENSOR
-    ),
     "expert, tensor": MeshConfig(
         {"expert": 4, "model": 2},
         {"batch": "expert", "experts": "expert"} | TENSOR,
@@ -80,21 +75,18 @@ def deep(*case):
 CONTEXT_CASES = [
     (DENSE, "data, context, fsdp", "nested"),
     deep(DENSE, "context, fsdp", "offload"),
-    deep(DENSE, "data, context, fsdp", "save"),
-    deep(dataclasses.replace(DENSE, num_kv_heads=2), "context, fsdp, tensor", "True"),
+    deep(dataclasses.replace(DENSE, num_kv_heads=2), "context, fsdp, tensor", "save"),
     deep(WINDOWS, "data, context, fsdp", "nested"),
 ]
 
 TENSOR_CASES = [
     (DENSE, "tensor", "True"),
-    deep(DENSE, "fsdp, tensor", "nested"),
     deep(SPARSE, "expert, tensor", "offload"),
 ]
 
 EXPERT_CASES = [
     ("data, expert, fsdp", "nested", None),
     deep("context, expert", "offload", LORA),
-    deep("expert", "False", None),
 ]
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

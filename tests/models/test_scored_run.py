@@ -74,22 +74,6 @@ def expected_totals(workplace, *options, held_out, of_example):
     return found
 
 
-@pytest.mark.deep
-def test_a_scored_run_equals_one_without(workplace, finished):
-    run = ghost()
-    assert train(workplace, *run) == 0
-    assert_same_numbers(workplace / "run", finished)
-    rows = read_scores(workplace / "run" / "ghost", ["step", "leaf", "text"]).to_pylist()
-    assert [row["step"] for row in rows if row["leaf"] == "norm.weight"] == [*np.repeat(range(1, 61), 4)]
-    assert all(set("abcd") & set(row["text"]) for row in rows)
-
-    def held_out(data):
-        return [(data.held_out.batch(0), 1.0)]
-
-    expected = expected_totals(workplace, *run, held_out=held_out, of_example=False)
-    np.testing.assert_allclose(totals_of(workplace / "run", 1), expected, rtol=1e-5)
-
-
 def test_biases_by_load_are_updated_as_without_scores(workplace):
     model = {"type": "deepseek_v3", "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
     model |= {"bias": "by_load", "initializer_range": 0.1}
@@ -118,7 +102,6 @@ def test_biases_by_load_are_updated_as_without_scores(workplace):
 OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"
 SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example", "norms": True}
 PARTS = ("--trainer.update.microbatches", "2")
-STREAMED = ("--trainer.streaming", "true", "--remat", "offload")
 
 
 @pytest.mark.deep
@@ -127,7 +110,6 @@ STREAMED = ("--trainer.streaming", "true", "--remat", "offload")
     [
         pytest.param({"auxiliary_losses": "included"}, PARTS, id="with auxiliary losses, in microbatches"),
         pytest.param(SOURCES, (*PARTS, "--lora.rank", "2"), id="adapters, two sources, per example"),
-        pytest.param({"norms": True}, ("--lora.rank", "2", *STREAMED), id="adapters, streamed"),
         pytest.param({}, ("--trainer.mesh.axes.data", "4"), id="four devices"),
     ],
 )

@@ -62,7 +62,6 @@ CASES = {
         "model": MIXED,
         "update": UpdateConfig(microbatches=2, on_nonfinite="skip"),
     },
-    "below adapters, fused": {"lora": LORA, "model": EXPERTS, "devices": 4},
 }
 
 

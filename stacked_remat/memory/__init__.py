@@ -33,6 +33,5 @@ from ._targets import (
     TargetError as TargetError,
     TpuTarget as TpuTarget,
     find_target as find_target,
-    target_mesh as target_mesh,
     target_of_device as target_of_device,
 )

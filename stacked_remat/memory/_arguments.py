@@ -8,10 +8,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .._messages import shortened
 from .._static import PyTree
 from ._targets import Target, TargetError
 
@@ -60,8 +60,8 @@ def arguments_on_host(
         if not isinstance(found, tuple | list) or len(found) != len(args):
             got = f"{len(found)} of them" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
             raise TypeError(
-                f"what moves arguments to the host returns all {len(args)} of them in a tuple or list, those "
-                f"that stay too; got {got}. Write it as lambda model, x: (streaming.to_host(model), x)."
+                f"what moves arguments to the host returns all {len(args)} of them in a tuple or list; it "
+                f"returned {got}. Write lambda model, x: (streaming.to_host(model), x)."
             )
         return tuple(found)
 
@@ -103,21 +103,20 @@ class Placement:
         for leaf in jax.tree.leaves(call, is_leaf=is_array_or_shape):
             sharding = getattr(leaf, "sharding", None)
             if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-                meshes.setdefault(tuple(sharding.mesh.shape.items()), sharding.mesh)
+                meshes[tuple(sharding.mesh.shape.items())] = sharding.mesh
             elif isinstance(sharding, Sharding) and sharding.num_devices > 1:
                 raise ValueError(f"arguments on several devices must have NamedShardings, got {sharding}")
         if len(meshes) > 1:
             raise ValueError(
                 f"arguments lie on different meshes: {sorted(meshes)}; put all of them on one mesh"
             )
-        if not meshes:
-            return Placement(target, None, makes_arguments)
-        ((shape, mesh),) = meshes.items()
-        devices = target.devices(mesh.size)
-        if not isinstance(mesh, Mesh) or set(mesh.devices.flat) != set(devices):
-            grid = np.asarray(devices, dtype=object).reshape([size for _, size in shape])
-            mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
-        return Placement(target, mesh, False)
+        for shape, mesh in meshes.items():
+            devices = target.devices(mesh.size)
+            if not isinstance(mesh, Mesh) or {*mesh.devices.flat} != {*devices}:
+                grid = np.asarray(devices, dtype=object).reshape([size for _, size in shape])
+                mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+            return Placement(target, mesh, False)
+        return Placement(target, None, makes_arguments)
 
     @property
     def devices(self) -> int:
@@ -131,26 +130,23 @@ class Placement:
     def place(self, call: PyTree) -> PyTree:
         """Replace every array by its shape on the target."""
 
-        def shape(leaf: Any) -> Any:
+        def shape(path: Any, leaf: Any) -> Any:
             if not is_array_or_shape(leaf):
                 return leaf
+            if self.is_made(leaf) and not self.makes_arguments:
+                raise TargetError(
+                    f"target {self.target.name!r} cannot size {jtu.keystr(path)}, which is on the host, for "
+                    "several devices, or for a function in jax.jit: without the device XLA:GPU counts it "
+                    "in device memory. Size one device, give the function without jax.jit, use a TPU target, "
+                    "or compile on the GPU itself with target='local'."
+                )
             weak = bool(getattr(leaf, "weak_type", False))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(leaf), weak_type=weak)
 
-        if not self.target.sizes_host_arguments and not self.makes_arguments:
-            leaves = jax.tree.leaves_with_path(call, is_leaf=is_array_or_shape)
-            if on_host := [jax.tree_util.keystr(path) for path, leaf in leaves if host_memory_kind(leaf)]:
-                raise TargetError(
-                    f"target {self.target.name!r} cannot size arguments that live on the host for several "
-                    "devices, or for a function in jax.jit: without the device attached, XLA:GPU would count "
-                    f"them as device memory. On the host: {shortened(on_host, most=5)}. Size one device, "
-                    "give the function without jax.jit, use a TPU target, or compile on the GPU itself with "
-                    "target='local'."
-                )
-        return jax.tree.map(shape, call, is_leaf=is_array_or_shape)
+        return jtu.tree_map_with_path(shape, call, is_leaf=is_array_or_shape)
 
     def is_made(self, leaf: Any) -> bool:
-        """Whether the program makes this argument, a leaf of the call as it was given."""
+        """Whether the program has to make this argument, a leaf of the call as it was given."""
         return not self.target.sizes_host_arguments and host_memory_kind(leaf) is not None
 
     def _sharding(self, leaf: Any) -> Sharding:
@@ -173,13 +169,13 @@ def donated_of(
         return True, (False, *[True] * (len(args) - 1))[: len(args)], True
     if not donate:
         return False
-    names = {donate} if isinstance(donate, str) else set(donate)
-    parameters = list(inspect.signature(fn).parameters)
+    names = {donate} if isinstance(donate, str) else {*donate}
     # The arguments after the last parameter are its own: `*args`.
+    parameters = [*inspect.signature(fn).parameters]
     by_position = [parameters[min(k, len(parameters) - 1)] for k in range(len(args))]
-    if missing := sorted(names - kwargs.keys() - set(by_position)):
-        expected = sorted({*by_position, *kwargs})
+    if missing := sorted(names - {*kwargs, *by_position}):
         raise ValueError(
-            f"donate={missing[0]!r} is not an argument of this call: expected 'all' or some of {expected}"
+            f"donate={missing[0]!r} is not an argument of this call: expected 'all' or some of "
+            f"{sorted({*by_position, *kwargs})}"
         )
     return False, tuple(name in names for name in by_position), {name: name in names for name in kwargs}

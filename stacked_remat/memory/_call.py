@@ -17,7 +17,7 @@ from ._arguments import Placement, donated_of, is_array_or_shape
 from ._compiled_sizes import sizes_of
 from ._costs import Flops
 from ._flops import count_flops
-from ._report import HostBytes, MemoryReport, TimeBound
+from ._report import MemoryReport, TimeBound
 from ._targets import Target, find_target, target_of_device
 
 
@@ -46,15 +46,11 @@ class TracedCall:
         least_time = None if known is None else TimeBound.of(self.flops, known, devices)
         return MemoryReport(
             target=target.name,
-            **found.device,
-            host=HostBytes(**found.host),
             flops=self.flops,
-            sent=found.sent,
-            largest=tuple(found.largest),
-            compile_seconds=found.seconds,
             devices=devices,
             capacity=target.memory or _attached_memory(target),
             least_time=least_time,
+            **found,
         )
 
 
@@ -72,8 +68,8 @@ def report(
         fn: a function, an Equinox module, or either already wrapped in `jax.jit` or `eqx.filter_jit`
             (their donation counts).
         *args: arguments as `eqx.filter_jit` takes them: arrays and `jax.ShapeDtypeStruct`s are traced,
-            anything else is static. Shardings on a mesh are kept if the mesh is of the target's devices
-            (see `target_mesh`), and otherwise moved to as many of the target's devices.
+            anything else is static. Shardings on a mesh, also on a `jax.sharding.AbstractMesh`, are moved to
+            as many of the target's devices.
         target: a name in `TARGETS` or a `Target`.
         donate: names of the arguments whose buffers may be reused for results, or `"all"` (with the
             arrays in `fn`).

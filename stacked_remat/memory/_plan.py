@@ -1,6 +1,7 @@
 """Chooses a remat policy: the one with the fewest FLOPs among those that fit in memory."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._schedule import whole_number
 from .._static import PyTree
-from ._arguments import host_memory_kind
+from ._arguments import arguments_on_host, host_memory_kind
+from ._call import TracedCall, trace_call
 from ._report import MemoryReport
-from ._search import Limits, Program, Search, Trial, policy_name
+from ._search import Limits, Search, Trial, policy_name
 from ._table import Tabular, as_table, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
@@ -54,14 +56,17 @@ class Comparison(Tabular):
         base = self.baseline if self.baseline in flops else "least"
         one = flops.get(base) or min(flops.values(), default=0)
         size, unit = common_unit(max(each.total, each.host.total, each.flops.moved) for each in found)
-        hidden = [] if any(each.sent for each in found) else ["sent"]
+        hidden = [] if one else ["FLOPs"]
+        hidden += [] if any(each.sent for each in found) else ["sent"]
         if not any(each.flops.moved or each.host.total for each in found):
             hidden += ["host", "moved", "link"]
         headings = [name for name in _COLUMNS if name not in hidden]
         rows = [(trial.name, _row(trial.report, size, one)) for trial in self.trials]
         cells = [[name, *map(row.__getitem__, headings)] for name, row in rows]
         notes = [
-            *([f"FLOPs / {base}: {readable_count(one)} FLOP in matrix products"] if one else []),
+            f"FLOPs / {base}: {readable_count(one)} FLOP in matrix products"
+            if one
+            else "no column of FLOPs: those of matrix products are counted, and the program has none",
             *sorted({f"?: {reason}" for each in found for reason in each.flops.reasons}),
             *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
             *(f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure),
@@ -112,8 +117,7 @@ def compare(
             `lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)`.
         *args: its arguments, as for `report`.
         candidates: the policies, in the order they are compiled and shown.
-        target: as for `report`.
-        donate: as for `report`.
+        target, donate: as for `report`.
         streamed: as for `plan`: every candidate is compiled with weights on the host too.
         cache: as for `report`.
         show: called with each trial once it is compiled.
@@ -125,11 +129,12 @@ def compare(
     Raises:
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
-        TypeError: as `plan`, for `streamed`.
+        TypeError: as `plan`.
 
     Cost: one compilation a candidate, two with `streamed`.
     """
-    search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
+    trace = _tracer("compare", fn_of_policy, candidates, args, kwargs, target, donate, streamed)
+    search = Search(trace, cache, show)
     places = (False,) if streamed is None else (False, True)
     trials = [search.trial(policy, on_host) for on_host in places for policy in candidates]
     search.check()
@@ -160,9 +165,9 @@ def plan(
     they keep their internals, or, where carries are cut or offloaded, their carries. So are, for a candidate
     with `nested=True`, cuts that keep the internals of a segment while it is reversed (`nested=k,
     save_block_internals=True`): then no layer runs more than twice. `k` follows from the sizes of a carry
-    and of a layer's internals, which three compiled cuts tell. For layers that are alike, the plan takes at
-    most 1.05 times the FLOPs of any order of the same operations where such a cut fits, and up to 1.2 times
-    below that.
+    and of a layer's internals, which three compiled policies tell. For layers that are alike, the plan takes
+    at most 1.05 times the FLOPs of any order of the same operations where such a cut fits, and up to 1.2
+    times below that.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
@@ -173,9 +178,9 @@ def plan(
             programs): nine tenths of the device is a usual figure.
         host_budget: the same for the host memory that one device uses; None for no limit.
         candidates: the policies, in any order.
-        target: as for `report`.
-        donate: as for `report`.
-        layers: how many layers the stack has, to search for `first_layers` and cuts; None for no search.
+        target, donate: as for `report`.
+        layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts; None
+            for no search.
         streamed: from the arguments to the same arguments, or their shapes, with weights on the host, such as
             `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
             these; the table says whether the transfers hide behind compute at the target's peak, or how long
@@ -192,20 +197,23 @@ def plan(
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
         ValueError: a budget that cannot be read, no candidates, or fewer layers than one.
-        TypeError: `layers` is not an integer, or `streamed` does not return one result for each argument.
+        TypeError: `layers` is not an integer, `fn_of_policy` makes no function of a policy, `candidates` is
+            one policy, or `streamed` does not return one result for each argument.
         TargetError: as `report`, for arguments on the host.
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
     and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice
-    that. With `layers` three more, and up to `log2(layers)` for each way to keep first layers, most of which
+    that. With `layers` up to three more, and `log2(layers)` for each way to keep first layers, most of which
     end sooner, once what is left to try has no fewer FLOPs than the best.
     """
     limits = Limits(parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget))
     if layers is not None:
-        whole_number("layers", layers, "the number of layers of the stack", "Leave it out if not known.")
+        what = "the number of layers of the stack, or of steps of the loop"
+        whole_number("layers", layers, what, "Leave it out if not known.")
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
-    search = Search(Program(fn_of_policy, args, kwargs, target, donate, streamed, cache), show)
+    trace = _tracer("plan", fn_of_policy, candidates, args, kwargs, target, donate, streamed)
+    search = Search(trace, cache, show)
     chosen = search.least(candidates, limits, layers, streamed=False)
     if chosen is None and streamed is not None:
         chosen = search.least(candidates, limits, layers, streamed=True)
@@ -217,6 +225,42 @@ def plan(
         raise BudgetError(_nothing_fits(tried, limits, on_host))
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, tried, limits.device, chosen.streamed)
+
+
+def _tracer(
+    name: str,
+    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
+    candidates: Sequence[ScanCheckpointSpec],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    target: str | Target,
+    donate: str | Sequence[str],
+    streamed: Callable[..., Sequence[PyTree]] | None,
+) -> Callable[[ScanCheckpointSpec, bool], TracedCall]:
+    """What traces the program under a policy, with weights on the host or not; it checks what `name` got."""
+    if not isinstance(candidates, Sequence) or isinstance(candidates, str):
+        raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
+
+    def trace(policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
+        fn = fn_of_policy(policy) if _takes_one(fn_of_policy) else None
+        if not callable(fn):
+            got = getattr(fn_of_policy, "__name__", type(fn_of_policy).__name__)
+            raise TypeError(
+                f"{name} takes a function that makes the function to compile from a policy, and {got} is "
+                "none. Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
+            )
+        given = arguments_on_host(streamed, args) if on_host and streamed else args
+        return trace_call(fn, given, kwargs, target, donate)
+
+    return trace
+
+
+def _takes_one(fn: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 _COLUMNS = {
@@ -257,19 +301,15 @@ def _nothing_fits(tried: Comparison, limits: Limits, on_host: bool) -> str:
     if not found:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
     within = [pair for pair in found if limits.holds_on_host(pair[1])]
-    smallest, needs = min(within or found, key=lambda pair: pair[1].total)
+    name, needs = min(within or found, key=lambda pair: pair[1].total)
     if needs.arguments > limits.device:
         what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
-    takes = f"{readable_bytes(needs.total)} a device"
-    remedies = ["shorten the context", "shard over more devices", "freeze weights"]
-    remedies += [] if on_host else ["keep weights on the host"]
-    which = ""
+    takes, which = f"{readable_bytes(needs.total)} a device", ""
     if limits.host is not None:
         takes += f" and {readable_bytes(needs.host.total)} on the host"
         which = " within the host's budget" if within else ""
-        remedies.append("allow the host more memory")
-    closest = f"The smallest found{which} is {smallest} with {takes}."
-    if len(found) == 1:
-        closest = f"{smallest} takes {takes}."
-    remedies[-1] = f"or {remedies[-1]}"
-    return f"no candidate fits {what}. {closest} {', '.join(remedies).capitalize()}.\n{tried}"
+    closest = f"{name} takes" if len(found) == 1 else f"The smallest found{which} is {name} with"
+    remedies = "Shorten the context, shard over more devices, freeze weights"
+    remedies += "" if on_host else ", keep weights on the host"
+    remedies += ", or allow the host more memory" if limits.host is not None else ""
+    return f"no candidate fits {what}. {closest} {takes}. {remedies}.\n{tried}"

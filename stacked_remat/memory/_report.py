@@ -77,7 +77,8 @@ class MemoryReport(Tabular):
         sent: bytes that a device sends to others in collectives, if each goes round a ring. Divided experts
             (`over` of `grouped_experts`) count as with an even routing; other loops whose trips depend on
             data count once.
-        largest: the largest buffers in device memory beside the arguments, which need not be alive at once.
+        largest: the largest buffers in device memory beside the arguments. They are those of the whole
+            program, not of its peak: a compiler does not say when each is alive.
     """
 
     target: str
@@ -113,7 +114,9 @@ class MemoryReport(Tabular):
             f"{readable_bytes(self.sent)} sent by each device to others" if self.sent else "",
             f"compiled in {self.compile_seconds:.1f} s",
             *self.flops.reasons,
-            "the largest buffers beside the arguments:" if self.largest else "",
+            "the largest buffers beside the arguments, not all of them alive at once:"
+            if self.largest
+            else "",
             *(f"  {each}" for each in self.largest),
         ]
         return as_table(f"memory on {where}", [("", "device", "host"), *rows], filter(None, notes))

@@ -4,21 +4,17 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
-import numpy as np
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from .._static import PyTree
-from ._arguments import arguments_on_host
-from ._call import TracedCall, trace_call
+from ._call import TracedCall
 from ._compiled_sizes import DoesNotFit
-from ._costs import Flops
 from ._report import MemoryReport
-from ._targets import Target
 
 _NEVER = (float("inf"), float("inf"))
+_Trace: TypeAlias = Callable[[ScanCheckpointSpec, bool], TracedCall]  # with weights on the host or not
 _OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy | None]  # of first layers, if it can have any
 
 
@@ -45,6 +41,9 @@ class Trial:
         return self.label or policy_name(self.policy, self.streamed)
 
 
+_Show: TypeAlias = Callable[[Trial], None]
+
+
 def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
     """What tables call a policy: `'nested'`, or its settings, as `nested=True, save_carries='offload'`."""
     name = repr(policy)
@@ -69,39 +68,22 @@ class Limits:
         return self.host is None or found.host.total <= self.host
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A program that takes a policy, with the options of `plan`."""
-
-    of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]]
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-    target: str | Target = "local"
-    donate: str | Sequence[str] = ()
-    streamed: Callable[..., Sequence[PyTree]] | None = None
-    cache: str | Path | None = None
-
-    def traced(self, policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
-        args = arguments_on_host(self.streamed, self.args) if on_host and self.streamed else self.args
-        return trace_call(self.of_policy(policy), args, self.kwargs, self.target, self.donate)
-
-
 class Search:
     """Traces and compiles policies of a program, and remembers what it compiled, in order."""
 
-    def __init__(self, program: Program, show: Callable[[Trial], None] | None = None):
-        self._program, self._show = program, show
-        self._traced: dict[tuple[str, bool], TracedCall] = {}
+    def __init__(self, trace: _Trace, cache: str | Path | None = None, show: _Show | None = None):
+        self._program, self._cache, self._show = trace, cache, show
+        self._traced: dict[tuple[ScanCheckpointPolicy, bool], TracedCall] = {}
         self._error: Exception | None = None
         self.trials: list[Trial] = []
 
     def trial(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
         """Compile the program under a policy, if it wasn't yet."""
         for known in self.trials:
-            if (known.policy, known.streamed) == (policy, streamed):
+            if (resolve_policy(known.policy), known.streamed) == (resolve_policy(policy), streamed):
                 return known
         try:
-            report = self._trace(policy, streamed).report(self._program.cache)
+            report = self._trace(policy, streamed).report(self._cache)
             found = Trial(policy, report, streamed=streamed)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
             if not isinstance(error, DoesNotFit):
@@ -133,45 +115,46 @@ class Search:
         Nothing is derived if `layers` (of the stack) is None. The result is None if no candidate fits.
         """
         plain: list[ScanCheckpointSpec] = [policy for policy in candidates if _recomputes_nothing(policy)]
-        best = self._first_to_fit(plain, limits, streamed)
-        if best is not None or self._too_large(limits, streamed):
-            return best
+        first = self._first_to_fit(plain, limits, streamed)
+        if first is not None or self._too_large(limits, streamed):
+            return first
         others: list[ScanCheckpointSpec] = [policy for policy in candidates if policy not in plain]
         others.sort(key=lambda policy: self._cost(policy, streamed))
-        best = self._first_to_fit(others, limits, streamed)
-        if best is None or layers is None:
-            return best
-        for policy in others[others.index(best.policy) :]:
+        first = self._first_to_fit(others, limits, streamed)
+        if first is None or layers is None:
+            return first
+        for policy in others[others.index(first.policy) :]:
             base = resolve_policy(policy)
             for kept in _kept_of_first_layers(base):
                 with_first = functools.partial(_with_first, base, kept)
-                best = self._with_first_layers(best, with_first, base.first_layers, layers, limits)
+                self._try_first_layers(with_first, base.first_layers, layers, limits, streamed)
             if base.nested is True and base.save_carries is True and not base.first_layers:
                 cut = self._cut_with_internals(base, layers, streamed)
-                best = self._with_first_layers(best, cut, -1, layers, limits)
-        return best
+                self._try_first_layers(cut, -1, layers, limits, streamed)
+        return self._best(limits, streamed)
 
     def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int, streamed: bool) -> _OfCount:
         """From a number of first layers to the cut of the others that needs least memory.
 
         The internals of a segment are kept while it is reversed. The bytes of a carry and of a layer's
-        internals are those that three compiled cuts tell; where they don't, there is no cut.
+        internals are what three policies differ in; where one of them can't be compiled, there is no cut.
         """
+        plain = dataclasses.replace(base, save_block_internals=False)
         kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
-        longest = kept.schedule(layers).slots
-        shorter = [-(-layers // max(1, longest // part)) for part in (2, 3)]
-        cuts = [kept, *(dataclasses.replace(kept, nested=k) for k in shorter)]
-        schedules = [policy.schedule(layers) for policy in cuts]
-        held = [(each.slots, max(run.visits for run in each.runs), 1) for each in schedules]
-        if np.linalg.matrix_rank(held) < len(held) or _NEVER in [self._cost(cut, streamed) for cut in cuts]:
+        policies = dataclasses.replace(plain, nested=False), plain, kept
+        schedule = base.schedule(layers)
+        if schedule.slots == layers or _NEVER in [self._cost(policy, streamed) for policy in policies]:
             return lambda first_layers: None
-        found = [self.trial(policy, streamed).report for policy in cuts]
+        found = [self.trial(policy, streamed).report for policy in policies]
         totals = [report.total for report in found if report is not None]
-        if len(totals) < len(held):
+        if len(totals) < len(found):
             return lambda first_layers: None
-        carry, internals, _ = np.maximum(np.linalg.solve(held, totals), 0.0)
+        every_carry, cut, with_internals = totals
+        carry = max(0, every_carry - cut) / (layers - schedule.slots)
+        visited_at_once = max(run.visits for run in schedule.runs)
+        internals = max(0, with_internals - cut) / (visited_at_once - 1)
 
-        def cut(first_layers: int) -> ScanCheckpointPolicy | None:
+        def of_count(first_layers: int) -> ScanCheckpointPolicy | None:
             rest = layers - first_layers
 
             def needs(longest: int) -> float:
@@ -181,7 +164,12 @@ class Search:
             longest = min(range(min(2, rest), rest + 1), key=needs)
             return _with_first(dataclasses.replace(kept, nested=-(-rest // longest)), False, first_layers)
 
-        return cut
+        return of_count
+
+    def _best(self, limits: Limits, streamed: bool) -> Trial:
+        """The one with the fewest FLOPs of the compiled policies that fit, of which there is one."""
+        fitting = (trial for trial in self.trials if trial.streamed == streamed and limits.hold(trial))
+        return min(fitting, key=lambda trial: self._cost(trial.policy, streamed))
 
     def _first_to_fit(
         self, policies: Sequence[ScanCheckpointSpec], limits: Limits, streamed: bool
@@ -198,42 +186,34 @@ class Search:
         found = (trial.report for trial in self.trials if trial.streamed == streamed and trial.report)
         return any(report.arguments > limits.device for report in found)
 
-    def _with_first_layers(
-        self, best: Trial, with_first: _OfCount, low: int, high: int, limits: Limits
-    ) -> Trial:
-        """`best`, or the policy with as many first layers as fit, if that has fewer FLOPs.
-
-        Their number is above `low` and below `high`.
-        """
-        assert best.report is not None
-        found, cost = best, _order(best.report.flops)
+    def _try_first_layers(
+        self, with_first: _OfCount, low: int, high: int, limits: Limits, streamed: bool
+    ) -> None:
+        """Tries how many first layers fit, above `low` and below `high`, while that can have fewer FLOPs."""
+        least = self._cost(self._best(limits, streamed).policy, streamed)
         while high - low > 1:
-            most, middle = map(with_first, (high - 1, (low + high) // 2))
-            if most is None or middle is None or self._cost(most, best.streamed) >= cost:
+            middle = (low + high) // 2
+            most, policy = with_first(high - 1), with_first(middle)
+            if most is None or policy is None or self._cost(most, streamed) >= least:
                 break
-            trial = self.trial(middle, best.streamed)
-            if limits.hold(trial):
-                low, found = (low + high) // 2, trial
+            if limits.hold(self.trial(policy, streamed)):
+                low = middle
             else:
-                high = (low + high) // 2
-        return found if self._cost(found.policy, best.streamed) < cost else best
+                high = middle
 
     def _trace(self, policy: ScanCheckpointSpec, streamed: bool) -> TracedCall:
-        key = repr(policy), streamed
+        key = resolve_policy(policy), streamed
         if key not in self._traced:
-            self._traced[key] = self._program.traced(policy, streamed)
+            self._traced[key] = self._program(policy, streamed)
         return self._traced[key]
 
     def _cost(self, policy: ScanCheckpointSpec, streamed: bool) -> tuple[float, float]:
         """FLOPs and bytes moved; infinite where the program can't be traced under the policy."""
         try:
-            return _order(self._trace(policy, streamed).flops)
+            flops = self._trace(policy, streamed).flops
+            return flops.matmul, flops.moved
         except Exception:  # raised again where it is this policy's turn to be compiled
             return _NEVER
-
-
-def _order(flops: Flops) -> tuple[float, float]:
-    return flops.matmul, flops.moved
 
 
 def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:

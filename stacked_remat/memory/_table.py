@@ -45,9 +45,9 @@ def _wrapped(text: str) -> list[str]:
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def readable_bytes(count: int, beside: int | None = None) -> str:
-    """Write a number of bytes with two decimals, `3.52 GiB`; in the unit of the number `beside`, if given."""
-    unit, name = common_unit([abs(count if beside is None else beside)])
+def readable_bytes(count: int) -> str:
+    """Write a number of bytes with two decimals: `3.52 GiB`."""
+    unit, name = common_unit([abs(count)])
     return f"{count / unit:.{2 if unit > 1 else 0}f} {name}"
 
 

@@ -16,16 +16,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 
 class TargetError(RuntimeError):
     """A target cannot do what was asked; the message says what to do instead."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Target(ABC):
     """A kind of device that programs are compiled for.
 
@@ -36,14 +34,12 @@ class Target(ABC):
         link: peak bytes per second between the memory of one device and its host, in each direction; None
             where it is not known. For another host, give a target of your own, as
             `dataclasses.replace(TARGETS["h200"], name="gh200", link=450e9)` for NVLink-C2C.
-        source: where the figures come from.
     """
 
     name: str
-    memory: int | None
-    flops: float | None
-    link: float | None
-    source: str
+    memory: int | None = None
+    flops: float | None = None
+    link: float | None = None
 
     sizes_host_arguments: ClassVar[bool] = True
     """Whether arguments in host memory are counted as such."""
@@ -57,28 +53,23 @@ class Target(ABC):
         """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalTarget(Target):
     """The devices that JAX runs on in this process, CPU included."""
 
     name: str = "local"
-    memory: int | None = None
-    flops: float | None = None
-    link: float | None = None
-    source: str = "the attached device"
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
         found = tuple(jax.devices())
         if count > len(found):
             raise TargetError(
-                f"target 'local' has {len(found)} device(s), {count} were asked for. Ask for a target "
-                "by name to compile for devices that are not attached, or set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={count} for virtual CPU devices."
+                f"target 'local' has {len(found)} device(s), {count} were asked for. Name another target, or "
+                f"set XLA_FLAGS=--xla_force_host_platform_device_count={count} for virtual CPU devices."
             )
         return found[:count]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget(Target):
     """An NVIDIA GPU, with the figures that XLA's cost model and code generator need.
 
@@ -143,7 +134,7 @@ device_description_str: "{self.description}"
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuTarget(Target):
     """A TPU generation.
 
@@ -201,9 +192,9 @@ _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORK
 # PCI Express of 16 lanes, in each direction; datasheets give the sum of both.
 _PCIE_4, _PCIE_5 = 32e9, 64e9
 
-_SCALING_BOOK = "PCIe: Austin et al. 2025, 'How to Scale Your Model', part 2"
-
-_XLA = "openxla/xla xla/backends/gpu/target_config/specs (read from the device)"
+# Figures of GPUs are from NVIDIA's datasheets (SXM5 for H100 and H200, DGX for B200), and as XLA read them
+# from devices (openxla/xla, xla/backends/gpu/target_config/specs). Those of TPUs are from
+# cloud.google.com/tpu/docs, of their PCI Express from Austin et al. 2025, "How to Scale Your Model", part 2.
 
 _SQUARES = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 
@@ -217,7 +208,6 @@ _H100 = CudaTarget(
     memory=84_942_979_072,
     flops=989e12,
     link=_PCIE_5,
-    source=f"NVIDIA H100 datasheet (SXM5); {_XLA}",
     description="NVIDIA H100 80GB HBM3",
     capability=(9, 0),
     cores=132,
@@ -235,7 +225,6 @@ _ALL: tuple[Target, ...] = (
         memory=85_100_068_864,
         flops=312e12,
         link=_PCIE_4,
-        source=f"NVIDIA A100 datasheet; {_XLA}",
         description="NVIDIA A100-SXM4-80GB",
         capability=(8, 0),
         cores=108,
@@ -249,22 +238,18 @@ _ALL: tuple[Target, ...] = (
     dataclasses.replace(
         _H100,
         name="h200",
-        memory=150_000_000_000,
-        source=f"NVIDIA H200 datasheet (SXM5); {_XLA}; memory rounded down to what drivers leave",
+        memory=150_000_000_000,  # rounded down to what drivers leave
         description="NVIDIA H200",
         bandwidth=4_800_000_000_000,
     ),
-    CudaTarget(
+    dataclasses.replace(
+        _H100,
         name="b200",
         memory=191_514_411_008,
         flops=2250e12,
-        link=_PCIE_5,
-        source=f"NVIDIA DGX B200 datasheet; {_XLA}",
         description="NVIDIA B200",
         capability=(10, 0),
         cores=148,
-        lanes=128,
-        shared_memory=(233_472, 232_448),
         l2_cache=132_644_864,
         clock_ghz=1.965,
         bandwidth=7_672_320_000_000,
@@ -274,7 +259,6 @@ _ALL: tuple[Target, ...] = (
         memory=16 * 2**30,
         flops=197e12,
         link=16e9,
-        source=f"cloud.google.com/tpu/docs/v5e; {_SCALING_BOOK}",
         slices=_slices("v5e", _SQUARES),
     ),
     TpuTarget(
@@ -282,7 +266,6 @@ _ALL: tuple[Target, ...] = (
         memory=95 * 2**30,
         flops=459e12,
         link=16e9,
-        source=f"cloud.google.com/tpu/docs/v5p; {_SCALING_BOOK}",
         slices=_slices("v5p", "1x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8"),
     ),
     TpuTarget(
@@ -290,7 +273,6 @@ _ALL: tuple[Target, ...] = (
         memory=32 * 2**30,
         flops=918e12,
         link=32e9,
-        source=f"cloud.google.com/tpu/docs/v6e; {_SCALING_BOOK}",
         slices=_slices("v6e", _SQUARES),
     ),
 )
@@ -332,21 +314,3 @@ _DEVICE_KINDS = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
-
-
-def target_mesh(target: str | Target, axes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of a target's devices, for the shardings of a report's arguments.
-
-    Args:
-        target: name or `Target`.
-        axes: mesh axis names to their sizes, for example `{"data": 2, "model": 4}`.
-
-    Returns:
-        A `jax.sharding.Mesh`; its devices may be compile-only.
-
-    Raises:
-        TargetError: as `Target.devices`.
-    """
-    shape = tuple(axes.values())
-    devices = find_target(target).devices(math.prod(shape))
-    return Mesh(np.asarray(devices, dtype=object).reshape(shape), tuple(axes))

@@ -50,7 +50,8 @@ def remat_scan(
 
     Args:
         f: a function, or a method in the body of a class. Without it, `remat_scan` is a decorator.
-        policy: as `remat` of `stacked_remat.scan`; by default `"nested"`, about √(2N) carries of N layers.
+        policy: as `remat` of `stacked_remat.scan`, and named as in `nnx.remat`, since in NNX `remat` is that
+            transformation; by default `"nested"`, about √(2N) carries of N layers.
             `lengths=(a, b)` of Linen's `remat_scan` is `ScanCheckpointPolicy(nested=(a, b))`.
         length: the number of layers, where nothing is split that tells it.
         reverse: from the last layer to the first.

@@ -25,7 +25,7 @@ def layers_of(mesh, each):
 
 
 def sent(fn, *shapes):
-    mesh = memory.target_mesh("local", {"data": DEVICES})
+    mesh = jax.sharding.Mesh(jax.devices()[:DEVICES], ("data",))
     spec = NamedSharding(mesh, PartitionSpec(None, "data"))
     args = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spec) for shape in shapes]
     return memory.report(fn(mesh), *args).sent
@@ -83,7 +83,7 @@ def test_what_a_conditional_may_send_counts_with_the_trips_of_a_loop_in_it():
 def test_a_fold_sends_what_its_schedule_says(remat):
     """Layers that gather their weights, as often as they run: their loops have trips from tables."""
     Layers = Axis("layers", 11)
-    mesh = memory.target_mesh("local", {"data": DEVICES})
+    mesh = jax.sharding.Mesh(jax.devices()[:DEVICES], ("data",))
     spec = NamedSharding(mesh, PartitionSpec(None, "data"))
     weights = jax.ShapeDtypeStruct((Layers.size, WIDTH), jnp.float32, sharding=spec)
     gather = jax.shard_map(
@@ -108,7 +108,7 @@ def test_one_device_sends_nothing():
 @pytest.mark.parametrize("layers", [1, 3])  # XLA drops a loop over one layer
 def test_divided_experts_send_what_an_even_routing_does(layers):
     tokens, chosen = 640, 2
-    mesh = memory.target_mesh("local", {"data": DEVICES})
+    mesh = jax.sharding.Mesh(jax.devices()[:DEVICES], ("data",))
     Experts, divided = Axis("experts", 2 * DEVICES), PartitionSpec("data")
 
     def expert(weight, rows, gates):

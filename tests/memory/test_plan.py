@@ -18,7 +18,7 @@ from stacked_remat.memory import (
     Comparison,
     DoesNotFit,
     HostBytes,
-    _search,
+    _plan,
     arguments_on_host,
     compare,
     parse_bytes,
@@ -68,7 +68,7 @@ class Counting:
 @pytest.fixture(scope="module", autouse=True)
 def one_report_for_each_policy():
     """The tests of this file ask for reports of the same program: each policy is compiled once."""
-    traced, reports, trace, report = {}, {}, _search.trace_call, TracedCall.report
+    traced, reports, trace, report = {}, {}, _plan.trace_call, TracedCall.report
 
     def trace_once(fn, args, *rest):
         key = fn.policy, str(args), str(rest)
@@ -82,7 +82,7 @@ def one_report_for_each_policy():
         return reports[id(call)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_search, "trace_call", trace_once)
+        patch.setattr(_plan, "trace_call", trace_once)
         patch.setattr(TracedCall, "report", report_once)
         yield
 
@@ -150,6 +150,13 @@ def test_the_rest_of_the_budget_is_spent_on_carries(comparison):
     assert total(found, internals) > budget
     # Halving 16 layers three times, for carries and internals of first layers, and for kept segments.
     assert len(found.tried.trials) <= 1 + 2 * 4 + 3 + 5
+
+
+def test_a_plan_is_the_cheapest_of_all_that_was_compiled_for_it(comparison):
+    budget = comparison.trials[2].report.total + int(4.5 * CARRY)
+    found = plan(Counting(), *blocks_and_input(), budget=budget, candidates=["nested"], layers=LAYERS)
+    fitting = [trial.report for trial in found.tried.trials if trial.report.total <= budget]
+    assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
 
 
 def test_cuts_that_the_program_does_not_take_are_left_out():
@@ -238,6 +245,18 @@ def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compile
         TracedCall, "report", lambda call, cache=None: (reports.pop() if reports else computed)(call, cache)
     )
     assert "INTERNAL: a bug" in str(search(Counting(), *blocks_and_input(), candidates=["nested", True]))
+
+
+@pytest.mark.parametrize("search", [compare, functools.partial(plan, budget="1GiB")])
+def test_what_makes_no_function_of_a_policy_and_a_policy_in_place_of_a_list(search):
+    def step(blocks, x):
+        return blocks.fold(x)
+
+    for wrong in (step, jax.jit(step), lambda remat: remat):
+        with pytest.raises(TypeError, match="makes the function to compile from a policy.* is none. Write"):
+            search(wrong, *blocks_and_input(), candidates=[True])
+    with pytest.raises(TypeError, match=r"is one policy. Write a list: \['nested'\]"):
+        search(Counting(), *blocks_and_input(), candidates="nested")
 
 
 @pytest.mark.parametrize(
@@ -353,8 +372,8 @@ def test_the_number_of_layers_is_checked_before_anything_is_compiled(count, erro
 @pytest.mark.parametrize(
     ("streamed", "got"),
     [
-        (lambda blocks, x: streaming.to_host(blocks), "got a "),
-        (lambda blocks, x: (streaming.to_host(blocks),), "got 1 of them"),
+        (lambda blocks, x: streaming.to_host(blocks), "returned a "),
+        (lambda blocks, x: (streaming.to_host(blocks),), "returned 1 of them"),
     ],
 )
 def test_what_moves_arguments_returns_all_of_them(streamed, got):

@@ -52,8 +52,6 @@ def cost(policy, internals):
 class Chain:
     """A program whose memory and FLOPs are those of a chain."""
 
-    cache = None
-
     def __init__(self, internals):
         self.internals = internals
 
@@ -69,7 +67,7 @@ ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offlo
 
 
 def planned(internals, budget):
-    search = Search(Chain(internals))
+    search = Search(Chain(internals).traced)
     found = search.least(ON_DEVICE, Limits(1000 * budget), LAYERS, streamed=False)
     return cost(resolve_policy(found.policy), internals)[0], len(search.trials)
 

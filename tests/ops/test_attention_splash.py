@@ -203,7 +203,7 @@ def test_a_tpu_takes_any_width_with_documents_and_sinks(head_dim, dtype):
 
 @pytest.mark.target("tpu")
 def test_on_several_devices_it_works_only_inside_shard_map():
-    mesh = memory.target_mesh("v5p", {"data": 4})
+    mesh = jax.sharding.Mesh(memory.find_target("v5p").devices(4), ("data",))
     spec = PartitionSpec("data")
     inputs = shapes(1024, 1, 2, 128, batch=(4,), sharding=NamedSharding(mesh, spec))
 

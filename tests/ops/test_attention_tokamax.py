@@ -145,7 +145,7 @@ def test_on_a_gpu_attention_is_kernels_and_saved_it_is_not_recomputed():
 @pytest.mark.parametrize(("head_dim", "dtype"), [(80, jnp.float16), (256, jnp.bfloat16)])
 def test_a_gpu_takes_any_width_and_divided_positions(head_dim, dtype):
     pytest.importorskip("tokamax")
-    mesh = memory.target_mesh("h200", {"context": 2})
+    mesh = jax.sharding.Mesh(memory.find_target("h200").devices(2), ("context",))
     spec = jax.sharding.PartitionSpec("context")
     query, key, _, _ = shapes(1024, 1, 2, head_dim, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
 

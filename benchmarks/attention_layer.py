@@ -1,9 +1,17 @@
-"""Attention alone, by each kernel: its gradients beside those of the definition, and its time."""
+"""Attention alone, by each kernel: its gradients beside those of the definition, and its time.
 
+    python -m benchmarks.attention_layer
+
+At `--check` tokens output and gradients in bfloat16 are compared with the definition in float32, for one
+document, for eight, and with a window of 128 positions, without sinks and with. Then forward and backward are
+timed at each context.
+"""
+
+import dataclasses
 import functools
+import itertools
 import re
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import haliax as hax
@@ -16,7 +24,8 @@ from stacked_remat.ops import UnsupportedCallError, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS
 from stacked_remat.training import POSITION_AXIS
 
-from .record import timed_in_turn
+from .command import Rows, benchmark
+from .record import matmul_peak, timed
 
 KERNELS = tuple(name for name in BACKENDS if name != "exact")
 CASES = ("plain", "documents", "window", "sinks")
@@ -25,19 +34,35 @@ _TOLERANCE = 2e-2  # of the norm, in bfloat16
 _PATIENCE = 2.0  # seconds
 
 
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Heads of keys, query heads for each, and their width: Qwen3-30B-A3B's."""
+
+    kv_heads: int = 4
+    group: int = 8
+    head_dim: int = 128
+
+
+QWEN3 = Heads()
+
+
 class Attention:
-    """The output and the gradients of one sequence, whose heads are those of a model.
+    """The output and the gradients of one sequence.
 
     Args:
-        heads: of keys, query heads for each, and their width.
+        heads: of a model.
         tokens: positions.
         case: one of `CASES`; documents are eight, and sinks go with a window.
     """
 
-    def __init__(self, heads: tuple[int, int, int], tokens: int, case: str) -> None:
-        self.axes = (Axis(POSITION_AXIS, tokens), Axis("kv_heads", heads[0]), Axis("head_dim", heads[2]))
+    def __init__(self, heads: Heads, tokens: int, case: str) -> None:
+        self.axes = (
+            Axis(POSITION_AXIS, tokens),
+            Axis("kv_heads", heads.kv_heads),
+            Axis("head_dim", heads.head_dim),
+        )
         position, kv_heads, head_dim = self.axes
-        group = Axis("group", heads[1])
+        group = Axis("group", heads.group)
         keys = jax.random.split(jax.random.key(0), 5)
         of_query = (position, kv_heads, group, head_dim)
         self.inputs = [
@@ -72,13 +97,29 @@ class Attention:
         return jax.jit(run)
 
 
-def differences(heads: tuple[int, int, int], tokens: int) -> Iterator[dict[str, Any]]:
-    """The errors of attention in bfloat16 and its gradients, against the definition in float32.
+@benchmark("attention_layer_{device}")
+def main(
+    heads: Heads = QWEN3,
+    tokens: tuple[int, ...] = (8_192, 65_536, 262_144),
+    check: int = 4_096,
+    rounds: int = 3,
+) -> Rows:
+    """What `differences` and `times` find.
 
-    Yields:
-        For a case and a kernel the largest relative error and whether that is rounding, or why the kernel
-        does not support the call.
+    Raises:
+        SystemExit: a kernel is wrong.
     """
+    wrong = []
+    for row in differences(heads, check):
+        yield row
+        wrong += [] if row.get("agrees", True) else ["{kernel}, {case}: off by {off:.2g}".format_map(row)]
+    if wrong:
+        raise SystemExit(f"attention differs from the definition: {'; '.join(wrong)}")
+    yield from times(heads, tokens, rounds)
+
+
+def differences(heads: Heads, tokens: int) -> Rows:
+    """For each case and kernel the largest relative error, whether that is rounding, or why it is refused."""
     for case in CASES:
         layer = Attention(heads, tokens, case)
         with jax.default_matmul_precision("highest"):
@@ -95,48 +136,42 @@ def differences(heads: tuple[int, int, int], tokens: int) -> Iterator[dict[str, 
             yield row | {"off": off if off < float("inf") else 1e300, "agrees": off <= _TOLERANCE}
 
 
-def timed_rows(
-    heads: tuple[int, int, int], tokens: list[int], rounds: int, peak: float
-) -> Iterator[dict[str, Any]]:
-    """The median time of forward and backward by each kernel that supports the call.
+def times(heads: Heads, tokens: tuple[int, ...], rounds: int) -> Rows:
+    """The median time of each case and kernel, but of one that would take more than two seconds.
 
-    A kernel that would take more than two seconds, by what it took at the context before, is left out.
-
-    Args:
-        tokens: contexts, the shortest first.
-        peak: FLOP/s of matrix products, for the share of it that the products of visible pairs of a query and
-            a key take, two forward and five backward. Documents are not taken off.
+    Its share of the peak counts the products of visible pairs of a query and a key, two forward and five
+    backward. Documents are not taken off.
     """
     last: dict[tuple[str, str], tuple[int, float]] = {}
-    for length in tokens:
-        for case in CASES:
-            layer = Attention(heads, length, case)
-            arguments = layer.arguments(jnp.bfloat16)
-            seen = min(length // 2, WINDOW if "window" in layer.options else length)
-            useful = 14 * heads[0] * heads[1] * heads[2] * length * seen
-            for kernel in KERNELS:
-                row = {"tokens": length, "case": case, "kernel": kernel}
-                before, took = last.get((case, kernel), (length, 0.0))
-                if took * (length / before) ** 2 > _PATIENCE:
-                    yield row | {"refused": f"it would take more than {_PATIENCE} seconds"}
-                    continue
-                try:
-                    run = layer.run(kernel)
-                    counted = count_flops(jax.make_jaxpr(run)(*arguments)).matmul
-                    call = functools.partial(run, *arguments)
-                    jax.block_until_ready(call())
-                    seconds = statistics.median(timed_in_turn({kernel: call}, rounds)[kernel])
-                except (UnsupportedCallError, jax.errors.JaxRuntimeError) as error:
-                    yield row | {"refused": _reason(error)}
-                    continue
-                last[case, kernel] = length, seconds
-                share = useful / seconds / peak
-                yield row | {
-                    "milliseconds": 1e3 * seconds,
-                    "flops": counted,
-                    "utilisation_of_matmul_peak": share,
-                }
+    peak = matmul_peak()
+    for length, case in itertools.product(sorted(tokens), CASES):
+        layer = Attention(heads, length, case)
+        arguments = layer.arguments(jnp.bfloat16)
+        seen = min(length // 2, WINDOW if "window" in layer.options else length)
+        useful = 14 * heads.kv_heads * heads.group * heads.head_dim * length * seen
+        for kernel in KERNELS:
+            row = {"tokens": length, "case": case, "kernel": kernel}
+            before, took = last.get((case, kernel), (length, 0.0))
+            if took * (length / before) ** 2 > _PATIENCE:
+                yield row | {"refused": f"it would take more than {_PATIENCE} seconds"}
+                continue
+            try:
+                run = layer.run(kernel)
+                counted = count_flops(jax.make_jaxpr(run)(*arguments)).matmul
+                call = functools.partial(run, *arguments)
+                timed(call)
+                seconds = statistics.median(timed(call) for _ in range(rounds))
+            except (UnsupportedCallError, jax.errors.JaxRuntimeError) as error:
+                yield row | {"refused": _reason(error)}
+                continue
+            last[case, kernel] = length, seconds
+            share = {"utilisation_of_matmul_peak": useful / seconds / peak}
+            yield row | {"milliseconds": 1e3 * seconds, "flops": counted, **share}
 
 
 def _reason(error: Exception) -> str:
     return re.sub(r".* does not support this call: (.*)\. Use 'auto'\.", r"\1", str(error))[:300]
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ class Benchmark:
 
     Attributes:
         rows: the function; each row is printed and written when it is found.
-        result: the name of the file without `.json`, or a format of it; of the options and the `platform`.
+        result: the name of the file without `.json`, or a format of it; of the options, `platform` and
+            `device`.
     """
 
     rows: Callable[..., Rows]
@@ -44,16 +46,15 @@ class Benchmark:
         groups = [vars(value) for value in given.values() if dataclasses.is_dataclass(value)]
         flat = {key: value for group in (*groups, given) for key, value in group.items()}
         named = self.result if callable(self.result) else self.result.format
-        path = out / f"{name or named(**flat, platform=jax.default_backend())}.json"
-        where: dict[str, Any] = {}
-        if "target" not in given:
-            device = jax.local_devices()[0].device_kind
-            where = {"device": device, "cores": len(os.sched_getaffinity(0))}
+        kind = jax.local_devices()[0].device_kind
+        where = {"platform": jax.default_backend(), "device": re.sub(r"\W+", "_", kind.lower())}
+        path = out / f"{name or named(**flat, **where)}.json"
+        measured = {} if "target" in given else {"device": kind, "cores": len(os.sched_getaffinity(0))}
         found: list[Mapping[str, Any]] = []
         for row in self.rows(**given):
             found.append(row)
             print("  ".join(f"{key} {_readable(key, value)}" for key, value in row.items()), flush=True)
-            write_results(path, **where, **given, rows=found)
+            write_results(path, **measured, **given, rows=found)
         if not found:
             raise SystemExit(f"nothing is left to measure of {given}")
         print(f"wrote {path}")

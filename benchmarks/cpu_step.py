@@ -16,7 +16,6 @@ The third adds up the times of our steps' operations by kind, as JAX's profiler 
 import dataclasses
 import functools
 import importlib
-import itertools
 import re
 import resource
 import statistics
@@ -51,7 +50,7 @@ from stacked_remat.training import (
 )
 
 from .command import Rows, benchmark, one_of
-from .record import check_close, timed
+from .record import check_close, profiled, timed
 
 # Neither is needed by anything else, and lint runs without them.
 torch: Any = importlib.import_module("torch")
@@ -181,18 +180,10 @@ def by_kind(pair: Pair, rounds: int) -> dict[str, float]:
     """Seconds of our operations of each kind, in the mean over rounds."""
     pair.check()
     ours = dict.fromkeys(KINDS, 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(rounds):
-                pair.ours()
-        (found,) = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(found)).planes
-        lines = [line for plane in planes for line in plane.lines if "XLA" in line.name]
-    for event in itertools.chain.from_iterable(line.events for line in lines):
+    for name, seconds in profiled(lambda: [pair.ours() for _ in range(rounds)]).items():
         # Loops, conditionals and calls hold other operations.
-        if not re.match(r"while|cond|call|.*::", event.name):
-            kind = next(kind for kind, names in KINDS.items() if re.search(names, event.name))
-            ours[kind] += event.duration_ns / 1e9 / rounds
+        if not re.match(r"while|cond|call|.*::", name):
+            ours[next(kind for kind, names in KINDS.items() if re.search(names, name))] += seconds / rounds
     return ours
 
 

@@ -4,8 +4,11 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import re
 import statistics
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stacked_remat.memory import MemoryReport
@@ -99,6 +103,29 @@ def timed(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
     began = clock()
     jax.block_until_ready(run())
     return clock() - began
+
+
+def profiled(run: Callable[[], Any]) -> Counter[str]:
+    """Seconds by the names of a GPU's kernels, or of a CPU's operations, as JAX's profiler has them."""
+    took: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines:
+                for event in line.events if re.search("XLA|^Stream", line.name) else ():
+                    took[event.name] += event.duration_ns / 1e9
+    return took
+
+
+def matmul_peak(size: int = 8_192) -> float:
+    """Measured FLOP/s of square bf16 matrix products, ten at a time to hide the cost of launches."""
+    # Random, because the rate depends on the values, and zeros are faster.
+    a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in jax.random.split(jax.random.key(0)))
+    product = jax.jit(lambda a, b: a @ b)
+    product(a, b).block_until_ready()
+    return 20 * size**3 / min(timed(lambda: [product(a, b) for _ in range(10)]) for _ in range(3))
 
 
 def timed_in_turn(runs: Mapping[K, Callable[[], Any]], rounds: int) -> dict[K, list[float]]:

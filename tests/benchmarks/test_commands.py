@@ -26,6 +26,11 @@ COMMANDS = [
     (f"streaming time {MLP} --rounds 1", "streaming_time_cpu", 7),
     ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 11),
     ("ghost flops", "ghost_flops", 1),
+    (
+        "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4 --chosen 2",
+        "expert_layer_cpu",
+        4,
+    ),
     (f"long_context_cpu --policies nested --data.seq_len 64 {SMALL}", "long_context_cpu", 1),
     pytest.param(
         "influence --examples 32 --epochs 1 --runs 2 --targets 2", "influence", 9, marks=pytest.mark.slow

@@ -1,17 +1,18 @@
-"""Tests of the benchmark of training steps, at small sizes on the CPU."""
+"""Tests of the benchmarks of training steps and of attention, at small sizes on the CPU."""
 
-import argparse
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import benchmarks.attention_layer as attention_layer
 import benchmarks.qwen3_step as qwen3_step
-from benchmarks.attention_layer import CASES, differences
+from benchmarks.attention_layer import CASES, Heads, differences
 from benchmarks.qwen3_context import CONFIG
-from benchmarks.qwen3_step import JOBS, heads_of, main, model_flops, random_parts
-from models.train_lm import LmRunConfig
+from benchmarks.qwen3_step import main, model_flops, random_parts
+from benchmarks.record import matmul_peak
+from models.run_config import LmRunConfig
 from stacked_remat.ops._attention_backends import BACKENDS
 from stacked_remat.ops._attention_blockwise import BLOCKWISE
 from stacked_remat.ops._attention_rule import Kernel
@@ -20,130 +21,82 @@ from stacked_remat.training import parse_config
 
 from ..jaxprs import equations_of
 
-TINY = [
-    "--config",
-    str(CONFIG.with_name("qwen3_moe_65k_cpu.yaml")),
-    "--check",
-    "8",
-    "--rounds",
-    "1",
-    "--matmul",
-    "8",
-]
-SMALL = ["--overrides", "--model.num_layers", "2", "--model.hidden_dim", "16", "--vocab_size", "260"]
+TINY = ["--config", str(CONFIG.with_name("qwen3_moe_65k_cpu.yaml")), "--rounds", "1"]
+SMALL = ["--model.num_layers", "2", "--model.hidden_dim", "16", "--vocab_size", "260"]
+
+
+@pytest.fixture(autouse=True)
+def in_this_process_beside_small_products(monkeypatch):
+    monkeypatch.setattr(qwen3_step, "in_a_process", lambda fn, *args: fn(*args))
+    for module in (qwen3_step, attention_layer):
+        monkeypatch.setattr(module, "matmul_peak", lambda: matmul_peak(8))
 
 
 @pytest.mark.deep
-def test_every_policy_has_a_row_with_its_own_peak(tmp_path, monkeypatch, standard_promotion):
-    apart = qwen3_step._in_a_process
-
-    def run(options, job, policies, tokens, seconds):
-        """The first job in a process of its own, the others here."""
-        if job == "device":
-            return apart(options, job, policies, tokens, seconds)
-        own = argparse.Namespace(**vars(options) | {"policies": policies, "tokens": tokens})
-        config = parse_config(LmRunConfig, ["--config_path", str(options.config), *options.overrides])
-        return json.loads(json.dumps([*JOBS[job](config, own)]))
-
-    monkeypatch.setattr(qwen3_step, "_in_a_process", run)
-    path = main(
-        [
-            *TINY,
-            "--tokens",
-            "16",
-            "--layers",
-            "16",
-            "--policies",
-            "nested",
-            "--profile",
-            "--out",
-            str(tmp_path),
-            *SMALL,
-        ]
-    )
-    assert path is not None and path == tmp_path / "qwen3_step_cpu.json"
-    found = json.loads(path.read_text())
-    of = {job: [row for row in found["rows"] if row["job"] == job] for job in JOBS}
-    (row, *profiled), (gradients,) = of["step"], of["gradients"]
+def test_a_policy_is_compared_timed_and_profiled(tmp_path, standard_promotion):
+    options = ["--check", "8", "--tokens", "16", "--policies", "nested", "--profile", "--out", str(tmp_path)]
+    path = main([*TINY, *options, *SMALL])
+    assert path == tmp_path / "qwen3_step_cpu.json"
+    gradients, row, *longest = json.loads(path.read_text())["rows"]
     for one in ("kind", "longest"):
-        assert sum(row["profiled_seconds"] for row in profiled if one in row) > 0
-    assert (row["tokens"], row["policy"]) == (16, "nested")
-    assert (gradients["policy"], gradients["off_first"], found["offload_check"]) == ("nested", 0.0, "passed")
+        assert sum(row["profiled_seconds"] for row in longest if one in row) > 0
+    assert (row["tokens"], row["policy"], row["num_layers"]) == (16, "nested", 2)
+    assert (gradients["policy"], gradients["off_first"]) == ("nested", 0.0)
     assert gradients["off"] < 1e-5  # in float32 too
-    compared = [row["kernel"] for row in of["kernels"] if row["case"] == "sinks"]
-    assert compared == ["cudnn", "tokamax", "splash", "blockwise"]
-    timed = [row for row in of["attention"] if "milliseconds" in row]
-    assert [row["case"] for row in timed] == list(CASES)
-    assert all(row["kernel"] == "blockwise" and row["milliseconds"] > 0 for row in timed)
-    assert {row["backend"] for row in of["experts"]} == {"block", "dense"}
     assert row["backends"] == {"attention": "blockwise", "experts": "block"}
     assert row["seconds"] > 0 and row["peak_bytes"] > 2**26 and row["utilisation_of_matmul_peak"] > 0
 
 
+@pytest.mark.deep
+def test_attention_of_each_case_is_timed(tmp_path):
+    heads = ["--kv_heads", "1", "--group", "2", "--head_dim", "8"]
+    options = ["--tokens", "16", "--check", "16", "--rounds", "1", "--out", str(tmp_path)]
+    rows = json.loads(attention_layer.main([*heads, *options]).read_text())["rows"]
+    timed = [row for row in rows if "milliseconds" in row]
+    assert [row["case"] for row in timed] == list(CASES)
+    assert all(row["kernel"] == "blockwise" and row["milliseconds"] > 0 for row in timed)
+
+
 @pytest.fixture
-def jobs(monkeypatch):
-    """What jobs find, by name, in place of running them; and the steps that are timed."""
-    found = {
-        "device": [{"device": "gpu", "matmul_peak": 1e12, "offload_check": "passed"}],
-        "kernels": [{"case": "plain", "kernel": "cudnn", "off": 1e-3, "agrees": True}],
-        "gradients": [{"policy": name, "off": off} for name, off in (("True", 0.030), ("nested", 0.031))],
-    }
-    timed = []
+def steps(monkeypatch):
+    """The gradients that are found, in place of computing them, and the steps that are timed."""
+    off, timed = {"True": 0.030, "nested": 0.031}, []
 
-    def in_a_process(options, job, policies, tokens, seconds):
-        if job == "step":
-            timed.append((*policies, *tokens))
-            return [{"seconds": 1.0}]
-        return [dict(row) for row in found.get(job, [])]
+    def gradient_rows(given, tokens, policies):
+        return [{"policy": name, "off": off[name]} for name in policies]
 
-    monkeypatch.setattr("benchmarks.qwen3_step._in_a_process", in_a_process)
-    return found, timed
+    def step_rows(given, tokens, name, rounds, profile):
+        timed.append((name, tokens))
+        return [{"seconds": 1.0}]
+
+    monkeypatch.setattr(qwen3_step, "gradient_rows", gradient_rows)
+    monkeypatch.setattr(qwen3_step, "step_rows", step_rows)
+    return off, timed
 
 
-def test_a_policy_with_wrong_gradients_is_named_and_not_timed(tmp_path, jobs):
-    found, timed = jobs
-    found["gradients"].append({"policy": "offload", "off": 0.5})
-    with pytest.raises(SystemExit, match="differ or are missing, not timed: offload"):
+def test_a_policy_with_wrong_gradients_is_named_and_not_timed(tmp_path, steps):
+    off, timed = steps
+    off["offload"] = 0.5
+    with pytest.raises(SystemExit, match="gradients differ, not timed: offload"):
         main(["--tokens", "16", "32", "--out", str(tmp_path)])
     assert timed == [("True", 16), ("nested", 16), ("True", 32), ("nested", 32)]
-    rows = json.loads((tmp_path / "qwen3_step_gpu.json").read_text())["rows"]
-    assert len([row for row in rows if row["job"] == "step"]) == 4
-
-
-def test_a_wrong_kernel_of_attention_is_named_and_what_was_found_is_kept(tmp_path, jobs):
-    found, _ = jobs
-    found["kernels"].append({"case": "window", "kernel": "tokamax", "off": 10.5, "agrees": False})
-    with pytest.raises(SystemExit, match="attention by tokamax, window: off by 10 of its norm"):
-        main(["--tokens", "16", "--policies", "nested", "--out", str(tmp_path)])
-    rows = json.loads((tmp_path / "qwen3_step_gpu.json").read_text())["rows"]
-    assert len([row for row in rows if row["job"] == "kernels"]) == 2
-
-
-def test_jobs_that_time_is_not_left_for_end_with_what_they_have_found(tmp_path):
-    config = ["--config", str(CONFIG.with_name("qwen3_moe_65k_cpu.yaml")), "--out", str(tmp_path)]
-    with pytest.raises(SystemExit, match="nothing runs here: no time was left"):
-        main([*config, "--minutes", "0"])
+    rows = json.loads((tmp_path / "qwen3_step_cpu.json").read_text())["rows"]
+    assert len([row for row in rows if "seconds" in row]) == 4
 
 
 def test_other_models_are_refused(tmp_path):
     dense = tmp_path / "dense.yaml"
     dense.write_text("model:\n  type: qwen3\nvocab_size: 260\n")
     with pytest.raises(SystemExit, match="model.type must be qwen3_moe here; the config has Qwen3Config"):
-        main(["--config", str(dense), "--alone", "device"])
+        main(["--config", str(dense)])
 
 
-def test_policies_are_those_of_the_model(tmp_path, jobs):
-    _, timed = jobs
-    main(["--jobs", "step", "--tokens", "8", "--policies", "attention_saved", "--out", str(tmp_path)])
+def test_policies_are_those_of_the_model(tmp_path, steps):
+    _, timed = steps
+    main(["--check", "0", "--tokens", "8", "--policies", "attention_saved", "--out", str(tmp_path)])
     assert timed == [("attention_saved", 8)]
     with pytest.raises(SystemExit, match="'fast' is none of False, True, nested"):
         main(["--policies", "fast"])
-
-
-def test_no_rounds_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["--rounds", "0"])
-    assert "0 is not at least 1" in capsys.readouterr().err
 
 
 def test_the_model_takes_96_gflop_a_token_at_65536():
@@ -161,14 +114,9 @@ def test_a_stack_of_weights_is_made_a_layer_at_a_time():
     assert [one.params["shape"] for one in bits] == [(64, 128)]
 
 
-@pytest.fixture
-def config():
-    return parse_config(LmRunConfig, ["--config_path", str(CONFIG)])
-
-
-def test_kernels_of_attention_are_compared_with_the_definition(config, monkeypatch):
+def test_kernels_of_attention_are_compared_with_the_definition(monkeypatch, tmp_path):
     def found():
-        return {(row["case"], row["kernel"]): row for row in differences(heads_of(config), 16)}
+        return {(row["case"], row["kernel"]): row for row in differences(Heads(), 16)}
 
     rows = found()
     assert list(dict.fromkeys(case for case, _ in rows)) == ["plain", "documents", "window", "sinks"]
@@ -177,7 +125,8 @@ def test_kernels_of_attention_are_compared_with_the_definition(config, monkeypat
             assert 0 < row["off"] < 2e-2 and row["agrees"]
         elif kernel == "cudnn":
             assert row["refused"] == "it runs on NVIDIA GPUs, and the program is for 'cpu'"
-    monkeypatch.setattr("benchmarks.attention_layer.CASES", ("plain",))
+    monkeypatch.setattr(attention_layer, "CASES", ("plain",))
     wrong = Kernel(lambda query, *rest: BLOCKWISE.forward(1.1 * query, *rest), BLOCKWISE.backward)
     monkeypatch.setitem(BACKENDS, "blockwise", Backend(wrong))
-    assert not any(row["agrees"] for row in found().values() if "off" in row)
+    with pytest.raises(SystemExit, match="differs from the definition: blockwise, plain: off by 0"):
+        attention_layer.main(["--check", "16", "--out", str(tmp_path)])

@@ -79,12 +79,10 @@ def main(
             try:
                 found = in_a_process(step_rows, given, length, name, rounds, profile)
             except (BrokenProcessPool, jax.errors.JaxRuntimeError) as error:
-                found = [{"refused": str(error)[:300]}]
+                found: list[dict[str, Any]] = [{"refused": str(error)[:300]}]
             for row in found:
-                if "seconds" in row:
-                    rate = useful[length] * length / float(row["seconds"])
-                    row["utilisation_of_matmul_peak"] = rate / peak
-                yield of_step | row
+                rate = useful[length] * length / row["seconds"] if "seconds" in row else 0.0
+                yield of_step | row | ({"utilisation_of_matmul_peak": rate / peak} if rate else {})
     if wrong := [name for name in policies if name not in agreeing]:
         raise SystemExit(f"gradients differ, not timed: {', '.join(wrong)}")
 

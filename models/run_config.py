@@ -10,7 +10,7 @@ from haliax import Axis
 
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
-from models.decoder.remat_presets import check_remat_levels, check_remat_names
+from models.decoder.remat_presets import check_remat_names
 from models.hf_io.formats import differing_fields, pretrained_config
 from models.hf_io.hub import model_folder
 from models.lm import next_token_loss
@@ -184,7 +184,7 @@ class LmRunConfig:
 
         Raises:
             ConfigError: `model` or `vocab_size` is not that of the folder (names every field that differs);
-                `vocab_size` is less than the tokenizer's; or the levels of `remat` can't cut the layers.
+                `vocab_size` is less than the tokenizer's.
             WeightsError, FileNotFoundError: the folder can't be read.
         """
         model, rows = self.model, self.vocab_size
@@ -212,6 +212,4 @@ class LmRunConfig:
                     f"The tokenizer {self.data.tokenizer!r} has {tokens} tokens, and the model's embedding "
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
-        if self.policy is not None:
-            check_remat_levels(self.policy, model.num_layers)
         return dataclasses.replace(self, model=model, vocab_size=rows)

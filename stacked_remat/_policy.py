@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written, check_jax_policy
-from ._schedule import Schedule, bounded, equal, levels, shrinking, whole_number
+from ._schedule import Schedule, bounded, equal, shrinking, whole_number
 
 OFFLOAD = "offload"
 _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
@@ -54,9 +54,7 @@ class ScanCheckpointPolicy:
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
             replay, √(2N); or, where the boundaries are offloaded, into √N of one length. `k` cuts into k
-            segments of one length, at most one a layer. `(a, b, ...)` cuts into a parts, each into b, and so
-            on; a layer is replayed once for each level but the first. Every number of layers works, primes
-            included.
+            segments of one length, at most one a layer. Every number of layers works, primes included.
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
         first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
@@ -75,7 +73,7 @@ class ScanCheckpointPolicy:
     save_carries: bool | Literal["offload"] = True
     save_block_internals: bool | Iterable[str] | JaxPolicy = False
     offload_block_internals: Iterable[str] = ()
-    nested: bool | int | Iterable[int] = False
+    nested: bool | int = False
     max_carries: int | None = None
     first_layers: int = 0
     first_policy: "ScanCheckpointSpec" = False
@@ -90,12 +88,12 @@ class ScanCheckpointPolicy:
         checked: dict[str, Any] = {
             "save_block_internals": kept.internals or False,
             "offload_block_internals": kept.offloaded,
-            "nested": _nesting(self.nested),
             "first_layers": whole_number("first_layers", self.first_layers, "a number of layers", least=0),
         }
-        if self.max_carries is not None:
-            meaning, fix = "a number of carries", "Leave it out for none."
-            checked["max_carries"] = whole_number("max_carries", self.max_carries, meaning, fix)
+        for name, meaning in (("nested", "a number of segments"), ("max_carries", "a number of carries")):
+            value = getattr(self, name)
+            if value is not None and not (name == "nested" and isinstance(value, bool)):
+                checked[name] = whole_number(name, value, meaning, "Leave it out for none.")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         for reason in self._contradictions():
@@ -113,7 +111,7 @@ class ScanCheckpointPolicy:
                 f"{keeps[0]} keeps carries, and save_carries=False keeps none. For a backward pass that "
                 'starts from the stack\'s input alone use "recompute".'
             )
-        if self.save_carries == OFFLOAD and (self.max_carries is not None or isinstance(self.nested, tuple)):
+        if self.save_carries == OFFLOAD and self.max_carries is not None:
             yield (
                 f'save_carries="offload" moves the boundaries of one cut to the host, and {cuts[0]} cuts '
                 "more than once. Use nested=True or nested=k."
@@ -216,8 +214,7 @@ class ScanCheckpointPolicy:
         if self.max_carries is not None:
             return bounded(length, max_carries=min(self.max_carries, length))
         if self.nested is not True:
-            sizes: Any = self.nested
-            return levels(length, sizes) if isinstance(sizes, tuple) else equal(length, sizes)
+            return equal(length, self.nested)
         if self.save_carries == OFFLOAD:  # boundaries take no slots on the device
             return equal(length, math.isqrt(length - 1) + 1 if length > 1 else 1)
         return shrinking(length)
@@ -304,21 +301,6 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise TypeError(f"{field} is a list of checkpoint names; {name!r} is not a string.")
     return tuple(sorted(set(names)))
-
-
-def _nesting(nested: Any) -> bool | int | tuple[int, ...]:
-    if isinstance(nested, bool):
-        return nested
-    scalar = isinstance(nested, str) or not isinstance(nested, Iterable) or getattr(nested, "ndim", 1) == 0
-    if scalar:
-        return whole_number("nested", nested, "a number of segments", "Leave it out for none.")
-    sizes = tuple(
-        whole_number(f"nested[{i}]", size, "a number of parts", "Leave the level out to not cut it.")
-        for i, size in enumerate(nested)
-    )
-    if not sizes:
-        raise ValueError("nested=() has no level. Write nested=True, a number of segments, or (a, b, ...).")
-    return sizes
 
 
 _AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \

@@ -13,6 +13,7 @@ A slot is freed by its visit, so later runs may use it: with segments that are
 one shorter each, boundaries and the segment being reversed share one buffer (`shrinking`).
 """
 
+import bisect
 import functools
 import itertools
 import math
@@ -30,33 +31,39 @@ class Run:
     Attributes:
         start: the layer whose input is held in `slot` when the run begins.
         slot: the slot it is held in.
-        writes: the input of layer `start + 1 + k` is written to slot `writes[k]`; so `len(writes)` layers are
-            run forward again.
+        holds: the layers after it whose inputs are held once all up to the last of them ran forward again, in
+            the slots that follow. An input in between is written where the next one that is held goes.
         visits: how many layers are then visited, from `top` down; their slots are consecutive.
     """
 
     start: int
     slot: int
-    writes: tuple[int, ...]
+    holds: tuple[int, ...]
     visits: int
 
     @property
     def replays(self) -> int:
         """How many layers the run evaluates forward."""
-        return len(self.writes)
+        return self.top - self.start
 
     @property
     def top(self) -> int:
         """The first layer that the run visits, the highest whose input is held."""
-        return self.start + self.replays
+        return self.holds[-1] if self.holds else self.start
 
     @property
     def top_slot(self) -> int:
         """The slot of the input of layer `top`."""
-        return self.writes[-1] if self.writes else self.slot
+        return self.slot + len(self.holds)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """The slot for the input of each layer from `start + 1` to `top`."""
+        parts = enumerate(itertools.pairwise((self.start, *self.holds)), self.slot + 1)
+        return tuple(slot for slot, (before, own) in parts for _ in range(own - before))
 
 
-Part: TypeAlias = "tuple[int, int, int]"  # layers start to stop, and what tells how they are cut
+Part: TypeAlias = "tuple[int, int, int]"  # layers start to stop, and how many parts before it hold a carry
 _SINGLE = -1  # in a part: each of its layers is a part of its own
 _MOST_NESTED = 50  # Python's recursion limit of 1000 allows about 60 checkpoints within each other
 Tree: TypeAlias = "int | tuple[Tree, ...]"
@@ -72,31 +79,26 @@ class Schedule:
         length: number of layers.
         slots: layer inputs held at once, at the most; the one being visited is among them.
         segments: lengths of the segments in forward order; empty for a binomial cut.
-        levels: into how many parts a segment is cut, and each of these, and so on.
     """
 
     length: int
     slots: int
     segments: tuple[int, ...] = ()
-    levels: tuple[int, ...] = ()
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
         """The slot to which the forward sweep writes the input of each layer."""
-        parts, start, slot, _ = next(self._expansions())
-        return (0, *_writes(parts, start, slot))
+        return (0, *next(self._expansions()).writes)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """What the reverse sweep does, in order. As many numbers as layers are run again."""
-        found = self._expansions()
-        runs = [Run(start, slot, _writes(parts, start, slot), visits) for parts, start, slot, visits in found]
-        first, sizes = runs[0], self.segments
-        runs[0] = Run(first.top, first.top_slot, (), first.visits)
-        if not self.levels and len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
+        """What the reverse sweep does, in order. As many numbers as there are layers, however few carries."""
+        runs, sizes = [*self._expansions()], self.segments
+        runs[0] = Run(runs[0].top, runs[0].top_slot, (), runs[0].visits)
+        if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:
             # What the forward sweep left of the last segment is made again: then all runs are alike.
-            last, size = len(sizes) - 1, sizes[-1]
-            runs[0] = Run(self.length - size, last, tuple(range(last + 1, last + size)), size)
+            start = self.length - sizes[-1]
+            runs[0] = Run(start, len(sizes) - 1, tuple(range(start + 1, self.length)), sizes[-1])
         return tuple(runs)
 
     @cached_property
@@ -138,7 +140,7 @@ class Schedule:
         return 4 * self.length + self.replays
 
     def _cut(self, part: Part) -> list[Part]:
-        """The parts of a part, whose third number is its level, or how many carries parts before it hold."""
+        """The parts of a part, whose third number tells those of a binomial cut how many slots are left."""
         start, stop, key = part
         if not self.segments:
             slots = self.slots - key
@@ -146,17 +148,13 @@ class Schedule:
                 return [(start, stop, _SINGLE)]
             middle = start + _split(stop - start, slots)
             return [_part(start, middle, key), _part(middle, stop, key + 1)]
-        if key > len(self.levels) or len(self.segments) == self.length:
+        if key or len(self.segments) == self.length:
             return [(start, stop, _SINGLE)]
-        sizes = self.segments if key == 0 else _parts_of(stop - start, self.levels[key - 1])
-        ends = itertools.accumulate(sizes, initial=start)
-        return [_part(first, end, key + 1) for first, end in itertools.pairwise(ends)]
+        ends = itertools.accumulate(self.segments, initial=start)
+        return [_part(first, end, 1) for first, end in itertools.pairwise(ends)]
 
-    def _expansions(self) -> Iterator[tuple[list[Part], int, int, int]]:
-        """For each run the parts that it cuts down to layers, their first layer, its slot, and the visits.
-
-        Always at the top of a stack of parts whose first input is held.
-        """
+    def _expansions(self) -> Iterator[Run]:
+        """The runs, and before the first the forward sweep, as the part at the top of a stack is cut."""
         stack: list[Part] = [_part(0, self.length, 0)]
         held = 1
         while stack:
@@ -164,31 +162,23 @@ class Schedule:
             while stack[-1][2] != _SINGLE:
                 inner = self._cut(stack.pop())
                 stack.extend(inner)
-                held += sum(map(_inputs_held, inner)) - 1
-            parts, visits = stack[below:], 0
+                held += sum(len(_held(part)) for part in inner) - 1
+            holds = [layer for part in stack[below:] for layer in _held(part)]
+            visits = 0
             while stack and stack[-1][2] == _SINGLE:
-                visits += _inputs_held(stack.pop())
+                visits += len(_held(stack.pop()))
             held -= visits
-            yield parts, start, slot, visits
+            yield Run(start, slot, tuple(holds[1:]), visits)
 
 
 def _part(start: int, stop: int, key: int) -> Part:
     return (start, stop, key if stop - start > 1 else _SINGLE)
 
 
-def _inputs_held(part: Part) -> int:
+def _held(part: Part) -> range:
+    """The layers of a part whose inputs are held."""
     start, stop, key = part
-    return stop - start if key == _SINGLE else 1
-
-
-def _writes(parts: list[Part], start: int, slot: int) -> tuple[int, ...]:
-    """The slot for each layer's input from `start + 1` on: its own if kept, else the next kept one's."""
-    writes: list[int] = []
-    for part in parts:
-        writes.extend([slot] * (part[0] - start - len(writes)))
-        writes.extend(range(slot + 1, slot + _inputs_held(part)))
-        slot += _inputs_held(part)
-    return tuple(writes)
+    return range(start, stop if key == _SINGLE else start + 1)
 
 
 def shrinking(length: int) -> Schedule:
@@ -217,24 +207,6 @@ def equal(length: int, segments: int) -> Schedule:
     return _cut_into([size + 1] * longer + [size] * (segments - longer))
 
 
-def levels(length: int, sizes: Sequence[int]) -> Schedule:
-    """Segments within segments: cut into `sizes[0]` parts, each of these into `sizes[1]`, and so on.
-
-    The last size is how many layers a part of the innermost level holds; a layer is replayed at most
-    `len(sizes) - 1` times, and about `sum(sizes)` carries are alive. `(a, b)` is `equal(length, a)`.
-
-    Raises:
-        ValueError: the product of the sizes is less than `length`.
-    """
-    if (held := math.prod(sizes)) < length:
-        raise ValueError(
-            f"levels {sizes} hold {held} layers, fewer than {length}; make one of them larger, or add one"
-        )
-    if len(sizes) <= 2:
-        return equal(length, sizes[0] if len(sizes) == 2 else 1)
-    return _cut_into(_parts_of(length, sizes[0]), tuple(sizes[1:-1]))
-
-
 def bounded(length: int, *, max_carries: int) -> Schedule:
     """The least recomputation that keeps at most `max_carries` layer inputs alive.
 
@@ -255,29 +227,16 @@ def bounded(length: int, *, max_carries: int) -> Schedule:
 @functools.lru_cache(maxsize=4096)
 def _split(size: int, slots: int) -> int:
     """Where to hold the next carry, so that both sides stay within the optimal range of repetitions."""
-    repeats = 1
-    while math.comb(slots - 1 + repeats, repeats) < size:
-        repeats += 1
+    repeats = 1 + bisect.bisect_left(range(1, size), size, key=lambda r: math.comb(slots - 1 + r, r))
     most_before = math.comb(slots + repeats - 2, repeats - 1)
     least_after = math.comb(slots + repeats - 3, repeats - 1)
     return min(most_before, size - least_after)
 
 
-def _parts_of(length: int, count: int) -> tuple[int, ...]:
-    """The lengths of at most `count` parts, all of one length but the last."""
-    size = -(-length // count)
-    whole, rest = divmod(length, size)
-    return (size,) * whole + (rest,) * (rest > 0)
-
-
-def _cut_into(sizes: Sequence[int], levels: tuple[int, ...] = ()) -> Schedule:
-    """Segments of the given sizes, each cut further where there are levels."""
-
-    def slots(sizes: Sequence[int], levels: tuple[int, ...]) -> int:
-        held = (slots(_parts_of(size, levels[0]), levels[1:]) if levels else size for size in sizes)
-        return max(before + inside for before, inside in enumerate(held))
-
-    return Schedule(sum(sizes), slots(sizes, levels), tuple(sizes), levels)
+def _cut_into(sizes: Sequence[int]) -> Schedule:
+    """Segments of the given sizes."""
+    slots = max(before + size for before, size in enumerate(sizes))
+    return Schedule(sum(sizes), slots, tuple(sizes))
 
 
 def whole_number(name: str, value: Any, meaning: str, fix: str = "", *, least: int = 1) -> int:

@@ -60,10 +60,7 @@ def test_the_repr_shows_what_was_set():
     "settings, reason",
     [
         (dict(save_block_internals=True, offload_block_internals=["a"]), "has nothing to offload"),
-        (dict(nested=(2, 3), save_carries="offload"), r"nested=\[2, 3\] cuts more than once"),
         (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
-        (dict(nested=()), "has no level"),
-        (dict(nested=(2, 0)), r"nested\[1\] is a number of parts and at least 1; got 0. Leave the level out"),
         (dict(first_layers=2, first_policy="offload"), "first_policy cannot set save_carries='offload'"),
         (
             dict(first_layers=2, save_block_internals=True),
@@ -115,7 +112,6 @@ def test_integers_of_every_kind_are_integers(field, number):
         (ScanCheckpointPolicy(nested=True), 10, 4 * 48 + (48 - 3) - 6),
         (ScanCheckpointPolicy(nested=True, save_carries="offload"), 12, None),
         (ScanCheckpointPolicy(nested=7), 12, None),
-        (ScanCheckpointPolicy(nested=(4, 4, 3)), 9, None),
         (ScanCheckpointPolicy(max_carries=6), 6, None),
         (ScanCheckpointPolicy(max_carries=100), 48, 4 * 48),
     ],

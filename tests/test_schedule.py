@@ -1,7 +1,6 @@
 """Schedules are correct and cost what they say, by a simulation that executes them."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from haliax import Axis
 from hypothesis import given, settings, strategies as st
 
 from stacked_remat import ScanCheckpointPolicy, checkpoint_sequential, fold
-from stacked_remat._schedule import Schedule, Tree, bounded, equal, levels, shrinking
+from stacked_remat._schedule import Schedule, Tree, bounded, equal, shrinking
 
 lengths = st.integers(1, 70)
 NESTED = ScanCheckpointPolicy(nested=True)
@@ -95,23 +94,6 @@ def test_equal(length: int, segments: int):
         assert len({(run.replays, run.visits) for run in schedule.runs}) == 1
 
 
-@given(lengths, st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_levels(length: int, sizes: list[int]):
-    if math.prod(sizes) < length:
-        with pytest.raises(ValueError, match=f"fewer than {length}"):
-            levels(length, sizes)
-        return
-    schedule = levels(length, sizes)
-    check(schedule, length)
-    assert schedule.slots <= sum(sizes) - (len(sizes) - 1)
-    assert schedule.replays <= max(0, len(sizes) - 1) * length
-
-
-def test_two_levels_are_equal_segments():
-    assert levels(48, (6, 8)) == equal(48, 6)
-    assert levels(48, (48,)) == equal(48, 1)
-
-
 def fewest_replays(length: int, carries: int) -> int:
     """Of another implementation of binomial checkpointing, which does not visit the last layer twice."""
     schedule = MultistageCheckpointSchedule(length, min(carries - 1, length), 0)
@@ -144,11 +126,13 @@ def test_long_sequences_are_cheap_to_cut():
     check(bounded(520, max_carries=2), 520)
     check(bounded(2_000, max_carries=8), 2_000)
     many = 1_000_000
-    cuts = [shrinking(many), equal(many, many), levels(many, (100, 100, 100))]
+    cuts = [shrinking(many), equal(many, many)]
     cuts += [bounded(many, max_carries=carries) for carries in (3, 20)]
-    assert [cut.slots for cut in cuts] == [1414, many, 298, 3, 20]
+    assert [cut.slots for cut in cuts] == [1414, many, 3, 20]
     assert not any({"forward", "runs", "replays", "tree"} & {*vars(cut)} for cut in cuts)
     assert len(cuts[0].runs) == len(cuts[0].segments)
+    few = bounded(10_000, max_carries=2)  # which runs layers again 50 million times
+    assert sum(1 + len(run.holds) for run in few.runs) < 2 * few.length
 
 
 def test_the_forward_pass_reads_no_schedule(monkeypatch: pytest.MonkeyPatch):
@@ -168,7 +152,7 @@ def test_parts_within_parts(length: int, carries: int):
     def layers(tree: Tree) -> list[int]:
         return [tree] if isinstance(tree, int) else [layer for part in tree for layer in layers(part)]
 
-    for cut in (shrinking(length), levels(length, (4, 4, 4)), bounded(length, max_carries=carries)):
+    for cut in (shrinking(length), bounded(length, max_carries=carries)):
         if cut.length < 50 or carries > 2:
             assert layers(cut.tree) == list(range(length))
 
@@ -184,7 +168,6 @@ def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
     [
         (lambda: NESTED.schedule(0), ValueError, "length .* at least 1; got 0"),
         (lambda: NESTED.schedule(True), TypeError, "length .*an int.; got True"),
-        (lambda: levels(4, (1, 3)), ValueError, "hold 3 layers, fewer than 4"),
         (lambda: bounded(4, max_carries=1), ValueError, "max_carries=1 is too few for 4 layers.*at least 2"),
     ],
 )

@@ -21,7 +21,6 @@ POLICIES = {
     "True": True,
     "nested": "nested",
     "max_carries": ScanCheckpointPolicy(max_carries=3),
-    "levels": ScanCheckpointPolicy(nested=(2, 3, 3)),
     "first layers": ScanCheckpointPolicy(nested=True, first_layers=4),
     "internals": ScanCheckpointPolicy(nested=3, save_block_internals=True),
 }

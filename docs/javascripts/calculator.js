@@ -75,23 +75,6 @@ const calculator = (() => {
     return once(length, range(0, parts).map((j) => Math.floor(length / parts) + (j < longer ? 1 : 0)));
   }
 
-  function levels(length, sizes) {
-    if (sizes.reduce((product, size) => product * size, 1) < length) {
-      throw new Error(`levels ${sizes} hold fewer than ${length} layers: make one larger, or add one`);
-    }
-    if (sizes.length <= 2) return sizes.length === 2 ? equal(length, sizes[0]) : equal(length, 1);
-    const cut = (part) => {
-      if (part.key === sizes.length - 1) return units(part);
-      const size = Math.ceil((part.stop - part.start) / sizes[part.key]);
-      const parts = Math.ceil((part.stop - part.start) / size);
-      return range(0, parts).map((j) => {
-        const start = part.start + j * size;
-        return { start, stop: Math.min(start + size, part.stop), key: part.key + 1 };
-      });
-    };
-    return build(length, cut, 0);
-  }
-
   function bounded(length, carries) {
     if (carries < 2 && length > 1) throw new Error("max_carries is at least 2");
     const cut = (part) => {
@@ -114,7 +97,6 @@ const calculator = (() => {
   /** The schedule of a policy for `length` layers: `ScanCheckpointPolicy.schedule`. */
   function scheduleOf(policy, length) {
     if (policy.max_carries) return bounded(length, Math.min(policy.max_carries, length));
-    if (Array.isArray(policy.nested)) return levels(length, policy.nested);
     if (policy.nested === true && policy.offload) return equal(length, Math.ceil(Math.sqrt(length)));
     if (policy.nested === true) return shrinking(length);
     if (policy.nested) return equal(length, policy.nested);
@@ -238,7 +220,7 @@ const calculator = (() => {
     return widest + (alike ? 1 : 2) * carry + kinds;
   }
 
-  return { shrinking, equal, levels, bounded, scheduleOf, replaysOf, lifetimes, estimate };
+  return { shrinking, equal, bounded, scheduleOf, replaysOf, lifetimes, estimate };
 })();
 
 if (typeof module !== "undefined") module.exports = calculator;

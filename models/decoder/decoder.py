@@ -20,7 +20,7 @@ from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
 from models.decoder.experts import AuxiliaryLoss, RouterStatistics, SparseExperts, load_balance_loss, means
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.layers import Norm, SwiGlu, cast_floating, linear, rms_norm
-from models.decoder.remat_presets import check_remat_levels, check_remat_names
+from models.decoder.remat_presets import check_remat_names
 from stacked_remat import (
     LayerStack,
     ScanCheckpointSpec,
@@ -185,7 +185,7 @@ class Decoder(eqx.Module):
         `stacked_remat.streaming.init`.
 
         Raises:
-            ConfigError: the policy has names that no layer has, or levels that can't cut the layers.
+            ConfigError: the policy has names that no layer has.
         """
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
@@ -202,7 +202,6 @@ class Decoder(eqx.Module):
             stacks = {kind.name: stack(kind, keys[np.array(config.layers_of(kind.name))]) for kind in kinds}
             layers = StackedPattern(stacks, config.pattern, config.Layers, remat)
         check_remat_names(config.remat_names, layers.remat)
-        check_remat_levels(layers.remat, config.num_layers)
         tied = config.tie_word_embeddings
         return Decoder(
             embedding=hnn.Embedding(weight, Vocab, config.Embed),

@@ -1,6 +1,5 @@
 """Remat policies of decoders: named ones, which keep values inside a layer, and what is refused."""
 
-import math
 from collections.abc import Sequence
 
 from stacked_remat import ScanCheckpointPolicy
@@ -77,26 +76,3 @@ def check_remat_names(valid: Sequence[str], policy: ScanCheckpointPolicy | None,
                     f"{key}.{field} has {name!r}, which names nothing in a layer of this model. "
                     f"Valid: {', '.join(valid) or 'none (with model.tiles nothing has a name)'}."
                 )
-
-
-def check_remat_levels(policy: ScanCheckpointPolicy, num_layers: int) -> None:
-    """Refuses levels that can't cut the layers.
-
-    Raises:
-        ConfigError: the outer levels make more parts than there are layers, or all levels hold too few.
-    """
-    if not isinstance(policy.nested, tuple):
-        return
-    length = num_layers - policy.first_layers
-    parts = math.prod(policy.nested[:-1])
-    if 0 < length < parts:
-        raise ConfigError(
-            f"remat.nested = {list(policy.nested)} cuts the layers into {parts} parts before its last level, "
-            f"and this model has {length} layers to cut. Give smaller numbers, fewer of them, or nested: "
-            f"true."
-        )
-    try:
-        if length > 1:
-            policy.schedule(length)
-    except ValueError as error:
-        raise ConfigError(f"remat.nested = {list(policy.nested)}: {error}.") from error

@@ -59,7 +59,7 @@ def read_decoder(
     Raises:
         FileNotFoundError: weights are missing.
         WeightsError: tensors are missing, unknown or misshapen, and nothing has been read.
-        ConfigError: the policy has names that no layer has, or levels that can't cut the layers.
+        ConfigError: the policy has names that no layer has.
 
     Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """

@@ -4,7 +4,7 @@ Layers are numbered in the order in which they run.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Ca
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(init, xs, shared)
     state = (init, _outputs(spec), spec.fetch(xs, 0))
-    step = _forward_step(spec, xs, shared, range(spec.length))
+    step = _forward_step(spec, xs, shared, [range(spec.length)])
     (carry, ys, _), _ = run_layers(spec.length, step, state, spec.unroll, spec.stops)
     return carry, ys
 
@@ -46,9 +46,9 @@ def _outputs(spec: SweepSpec) -> Arrays:
 
 
 def _forward_step(
-    spec: SweepSpec, xs: Arrays, shared: Arrays, numbers: range | None = None
+    spec: SweepSpec, xs: Arrays, shared: Arrays, parts: Sequence[range] = ()
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """A step of a forward loop on `(carry, outputs, what was read ahead)`; `numbers` as in `SweepSpec.at`."""
+    """A step of a forward loop on `(carry, outputs, what was read ahead)`; `parts` as in `SweepSpec.at`."""
 
     def step(number: Index, state: PyTree) -> PyTree:
         carry, ys, fetched = state
@@ -63,7 +63,7 @@ def _forward_step(
                 ahead, (y, ys) = read_before_writes(ahead, (y, ys))
             return carry, with_part(ys, kind.ys, write(ys[kind.ys], row, y)), ahead
 
-        return spec.at(number, run, (carry, ys, ahead), numbers)
+        return spec.at(number, run, (carry, ys, ahead), parts)
 
     return step
 
@@ -91,7 +91,7 @@ def _forward_first(
     spec: SweepSpec, perturbed: Perturbed, carry: Carry, ys: Arrays, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays, FirstLayersSaved]:
     length = spec.remat.first_layers
-    pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, carry, xs, shared)
+    pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, xs, shared)
     residuals = spec.room(pullbacks, [range(length)])
 
     def layer(number: Index, state: PyTree) -> PyTree:
@@ -105,7 +105,7 @@ def _forward_first(
             ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
             return carry, ys, spec.saved(residuals, kind, number, 0, new)
 
-        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), range(length))
+        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), [range(length)])
         return carry, ys, FirstLayersSaved(carries, residuals)
 
     state = (carry, ys, FirstLayersSaved(empty_stack(carry, length, _on_host(spec)), residuals))

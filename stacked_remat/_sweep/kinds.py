@@ -1,20 +1,17 @@
 """Layers of several kinds in one sweep: what those of a kind are given, and which layer is of which kind."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
-from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._compat import without_constants
 from .._static import PyTree
-from .._trips import known_trips
-from .slots import Arrays, Carry, entry_at
-from .store import Index
+from .slots import Arrays, Carry
 
 T = TypeVar("T")
 
@@ -101,31 +98,11 @@ class Pattern:
         is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(self.count)
         return np.concatenate([np.zeros((1, self.count), np.int32), np.cumsum(is_kind, 0, dtype=np.int32)])
 
-    def counts(self, indices: Iterable[int]) -> list[int]:
-        """How many of the layers at these indices are of each kind."""
-        kinds = np.asarray([self.kinds[index] for index in indices], np.int32)
-        return np.bincount(kinds, minlength=self.count).tolist()
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """The place of each layer in the stacks of its kind."""
+        return self.before[np.arange(len(self.kinds)), [*self.kinds]]
 
-    def at(
-        self, index: Index, run: Callable[[int, Index, T], T], state: T, indices: Callable[[], Iterable[int]]
-    ) -> T:
-        """`run(kind, row, state)` for the layer at `index`, its kind and its row in the stacks of that kind.
-
-        `indices` are all that it is called for by the loop around.
-
-        `run` is traced once for each kind with layers, in a loop of its own that runs once or not at all.
-        There XLA updates the state in place; the branches of a conditional copy stacks (GPUs) and carries
-        (TPUs).
-        """
-        if isinstance(index, int):
-            kind = self.kinds[index]
-            return run(kind, int(self.before[index, kind]), state)
-        kinds, rows = np.asarray(self.kinds, np.int32), self.before[np.arange(len(self.kinds)), [*self.kinds]]
-        kind, row = entry_at(kinds, index), entry_at(rows, index)
-        counts = self.counts(indices())
-        for k in sorted({*self.kinds}):
-            trips = (kind == k).astype(np.int32)
-            # Without the counter, which is 0, XLA for TPUs reads the weights of all kinds ahead of the loops.
-            with known_trips(counts[k], sum(counts)):
-                state = lax.fori_loop(0, trips, lambda i, state, k=k: run(k, row + i, state), state)
-        return state
+    def reversed(self) -> "Pattern":
+        """The same layers from the last to the first."""
+        return replace(self, kinds=self.kinds[::-1])

@@ -92,7 +92,7 @@ def sweep_back(
     remat, every_y_ct = spec.remat, scatter_leaves(ys_ct, perturbed.ys)
 
     def layers(first: int, stop: int, kept: Kept) -> _Layers:
-        pullbacks = spec.pullbacks(perturbed, kept, checkpoints.first(), xs_in(state), shared)
+        pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
         return _Layers(spec, range(first, stop), pullbacks, shared, every_y_ct, visitor, xs_in)
 
     if remat.schedule is not None:
@@ -129,16 +129,15 @@ class _Layers:
         return self.spec.fetch(self.xs_in(state), index + self.numbers.start)
 
     def advance(
-        self, state: PyTree, index: Index, carry: Carry, fetched: Arrays, indices: Iterable[int]
+        self, state: PyTree, index: Index, carry: Carry, fetched: Arrays, parts: Iterable[range]
     ) -> Carry:
-        """Run a layer again; `indices` are all that the loop around does."""
+        """Run a layer again; `parts` have all indices that the loop around is for."""
 
         def run(kind: Kind, row: Index, carry: Carry) -> Carry:
             x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
             return kind.evaluated.layer(self.shared, carry, x)[0]
 
-        first = self.numbers.start
-        return self.spec.at(index + first, run, carry, (k + first for k in indices))
+        return self.spec.at(index + self.numbers.start, run, carry, self._numbers(parts))
 
     def save(
         self, state: PyTree, index: Index, bottom: Index, carry: Carry, saved: list[Arrays], fetched: Arrays
@@ -162,10 +161,10 @@ class _Layers:
                 'or by a fold inside the layer. Use one that does not offload, and save_carries="offload" '
                 "beside it."
             )
-        first = self.numbers.start
-        return self.spec.room(
-            self.pullbacks, [range(part.start + first, part.stop + first) for part in parts]
-        )
+        return self.spec.room(self.pullbacks, self._numbers(parts))
+
+    def _numbers(self, parts: Iterable[range]) -> list[range]:
+        return [self.numbers[part.start : part.stop] for part in parts]
 
     def visit(
         self,
@@ -202,7 +201,7 @@ class _Layers:
             )
             return self.visitor(leaves, state)
 
-        return spec.at(number, run, loop, self.numbers)
+        return spec.at(number, run, loop, [self.numbers])
 
 
 class _Loop(NamedTuple):
@@ -247,7 +246,7 @@ def _visit_scheduled(
         r, boundary = at
         return run(r, loop._replace(slots=write(loop.slots, 0, to_device(boundary)))), None
 
-    slots = empty_stack(checkpoints.first_scheduled(), plan.most_visits)
+    slots = empty_stack(layers.spec.carry_types, plan.most_visits)
     loop = _Loop(slots, saved, fetched, cotangent, state)
     in_order = jnp.arange(len(runs))[::-1]  # the boundaries are stacked in the order of the forward sweep
     loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
@@ -258,13 +257,13 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
     """The runs where boundaries are on the host: each is fetched to slot 0, its segment fills the others."""
     starts = np.cumsum((0, *schedule.segments[:-1]))
     return tuple(
-        Run(int(start), 0, tuple(range(1, size)), size)
+        Run(int(start), 0, tuple(range(start + 1, start + size)), size)
         for start, size in zip(starts[::-1], schedule.segments[::-1], strict=True)
     )
 
 
 class _Plan:
-    """The runs of a schedule as tables, one entry per run except for `writes`."""
+    """The runs of a schedule as tables, one entry per run, or per input that a run holds."""
 
     def __init__(self, runs: tuple[Run, ...], saving: bool, ran: Index | None):
         def table(entries: Iterable[int]) -> np.ndarray:
@@ -276,10 +275,11 @@ class _Plan:
         self.advances: Any = table(
             max(0, run.replays - run.visits + 1) if saving else run.replays for run in runs
         )
-        rows = zip(self.start, self.advances, strict=True)
-        self.advanced = [int(start) + k for start, count in rows for k in range(count)]
-        self.first_write = table(itertools.accumulate((run.replays for run in runs[:-1]), initial=0))
-        self.writes = table([slot for run in runs for slot in run.writes] or [0])
+        rows = zip(self.start.tolist(), self.advances.tolist(), strict=True)
+        self.advanced = [range(start, start + count) for start, count in rows]
+        self.first_held = table(itertools.accumulate((len(run.holds) for run in runs[:-1]), initial=0))
+        self.held = table([layer for run in runs for layer in run.holds] or [0])
+        self.holds_all = len(self.held) >= sum(run.replays for run in runs)
         self.top = table(run.top for run in runs)
         self.visits: Any = table(run.visits for run in runs)
         self.most_advances, self.most_visits = int(self.advances.max()), int(self.visits.max())
@@ -293,25 +293,31 @@ class _Plan:
             ran = unvmap_max(ran)
             self.skipped = jnp.argmax(np.minimum(self.start, self.bottom) < ran).astype(jnp.int32)
             # The first input that a replay keeps; if that layer did not run, the replay is of no use.
-            kept = self.start + table(run.writes.count(run.writes[0]) if run.writes else 0 for run in runs)
+            kept = table(run.holds[0] if run.holds else run.start for run in runs)
             left = jnp.clip(ran - 1 - self.start, 0, self.advances)
             self.advances = jnp.where(kept < ran, left, 0)
             self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
 
 
 def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
-    def layer(k: Index, inner: tuple[Carry, Carry, Arrays]) -> tuple[Carry, Carry, Arrays]:
-        slots, carry, fetched = inner
+    slot = entry_at(plan.slot, r)
+
+    def layer(k: Index, inner: tuple[Carry, Carry, Arrays, Index | None]) -> PyTree:
+        slots, carry, fetched, held = inner  # how many inputs that the run holds are there
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = layers.fetch(loop.state, index + 1)
         carry = layers.advance(loop.state, index, carry, fetched, plan.advanced)
-        return write(slots, entry_at(plan.writes, entry_at(plan.first_write, r) + k), carry), carry, ahead
+        slots = write(slots, slot + 1 + (k if held is None else held), carry)
+        if held is not None:
+            is_held = entry_at(plan.held, entry_at(plan.first_held, r) + held) == index + 1
+            held += lax.convert_element_type(is_held, jnp.int32)
+        return slots, carry, ahead, held
 
     if not plan.most_advances:
         return loop
-    inner = (loop.slots, read(loop.slots, entry_at(plan.slot, r)), loop.fetched)
+    inner = (loop.slots, read(loop.slots, slot), loop.fetched, None if plan.holds_all else jnp.int32(0))
     trips = trip_count(plan.advances, r)
-    slots, _, fetched = repeat(trips, layer, inner, layers.spec.unroll, plan.most_advances)
+    slots, _, fetched, _ = repeat(trips, layer, inner, layers.spec.unroll, plan.most_advances)
     return loop._replace(slots=slots, fetched=fetched)
 
 

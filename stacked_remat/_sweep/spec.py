@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from .._activity import active_carry, active_outputs
 from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
 from .._static import PyTree
-from .._trips import known_branches
+from .._trips import known_branches, known_trips
 from .gradient import (
     LayerPullback,
     Mask,
@@ -74,25 +74,33 @@ class SweepSpec:
         number: Index,
         run: Callable[[Kind, Index, T], T],
         state: T,
-        numbers: Iterable[int] | None = None,
+        parts: Sequence[range] = (),
     ) -> T:
         """`run(kind, row, state)` for the layer with this number; `row` is its place in its kind's stacks.
 
-        `numbers` are all that it is called for by the loop around: by default the schedule's layers.
+        `parts` have all numbers that the loop around calls it for: by default the schedule's layers.
+
+        `run` is traced once for each kind with layers, in a loop of its own that runs once or not at all.
+        There XLA updates the state in place; the branches of a conditional copy stacks (GPUs) and carries
+        (TPUs).
         """
-        index = self.layer_index(number)
         if self.pattern is None:
-            return run(self.kinds[0], index, state)
-
-        def run_number(kind: int, row: Index, state: T) -> T:
-            return run(self.kinds[kind], row, state)
-
-        def indices() -> Iterable[int]:
-            return map(
-                self.layer_index, range(self.remat.first_layers, self.length) if numbers is None else numbers
-            )
-
-        return self.pattern.at(index, run_number, state, indices)
+            return run(self.kinds[0], self.layer_index(number), state)
+        order = self.pattern.reversed() if self.reverse else self.pattern
+        rows = self.pattern.rows[:: -1 if self.reverse else 1]
+        if isinstance(number, int):
+            return run(self.kinds[order.kinds[number]], int(rows[number]), state)
+        kind, row = entry_at(np.asarray(order.kinds, np.int32), number), entry_at(rows, number)
+        every = parts or [range(self.remat.first_layers, self.length)]
+        counts = sum(self._before[part.stop] - self._before[part.start] for part in every).tolist()
+        for k in sorted({*order.kinds}):
+            trips = (kind == k).astype(np.int32)
+            # Without the counter, which is 0, XLA for TPUs reads the weights of all kinds ahead of the loops.
+            with known_trips(counts[k], sum(counts)):
+                state = lax.fori_loop(
+                    0, trips, lambda i, state, k=k: run(self.kinds[k], row + i, state), state
+                )
+        return state
 
     def rows(self, kind: Kind) -> int:
         """The number of layers of this kind."""
@@ -102,7 +110,7 @@ class SweepSpec:
     def _before(self) -> np.ndarray:
         """As `Pattern.before`, by the layers' numbers."""
         assert self.pattern is not None
-        return replace(self.pattern, kinds=self.pattern.kinds[:: -1 if self.reverse else 1]).before
+        return (self.pattern.reversed() if self.reverse else self.pattern).before
 
     def entry(self, kind: Kind, number: Index, first: Index) -> Any:
         """How many layers of this kind have numbers from `first` to before `number`."""
@@ -165,9 +173,13 @@ class SweepSpec:
 
         return tuple(is_ for kind in self.kinds for is_ in of(kind))
 
-    def pullbacks(
-        self, perturbed: Perturbed, kept: Kept, carry: Carry, xs: Arrays, shared: Arrays
-    ) -> list[LayerPullback]:
+    @property
+    def carry_types(self) -> list[Any]:
+        """The types of the leaves of every carry, those of the traced layer."""
+        kind = self.kinds[0]
+        return [var.aval for var in kind.jaxpr.invars[len(kind.shared) :][: kind.carries]]
+
+    def pullbacks(self, perturbed: Perturbed, kept: Kept, xs: Arrays, shared: Arrays) -> list[LayerPullback]:
         """The pullback of a layer of each kind, which keeps that of its internals."""
 
         def of(kind: Kind) -> LayerPullback:
@@ -176,9 +188,8 @@ class SweepSpec:
             if kept == NOTHING:
                 return pullback
             x = jax.eval_shape(lambda: self.inputs(kind, [*map(at_least_one, xs)], 0))
-            # The types of the traced layer: the forward and the reverse sweep must find the same residuals.
-            of_carry = [var.aval for var in kind.jaxpr.invars[len(kind.shared) :][: kind.carries]]
-            return pullback.with_residuals(shared, of_carry, x, kept.checkpoint)
+            # By types alone: the forward and the reverse sweep must find the same residuals.
+            return pullback.with_residuals(shared, self.carry_types, x, kept.checkpoint)
 
         return [of(kind) for kind in self.kinds]
 
@@ -233,7 +244,7 @@ def _plain_pattern(
             carry, y = layers[kind.number](shared, carry, x[kind.xs])
             return carry, with_part(empty, kind.ys, y)
 
-        with known_branches(pattern.counts(range(length))):
+        with known_branches(pattern.before[-1].tolist()):
             return lax.switch(at[0], [functools.partial(run, kind) for kind in kinds], carry)
 
     numbers = jnp.asarray(pattern.kinds, jnp.int32)

@@ -52,7 +52,7 @@ def remat_scan(
         f: a function, or a method in the body of a class. Without it, `remat_scan` is a decorator.
         policy: as `remat` of `stacked_remat.scan`, and named as in `nnx.remat`, since in NNX `remat` is that
             transformation; by default `"nested"`, about √(2N) carries of N layers.
-            `lengths=(a, b)` of Linen's `remat_scan` is `ScanCheckpointPolicy(nested=(a, b))`.
+            `lengths=(a, b)` of Linen's `remat_scan` is `ScanCheckpointPolicy(nested=a)`.
         length: the number of layers, where nothing is split that tells it.
         reverse: from the last layer to the first.
         unroll: how many layers one iteration of the loop runs.

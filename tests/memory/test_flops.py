@@ -213,7 +213,6 @@ POLICIES = [
     "nested",
     ScanCheckpointPolicy(max_carries=2),
     ScanCheckpointPolicy(max_carries=3),
-    ScanCheckpointPolicy(nested=(3, 2, 2)),
     ScanCheckpointPolicy(nested=3, save_carries="offload"),
     ScanCheckpointPolicy(nested=3, first_layers=2, first_policy=True),
 ]

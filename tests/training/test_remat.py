@@ -42,7 +42,7 @@ def test_other_entries_are_refused():
     "policy",
     [
         ScanCheckpointPolicy(),
-        ScanCheckpointPolicy(nested=(3, 4), save_block_internals=["a", "b"]),
+        ScanCheckpointPolicy(nested=3, save_block_internals=["a", "b"]),
         ScanCheckpointPolicy(nested=True, save_carries="offload", first_layers=3),
         ScanCheckpointPolicy(first_layers=3, first_policy=ScanCheckpointPolicy(save_block_internals=["a"])),
     ],

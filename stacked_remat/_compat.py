@@ -1,53 +1,7 @@
-"""The one place that works around a version of JAX or Haliax; each entry says which, and why.
+"""The one place that works around JAX and Haliax, or uses their private parts; each says why.
 
-- Haliax up to 1.4.dev453 calls `jax.core.is_constant_dim`, removed in JAX 0.11 (deprecated since 0.10), from
-  `hax.dot`, `hax.einsum` and `Linear`. Shapes hold plain integers unless `jax.export`'s symbolic dimensions
-  are in use, so the attribute is restored with that meaning. Nothing happens where JAX still has it.
-- JAX (0.10.2, 0.12), of a jaxpr that is differentiated by some inputs, then by others, then by the first
-  again, gives the backward rule of a `jax.custom_vjp` with symbolic zeros the residuals of the last time in
-  the structure of the second. `as_residual` and `of_residual` keep the choice of inputs in the shape of a
-  residual instead.
-- Haliax (1.4.dev453) has no public way out of `haliax.axis_mapping`, within which every product is given a
-  sharding: inside a `jax.shard_map` over the whole mesh it must have none. `no_axis_mapping` turns it off.
-- JAX (0.10.2, 0.12) has no public function that tells whether it found cuDNN, which its CUDA plugin does not
-  include; calls of cuDNN then fail while tracing. `cudnn_is_installed` asks what JAX asks.
-- JAX (0.10.2, 0.12) has no public function that gives cuDNN's log-sum-exp in float32, nor one for the
-  gradients of attention from its results: `cudnn_attention`, `cudnn_attention_gradients`; nor one for those
-  of its splash kernels: `splash_gradients`.
-- JAX (0.10.2, 0.12) transposes a move of an array to the host without moving its cotangent back, and then
-  refuses the cotangent. `move_cotangents_back` makes the transpose name the space that the array came from,
-  without which offloaded residuals have no second derivatives.
-- JAX (0.10.2, 0.12) cannot lower ordered effects in a program that uses host memory, fails on references
-  among the arguments of a `jax.custom_vjp`, and tells of neither what it was: `ordered_effects` and
-  `is_reference` find them first.
-- XLA for CPUs (jaxlib 0.10.2; fixed by 0.12) drops optimization barriers before it merges equal operations.
-  Outside of loops, what `jax.checkpoint` computes again is then merged with the forward pass, and no memory
-  is saved. With a policy in `KeptApart` it is computed in a branch that XLA does not know to be always taken.
-- JAX (0.10.2, 0.12) has no public function that tells whether it finds a cluster, without which
-  `jax.distributed.initialize()` fails: `cluster_size`.
-- JAX (0.10.2, 0.12) has no public barrier without a collective: `wait_for_processes`.
-- JAX (0.10.2) can't read the text of a program that libtpu 0.0.51 compiled for several devices ("async-update
-  instruction should have 1 operands"): `compiled_with_text` lets libtpu write it to a file.
-- JAX (0.10.2, 0.12) takes from its compilation cache a program that was compiled from other source lines,
-  which its text then has, and has no public context manager against that: `compiled_with_text`.
-- JAX (0.10.2, 0.12) has no public function that tells whether anything is being traced or differentiated:
-  `nothing_is_traced`.
-- JAX's primitives as classes (`jax.experimental.hijax`) are `VJPHiPrimitive` in 0.10.2, `HiPrim` from 0.12:
-  `HiPrim`.
-- JAX (0.10.2, 0.12) has no public function that maps a jaxpr whose outputs may stay unmapped:
-  `batch_jaxpr`; for what `jax.vmap` does to a type and to an unmapped array: `stacked_type`, `broadcast`;
-  that makes the constants of a jaxpr inputs: `without_constants`; nor of what a trace depends on:
-  `trace_context`.
-- JAX (0.10.2, 0.12) makes zero tangents and cotangents of arrays on the host on the device, where they are of
-  another type: `make_zeros_in_memory`.
-- JAX (0.10.2, not 0.12) cannot lower `closed_call`, which its scans make of a jaxpr in `jax.checkpoint`,
-  where that holds a primitive of `hijax`.
-- JAX (0.10.2, 0.12) cannot transpose `checkpoint_name`, which is the identity.
-- JAX (0.10.2, 0.12) rounds what a `jax.checkpoint` keeps to its own precision, by an operation that refuses
-  complex numbers: `round_kept_values`.
-- JAX (0.10.2, 0.12) has no public name of the effect of a collective: `named_axes`.
-- JAX (0.10.2, 0.12) has no public name of the error for a sharding that divides several axes of an array over
-  one axis of the mesh: `mesh_axes_used_twice`.
+JAX 0.10.2 and 0.12, and Haliax 1.4.dev453, need it, unless another version is named. Most are functions for
+which JAX has no public name.
 """
 
 import contextlib
@@ -89,6 +43,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.extend.core.primitives import device_put_p, remat_p
 from jax.interpreters import ad, mlir
 
+# Primitives as classes: `VJPHiPrimitive` before JAX 0.12.
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
 
 
@@ -101,7 +56,10 @@ def _is_constant_dim(dimension: Any) -> bool:
 
 
 def restore_is_constant_dim() -> None:
-    """Give `jax.core` the `is_constant_dim` that Haliax reads, where this JAX no longer has it."""
+    """Give `jax.core` the `is_constant_dim` that Haliax's products call, removed in JAX 0.11.
+
+    Shapes hold plain integers unless `jax.export`'s symbolic dimensions are in use.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         present = hasattr(jax.core, "is_constant_dim")
@@ -110,7 +68,12 @@ def restore_is_constant_dim() -> None:
 
 
 def as_residual(flags: Sequence[bool]) -> np.ndarray:
-    """Flags, such as which inputs are differentiated, as a residual without data."""
+    """Flags, such as which inputs are differentiated, as a residual without data, in its shape.
+
+    JAX, of a jaxpr that is differentiated by some inputs, then by others, then by the first again, gives the
+    backward rule of a `jax.custom_vjp` with symbolic zeros the residuals of the last time in the structure of
+    the second.
+    """
     bits = sum(int(flag) << place for place, flag in enumerate(flags))
     digits = [bits >> place & 0xFFFFFF for place in range(0, len(flags), 24)]
     return np.zeros((0, len(flags), *digits), bool)
@@ -130,7 +93,7 @@ def cluster_size() -> int | None:
 
 
 def wait_for_processes(name: str, seconds: int) -> bool:
-    """Waits until all processes call this with the same name, each once; whether they did in time.
+    """Wait, without a collective, until all processes call this with the same name; whether they did in time.
 
     Raises:
         JaxRuntimeError: another process is gone.
@@ -148,7 +111,7 @@ def wait_for_processes(name: str, seconds: int) -> bool:
 
 @functools.cache
 def cudnn_is_installed() -> bool:
-    """Whether JAX can compile calls of cuDNN, for a GPU that is there or not."""
+    """Whether JAX can compile calls of cuDNN, for a GPU that is there or not; they fail late otherwise."""
     versions: Any = getattr(jax._src.lib, "cuda_versions", None)
     try:
         return versions is not None and versions.cudnn_get_version() > 0
@@ -159,7 +122,7 @@ def cudnn_is_installed() -> bool:
 def cudnn_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, scale: float, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of `[batch, position, heads, head_dim]`, and its log-sum-exp, positions last."""
+    """Causal attention of `[batch, position, heads, head_dim]`, and float32 log-sum-exp, positions last."""
     fused: Any = jax._src.cudnn.fused_attention_stablehlo
     options = {"scale": scale, "mask_type": fused.MaskType.CAUSAL, "sliding_window_length": window}
     return fused.dot_product_attention(query, key, value, **options, return_residual=True)
@@ -208,7 +171,9 @@ def splash_gradients(kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Arr
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
     """A lowered program, compiled, and the text of what it was compiled to.
 
-    Instead of the first, the error where memory is too small; libtpu writes the text then too.
+    Instead of the first, the error where memory is too small. libtpu (0.0.51) writes the text to a file then
+    too, and JAX (0.10.2) can't read that of several devices. From its cache JAX may take a program that was
+    compiled from other source lines, which its text then has.
     """
     if platform != "tpu":
         with jax._src.config.compilation_cache_include_metadata_in_key(True):
@@ -229,7 +194,10 @@ def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def no_axis_mapping() -> Iterator[None]:
-    """Within it Haliax constrains no array's sharding; an empty `haliax.axis_mapping` would replicate all."""
+    """Within it Haliax gives no product a sharding, as inside a `jax.shard_map` over the whole mesh.
+
+    An empty `haliax.axis_mapping` would replicate all.
+    """
     held = haliax.partitioning._mapping_holder.thread_data
     before = haliax.partitioning.current_thread_local_mapping()
     held.resource_mapping = None
@@ -240,7 +208,10 @@ def no_axis_mapping() -> Iterator[None]:
 
 
 def move_cotangents_back() -> None:
-    """Let cotangents of arrays that were moved to the host come back to where the arrays were."""
+    """Let cotangents of arrays that were moved to the host come back to where the arrays were.
+
+    JAX refuses them otherwise, so that offloaded residuals have no second derivatives.
+    """
     transpose = ad.primitive_transposes[device_put_p]
 
     def transpose_to_source(cotangents: Any, *operands: Any, srcs: Any, **params: Any) -> Any:
@@ -275,13 +246,13 @@ def trace_context() -> Any:
 
 
 def ordered_effects(jaxpr: Any) -> list[str]:
-    """Names of the effects of a jaxpr that have an order."""
+    """Names of the effects of a jaxpr that have an order; JAX lowers none beside host memory, nor says so."""
     found = jax._src.effects.ordered_effects.filter_in(jaxpr.effects)
     return sorted({type(effect).__name__ for effect in found})
 
 
 def is_reference(value: Any) -> bool:
-    """Whether `value` is a mutable array, a `jax.Ref`."""
+    """Whether `value` is a mutable array, a `jax.Ref`, on which a `jax.custom_vjp` fails."""
     return isinstance(jax.typeof(value), jax._src.state.types.AbstractRef)
 
 
@@ -342,7 +313,12 @@ _MERGES_ON_CPUS = _IS_BEFORE_0_12
 
 @dataclasses.dataclass(frozen=True)
 class KeptApart:
-    """A policy of `jax.checkpoint` whose recomputation stays apart from the forward pass on CPUs too."""
+    """A policy of `jax.checkpoint` whose recomputation stays apart from the forward pass on CPUs too.
+
+    XLA for CPUs (jaxlib 0.10.2, not 0.12) drops barriers before it merges equal operations, so that outside
+    of loops nothing is saved. What is computed again is put in a branch that XLA does not know to be always
+    taken.
+    """
 
     policy: Callable[..., Any]
 
@@ -384,7 +360,7 @@ def _has_plain_zeros(type_: Any) -> bool:
     return not is_key and not sharded and type_.memory_space == jax.memory.Space.Device
 
 
-if _IS_BEFORE_0_12:
+if _IS_BEFORE_0_12:  # it cannot lower what its scans make of a primitive of hijax in `jax.checkpoint`
     jax._src.core.closed_call_p.to_lojax = lambda *args, call_jaxpr: jax.core.eval_jaxpr(  # pyright: ignore
         call_jaxpr.jaxpr, call_jaxpr.consts, *args
     )
@@ -401,7 +377,7 @@ def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
 
 
 def make_zeros_in_memory() -> None:
-    """Let zero tangents and cotangents of arrays on the host be made there."""
+    """Let zero tangents and cotangents of arrays on the host be made there, where they have their type."""
     zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
 
     def zeros(aval: Any) -> Any:
@@ -413,7 +389,7 @@ def make_zeros_in_memory() -> None:
 
 
 def round_kept_values() -> None:
-    """Let JAX leave what `jax.checkpoint` keeps of complex numbers as it is."""
+    """Let JAX leave what `jax.checkpoint` keeps of complex numbers as it is: its rounding refuses them."""
     insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
 
     def of_real_numbers(jaxpr: Any, count: int) -> Any:
@@ -429,6 +405,7 @@ def round_kept_values() -> None:
     jax._src.ad_checkpoint._insert_reduce_precision = of_real_numbers
 
 
+# `checkpoint_name` is the identity, and JAX cannot transpose it.
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 restore_is_constant_dim()
 move_cotangents_back()

@@ -1,7 +1,6 @@
 """Functions applied tile by tile along an axis, so that their internals exist for one tile at a time."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +14,6 @@ from jax.extend.core import ClosedJaxpr
 
 from ._activity import is_differentiable
 from ._checkpoint import saving_internals
-from ._messages import parse_bytes
 from ._scan.arguments import argument_namer, is_unsplit_key
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
@@ -30,8 +28,7 @@ def tiled(
     fn: Callable[..., Any],
     axis: AxisSelector | int,
     *,
-    tiles: int | Literal["auto"] = "auto",
-    budget: int | str | None = None,
+    tiles: int,
     reduce: Literal["sum"] | None = None,
 ) -> Callable[..., Any]:
     """Apply `fn` tile by tile along an axis; backward, each tile is computed again, one after the other.
@@ -51,9 +48,7 @@ def tiled(
         axis: a named axis or its name: arguments that have it are split, everything else is shared. Or a
             dimension of plain arrays: every plain array in the arguments is split along it, except in
             `stacked_remat.shared(...)`.
-        tiles: how many, all of `ceil(size / tiles)` positions but the last, which may be smaller. `"auto"`
-            for the fewest whose internals fit `budget`.
-        budget: for `"auto"`, bytes or a string such as `"2GiB"`: what the backward pass of one tile may keep.
+        tiles: how many, all of `ceil(size / tiles)` positions but the last, which may be smaller.
         reduce: `"sum"` adds up outputs that lack the axis over the tiles, in float32; with a dimension of
             plain arrays, all outputs. None refuses them.
 
@@ -79,17 +74,8 @@ def tiled(
         raise ValueError(f'reduce must be "sum" or None, got {reduce!r}.')
     if isinstance(axis, bool) or not isinstance(axis, int | str | Axis):
         raise TypeError(f"axis must be a named axis, its name, or a dimension (an int); got {axis!r}.")
-    if tiles != "auto":
-        tiles = whole_number("tiles", tiles, "how many tiles to cut the axis into", 'Or give "auto".')
-    if (tiles == "auto") != (budget is not None):
-        raise ValueError(
-            'Give either tiles=k, or tiles="auto" with budget="2GiB": what the backward pass of one tile may '
-            f"keep. Got tiles={tiles!r} and budget={budget!r}."
-        )
-    limit = 1 if budget is None else parse_bytes(budget)
-    if limit == 0:
-        raise ValueError(f"budget must be above 0 bytes; got {budget!r}.")
-    caller = _Caller(fn, axis, reduce, tiles, limit)
+    tiles = whole_number("tiles", tiles, "how many tiles to cut the axis into")
+    caller = _Caller(fn, axis, reduce, tiles)
 
     @functools.wraps(fn, updated=())
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -104,8 +90,7 @@ class _Caller(NamedTuple):
     fn: Callable[..., Any]
     axis: AxisSelector | int
     reduce: Literal["sum"] | None
-    tiles: int | Literal["auto"]
-    budget: int
+    tiles: int
 
     @property
     def axis_text(self) -> str:
@@ -213,10 +198,7 @@ def _plan(
     parts: int,
 ) -> tuple[Traced, Tiling, list[PyTree]]:
     """`fn` traced for all positions, and what runs it tile by tile."""
-    tiles = caller.tiles
-    if tiles == "auto":
-        tiles = min(max(1, math.ceil(_internals(fn, given, dims) / parts / caller.budget)), size // parts)
-    cut = Cut(size, parts, -(-(size // parts) // tiles))
+    cut = Cut(size, parts, -(-(size // parts) // caller.tiles))
     whole, *traced = (_trace(caller, fn, cut, n, given, dims) for n in (None, *cut.lengths))
     for one, n in zip(traced, cut.lengths, strict=True):
         _check_part(caller, one, n * parts, whole, size)
@@ -366,25 +348,4 @@ def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:
     return ValueError(
         f"tiled over {caller.axis_text}: {what} {how}. The function must treat positions independently of "
         'each other; outputs that are sums over them need reduce="sum".'
-    )
-
-
-def _internals(
-    fn: Callable[[Sequence[PyTree]], Any], given: Sequence[PyTree], dims: Sequence[int | None]
-) -> int:
-    """How many bytes the backward pass of all positions keeps, beside what tiles share."""
-    moves = [dim is not None and is_differentiable(leaf.dtype) for leaf, dim in zip(given, dims, strict=True)]
-
-    def residuals(given: Sequence[PyTree]) -> list[PyTree]:
-        def outputs(part: Sequence[PyTree]) -> list[PyTree]:
-            leaves = jax.tree.leaves(fn(merge(given, part, moves)))
-            return [leaf for leaf in leaves if is_array(leaf) and is_differentiable(leaf.dtype)]
-
-        return jax.tree.leaves(jax.vjp(outputs, pick(given, moves))[1])
-
-    def size_of(leaves: Sequence[PyTree]) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-    return size_of(jax.eval_shape(residuals, list(given))) - size_of(
-        pick(given, [dim is None for dim in dims])
     )

@@ -260,29 +260,10 @@ def test_internals_exist_for_one_tile_and_names_inside_are_not_kept():
     assert cut.flops.matmul <= whole.flops.matmul * 8 / 6  # the forward pass once more
 
 
-def test_auto_takes_the_fewest_tiles_that_fit():
-    x = jnp.ones((64, 128))
-    seen = []
-
-    def wide(x):
-        seen.append(x.shape[0])
-        return jnp.sin(jnp.cos(jnp.sin(x)))
-
-    tiled(wide, 0, tiles="auto", budget="1GiB")(x)
-    assert set(seen) == {64}
-    seen.clear()
-    tiled(wide, 0, tiles="auto", budget=3 * x.nbytes // 8)(x)
-    assert min(seen) == 8
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tiled(jnp.sin, 0), 'Give either tiles=k, or tiles="auto"'),
-        (lambda: tiled(jnp.sin, 0, tiles="auto", budget=0)(jnp.ones(4)), "above 0 bytes"),
-        (lambda: tiled(jnp.sin, 0, tiles=2, budget="1GiB"), "Give either"),
         (lambda: tiled(jnp.sin, 0, tiles=2, reduce="mean"), 'reduce must be "sum" or None'),
-        (lambda: tiled(jnp.sin, 0, tiles="auto", budget="much")(jnp.ones(4)), "much"),
         (lambda: tiled(lambda a, b: a, 0, tiles=2)(jnp.ones(4), jnp.ones(5)), "b has 5"),
         (lambda: tiled(lambda a: a, Axis("position", 9), tiles=2)(random(Pos)), "a has 13"),
         (

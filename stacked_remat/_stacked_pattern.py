@@ -128,10 +128,9 @@ class StackedPattern(StackedKinds[M]):
 
         def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
             check_no_lists(args, kwargs, axis, caller)
-            divided = divide((args, kwargs), axis, named, caller)
+            parts, _ = divide((args, kwargs), axis, named, caller)
             stacks = {}
-            for number, (name, builder) in enumerate(builders.items()):
-                of_kind, by_name = divided.of(number)
+            for (name, builder), (of_kind, by_name) in zip(builders.items(), parts, strict=True):
                 make = Stacked.init(axis.resize(names.count(name)), builder, remat=policy)
                 stacks[name] = make(*of_kind, **by_name)
             build: Any = cls

@@ -21,9 +21,9 @@ from .._sweep.kinds import Pattern
 from .._sweep.store import at_least_one, empty_stack
 from .._sweep.trace import UntracedLayer, trace_layers
 from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
-from .layer_axis import TreeLayout, split_tree
+from .layer_axis import TreeLayout
 from .marks import IsScanned, is_array, is_named_or_shaped_array
-from .pattern import DividedArguments, NamedPattern, divide
+from .pattern import Division, NamedPattern, split_kinds
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 from .step import Call, Names, Unpack, array_step, arrays_and_rest
 
@@ -141,19 +141,13 @@ class Loop:
             is_scanned,
         )
 
-    def split(self, arguments: PyTree) -> tuple[list[Layers], DividedArguments | None]:
-        """The layers of each kind with their parts of the arguments; these divided, if there are several."""
-        if self.pattern is None:
-            split = split_tree(arguments, self.axis, self.call.caller, is_scanned=self.is_scanned)
-            return [Layers(self.call, *split).as_arrays()], None
-        assert isinstance(self.axis, Axis)
-        divided = divide(arguments, self.axis, self.pattern, self.call.caller)
-        kinds = []
-        for number, name in enumerate(self.pattern.names):
-            axis = self.axis.resize(len(self.pattern.order.layers_of(number)))
-            split = split_tree(divided.of(number), axis, self.call.caller)
-            kinds.append(Layers(self.call, *split, name=name).as_arrays())
-        return kinds, divided
+    def split(self, arguments: PyTree) -> tuple[list[Layers], Division | None]:
+        """The layers of each kind with their parts of the arguments, as `split_kinds` gives them."""
+        caller = self.call.caller
+        split, division = split_kinds(arguments, self.axis, self.pattern, caller, self.is_scanned)
+        names = (None,) if self.pattern is None else self.pattern.names
+        pairs = zip(split, names, strict=True)
+        return [Layers(self.call, *own, name=name).as_arrays() for own, name in pairs], division
 
     def remat(self, length: int) -> Remat:
         """What the policy means for so many layers."""

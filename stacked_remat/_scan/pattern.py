@@ -2,18 +2,21 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis, NamedArray
+from haliax.axis import AxisSelector
 
 from .._static import PyTree
 from .._sweep.kinds import Pattern
 from .arguments import Caller, check_keys, check_sizes
+from .layer_axis import TreeLayout, split_tree
 from .marks import (
+    IsScanned,
     Marked,
     PerKind,
     Rule,
@@ -63,32 +66,13 @@ class NamedPattern:
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedArguments:
-    """Arguments of layers of several kinds, divided among these; what `per_kind` gives is a leaf."""
+class Division:
+    """How a tree was divided among layers of several kinds; `rules` are those of its leaves."""
 
     axis: Axis
     pattern: NamedPattern
-    leaves: tuple[PyTree, ...]
-    are_split: tuple[bool, ...]
+    rules: tuple[Literal["per_kind", "split", "shared"], ...]
     treedef: Any
-
-    def of(self, kind: int) -> PyTree:
-        """What the layers of a kind are given, marked."""
-        rows = self.pattern.order.layers_of(kind)
-
-        def part(leaf: Any, is_split: bool) -> Any:
-            if isinstance(leaf, PerKind):
-                return leaf.values[self.pattern.names[kind]]
-            return (
-                Marked(take_rows(leaf, self.axis, rows), "per_layer") if is_split else Marked(leaf, "shared")
-            )
-
-        return jtu.tree_unflatten(self.treedef, map(part, self.leaves, self.are_split))
-
-    def without_arrays(self) -> "DividedArguments":
-        """The same for `joined` alone, which reads no arrays."""
-        leaves = (PerKind({}) if isinstance(leaf, PerKind) else None for leaf in self.leaves)
-        return dataclasses.replace(self, leaves=tuple(leaves))
 
     def joined(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """One tree from a tree for each kind, such as the cotangents of what each is given.
@@ -97,34 +81,69 @@ class DividedArguments:
         """
         parts = zip(*(self.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
 
-        def join(leaf: Any, is_split: bool, found: tuple[PyTree, ...]) -> Any:
-            if isinstance(leaf, PerKind):
+        def join(rule: str, found: tuple[PyTree, ...]) -> Any:
+            if rule == "per_kind":
                 return PerKind(dict(zip(self.pattern.names, found, strict=True)))
             there = [part for part in found if raw_array(part) is not None]
-            if is_split and there:
+            if rule == "split" and there:
                 return in_order(found, self.axis, self.pattern.order)
             return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
 
-        return jtu.tree_unflatten(self.treedef, map(join, self.leaves, self.are_split, parts))
+        return jtu.tree_unflatten(self.treedef, map(join, self.rules, parts))
 
 
-def divide(arguments: PyTree, axis: Axis, pattern: NamedPattern, caller: Caller) -> DividedArguments:
-    """Divide the arguments of layers of several kinds among these.
+def divide(tree: PyTree, axis: Axis, pattern: NamedPattern, caller: Caller) -> tuple[list[PyTree], Division]:
+    """Divide a tree among layers of several kinds: a tree for each, marked, and how.
 
     Raises:
         ValueError: sizes are not that of the axis, an unmarked random key is a single one, or `per_kind` has
             values for other kinds than there are.
     """
-    entries, tree = take_marks_off(arguments)
-    leaves = [leaf for _, leaf, _ in entries]
+    entries, tree = take_marks_off(tree)
     are_split = [is_split_by(rule, leaf, axis, is_named_or_shaped_array) for _, leaf, rule in entries]
     check_keys(entries, axis, caller)
     check_sizes(axis, [entry for entry, is_ in zip(entries, are_split, strict=True) if is_], caller)
     for path, leaf, rule in entries:
         if isinstance(leaf, PerKind):
             _check_per_kind(caller.name_of(path), leaf.values, rule, pattern.names, caller.what)
-    treedef = jtu.tree_structure(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
-    return DividedArguments(axis, pattern, tuple(leaves), tuple(are_split), treedef)
+    leaves, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
+    rules = [
+        "per_kind" if isinstance(leaf, PerKind) else "split" if is_ else "shared"
+        for leaf, is_ in zip(leaves, are_split, strict=True)
+    ]
+
+    def part(number: int, leaf: Any, rule: str) -> Any:
+        if rule == "per_kind":
+            return leaf.values[pattern.names[number]]
+        if rule == "shared":
+            return Marked(leaf, "shared")
+        return Marked(take_rows(leaf, axis, pattern.order.layers_of(number)), "per_layer")
+
+    parts = [
+        jtu.tree_unflatten(treedef, [part(number, *each) for each in zip(leaves, rules, strict=True)])
+        for number in range(len(pattern.names))
+    ]
+    return parts, Division(axis, pattern, tuple(rules), treedef)
+
+
+Split: TypeAlias = tuple[TreeLayout, list[PyTree], list[PyTree]]
+
+
+def split_kinds(
+    tree: PyTree,
+    axis: AxisSelector,
+    pattern: NamedPattern | None,
+    caller: Caller,
+    is_scanned: IsScanned = is_named_or_shaped_array,
+) -> tuple[list[Split], Division | None]:
+    """As `split_tree`, for the layers of each kind; and how the tree was divided, if there are several."""
+    if pattern is None:
+        return [split_tree(tree, axis, caller, is_scanned=is_scanned)], None
+    assert isinstance(axis, Axis)
+    parts, division = divide(tree, axis, pattern, caller)
+    sizes = [len(pattern.order.layers_of(number)) for number in range(len(parts))]
+    pairs = zip(parts, map(axis.resize, sizes), strict=True)
+    return [split_tree(part, own, caller) for part, own in pairs], division
 
 
 def _check_per_kind(name: str, given: dict[str, PyTree], rule: Rule, names: Sequence[str], what: str) -> None:

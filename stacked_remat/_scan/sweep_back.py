@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ from .._sweep.primitive import sweep_backward
 from .._sweep.reverse import sweep_back
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
-from .arguments import Caller
+from .arguments import Caller, signature_error
 from .checks import check_carry, describe
-from .layer_axis import Leaf, TreeLayout, split_tree
+from .layer_axis import Leaf, TreeLayout
 from .marks import Marked, PerKind, is_array, is_named, raw_array
+from .pattern import Division, Split, split_kinds
 from .sweep_types import SweepTypes, checked_cotangent, cotangent_leaves
 from .visitor import LayerResult, LayerVisit, SweepResult, Visitor
 
@@ -87,9 +89,9 @@ class SweepBack(eqx.Module):
             )
         cotangents = _cotangents(self._types, cotangent)
         if visitor is None:
-            return self._wrap(self._types.joined(_gradients(self, *cotangents)))
+            return self._wrap(_gradients(self, *cotangents))
         found = _visited(self, *cotangents, visitor, state, layer_state)
-        return self._wrap(self._types.joined(jax.tree.map(_without_derivatives, found)))
+        return self._wrap(jax.tree.map(_without_derivatives, found))
 
     def wrapping(self, wrap: Callable[[SweepResult], SweepResult]) -> "SweepBack":
         """This, with its results in another form."""
@@ -118,22 +120,14 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
     )
     of_xs, of_shared = scatter_leaves(xs_ct, masks.xs), scatter_leaves(shared_ct, masks.shared)
     carry = jtu.tree_unflatten(types.carry_tree, scatter_leaves(init_ct, masks.init))
-    layers, args, kwargs = _stacked(types, of_xs, of_shared, cotangents=True)
-    return SweepResult(carry, layers, args, kwargs)
+    trees = [kind.stacked(of_xs, of_shared, cotangents=True) for kind in types.kinds]
+    (layers, *args), kwargs = _joined(types.division, trees)
+    return SweepResult(carry, layers, tuple(args), kwargs)
 
 
-def _stacked(
-    types: SweepTypes, xs: Arrays, shared: Sequence[PyTree], *, cotangents: bool
-) -> tuple[Any, Any, Any]:
-    """The layers, the further arguments and those by name, of each kind."""
-    of_kinds = [
-        kind.layout.stacked(xs[kind.own.xs], kind.shared(shared), cotangents=cotangents)
-        for kind in types.kinds
-    ]
-    layers, args, kwargs = zip(
-        *((layers, tuple(args), kwargs) for (layers, *args), kwargs in of_kinds), strict=True
-    )
-    return types.one_or_all(layers), types.one_or_all(args), types.one_or_all(kwargs)
+def _joined(division: Division | None, of_kinds: Sequence[PyTree]) -> PyTree:
+    """One tree of all layers, from those of each kind."""
+    return of_kinds[0] if division is None else division.joined(of_kinds)
 
 
 class _Loop(NamedTuple):
@@ -170,21 +164,21 @@ def _visited(
     sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: PyTree, layer_state: PyTree
 ) -> SweepResult:
     types = sweep._types
-    states = _split_layer_state(types, layer_state)
-    state_stacks = [stack for state in states for stack in state.stacks]
-    of_kinds = states if isinstance(layer_state, PerKind) else states * len(types.kinds)
+    states, division = _split_layer_state(types, layer_state)
+    state_stacks = [stack for _, stacks, _ in states for stack in stacks]
+    ends = itertools.accumulate((len(stacks) for _, stacks, _ in states), initial=0)
+    parts = [*itertools.starmap(slice, itertools.pairwise(ends))]  # of all these stacks, those of each kind
     arrays, static = eqx.partition(state, eqx.is_array_like)
     of_layers = types.of_layers()
 
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
-        own = of_kinds[leaves.kind.number]
-        stacks = map(at_least_one, eqx.combine(loop.layer_state, state_stacks)[own.part])
-        part = read([*stacks], own.row(leaves))
-        entry = types.visit(leaves, own.layout.layer(part, own.shared))
+        (layout, _, shared), part = states[leaves.kind.number], parts[leaves.kind.number]
+        stacks = map(at_least_one, eqx.combine(loop.layer_state, state_stacks)[part])
+        entry = types.visit(leaves, layout.layer(read([*stacks], leaves.row), shared))
         state = eqx.combine(loop.state, static)
-        carry_ct, new = _new_leaves(types, own.layout, leaves, entry, state, visitor(entry, state))
+        carry_ct, new = _new_leaves(types, layout, leaves, entry, state, _called(visitor, entry, state))
         nothing: list[PyTree] = [None] * len(state_stacks)
-        return carry_ct, new._replace(layer_state=with_part(nothing, own.part, new.layer_state))
+        return carry_ct, new._replace(layer_state=with_part(nothing, part, new.layer_state))
 
     def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         carry_ct, new = visit(leaves, loop)
@@ -194,7 +188,7 @@ def _visited(
             _written(loop.xs, leaves.row, new.xs),
             [old if ct is None else old + ct for old, ct in zip(loop.shared, new.shared, strict=True)],
             new.state,
-            _written(loop.layer_state, of_kinds[leaves.kind.number].row(leaves), new.layer_state),
+            _written(loop.layer_state, leaves.row, new.layer_state),
         )
 
     def xs_in(loop: _Loop) -> Arrays:
@@ -205,58 +199,44 @@ def _visited(
     if types.spec.length:
         swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
         carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
-    layers, _, _ = _stacked(types, xs_in(loop), sweep._shared, cotangents=False)
-    _, args, kwargs = _stacked(types, loop.xs, loop.shared, cotangents=True)
-    last_state = eqx.combine(loop.state, static)
+    given = [kind.stacked(xs_in(loop), sweep._shared, cotangents=False) for kind in types.kinds]
+    found = [kind.stacked(loop.xs, loop.shared, cotangents=True) for kind in types.kinds]
+    pairs = zip(given, found, strict=True)
+    trees = [((layers, *args), kwargs) for (((layers, *_), _), ((_, *args), kwargs)) in pairs]
+    (layers, *args), kwargs = _joined(types.division, trees)
     new_stacks = eqx.combine(loop.layer_state, state_stacks)
-    new_states = [state.layout.stacked(new_stacks[state.part], state.shared) for state in states]
+    of_kinds = zip(states, parts, strict=True)
+    new_states = [layout.stacked(new_stacks[part], shared) for (layout, _, shared), part in of_kinds]
+    return SweepResult(
+        types.carry_cotangent(carry_ct),
+        layers,
+        tuple(args),
+        kwargs,
+        eqx.combine(loop.state, static),
+        _joined(division, new_states),
+    )
+
+
+def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
+    """What a visitor returns; a `TypeError` that shows its signature where that is another."""
+    try:
+        return visitor(visit, state)
+    except TypeError:
+        problem = signature_error(visitor, "sweep_back", ["the visit", "the state"], (visit, state), {})
+        if problem is None:
+            raise
+        raise TypeError(problem) from None
+
+
+def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], Division | None]:
+    """The state of the layers of each kind, in leaves, and how it is divided among them."""
     if isinstance(layer_state, PerKind):
-        names = [str(kind.name) for kind in types.kinds]
-        layer_state = PerKind(dict(zip(names, new_states, strict=True)))
+        marked = {name: Marked(value, "per_layer") for name, value in layer_state.values.items()}
+        layer_state = PerKind(marked)
     else:
-        (layer_state,) = new_states
-    carry = types.carry_cotangent(carry_ct)
-    return SweepResult(carry, layers, args, kwargs, last_state, layer_state)
-
-
-class _LayerState(NamedTuple):
-    """The state of each layer, or of each of a kind.
-
-    Attributes:
-        layout: over the axis of these layers.
-        stacks: its split arrays.
-        shared: its other arrays.
-        part: where its stacks are among those of all kinds.
-        of_kind: whether it has entries for the layers of one kind.
-    """
-
-    layout: TreeLayout
-    stacks: list[PyTree]
-    shared: list[PyTree]
-    part: slice
-    of_kind: bool
-
-    def row(self, leaves: LeafVisit) -> Any:
-        """The entry of a layer."""
-        return leaves.row if self.of_kind else leaves.layer_index
-
-
-def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> list[_LayerState]:
-    given, of_kind = [(layer_state, types.axis)], isinstance(layer_state, PerKind)
-    if of_kind:
-        names = [kind.name for kind in types.kinds]
-        if sorted(layer_state.values) != sorted(map(str, names)):
-            raise ValueError(
-                f"layer_state has values for the kinds {sorted(layer_state.values)}, and the layers are of "
-                f"the kinds {names}. Give one for each."
-            )
-        given = [(layer_state.values[kind.name], kind.layout.axis) for kind in types.kinds]
-    caller, found, end = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}"), [], 0
-    for tree, axis in given:
-        layout, stacks, shared = split_tree(Marked(tree, "per_layer"), axis, caller)
-        found.append(_LayerState(layout, stacks, shared, slice(end, end + len(stacks)), of_kind))
-        end += len(stacks)
-    return found
+        layer_state = Marked(layer_state, "per_layer")
+    caller = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}")
+    return split_kinds(layer_state, types.axis, types.pattern, caller)
 
 
 def _first_loop(

@@ -21,21 +21,13 @@ from .._sweep.spec import SweepSpec
 from .checks import describe
 from .layer_axis import Leaf, TreeLayout
 from .marks import is_named, raw_array
-from .pattern import DividedArguments
-from .visitor import LayerVisit, SweepResult
+from .pattern import Division, NamedPattern
+from .visitor import LayerVisit
 
 
 @dataclass(frozen=True, eq=False)
 class KindTypes:
-    """Static description of the layers of one kind.
-
-    Attributes:
-        own: the kind.
-        name: of the kind, if there are several.
-        layout: of the arguments of its layers.
-        constants: number of arrays that the layer closes over, which come first among those that it shares.
-        y_tree: structure of an output.
-    """
+    """The layers of one kind: `constants` is the number of arrays that they close over, shared ones first."""
 
     own: Kind
     name: str | None
@@ -56,6 +48,10 @@ class KindTypes:
         """The shared arguments, of the arrays that layers of all kinds share."""
         return self.own.pick_shared(every)[self.constants :]
 
+    def stacked(self, xs: Arrays, shared: Sequence[PyTree], *, cotangents: bool) -> PyTree:
+        """The arguments of all layers, from the arrays of all kinds."""
+        return self.layout.stacked(xs[self.own.xs], self.shared(shared), cotangents=cotangents)
+
     def inputs(self, perturbed: Perturbed, wrt: tuple[str, ...]) -> Inputs:
         """The leaves that belong to these parts and have a cotangent."""
         is_shared = [False] * len(perturbed.shared)
@@ -73,43 +69,24 @@ class KindTypes:
 class SweepTypes:
     """Static description of a reverse sweep.
 
-    Attributes:
-        spec: the sweep over leaves.
-        perturbed: what is differentiated.
-        kinds: the kinds of layers.
-        axis: of all layers.
-        carry_tree: structure of the arrays of a carry.
-        carry_static: what else is in it.
-        outputs: the types of what the forward sweep returned, for cotangents to be compared with.
-        has_output: whether a layer returns an output beside the carry.
-        divided: the arguments, if there are several kinds; without arrays.
+    `carry_static` is what of a carry is no array; `outputs` are the types of what the forward sweep returned,
+    which cotangents are compared with.
     """
 
     spec: SweepSpec
     perturbed: Perturbed
     kinds: tuple[KindTypes, ...]
     axis: Axis
+    pattern: NamedPattern | None
+    division: Division | None
     carry_tree: Any
     carry_static: Any
     outputs: PyTree
     has_output: bool
-    divided: DividedArguments | None
 
     def of_layers(self) -> list[bool]:
         """Which of the split arrays are the layers' own, and not an argument's."""
         return [part == "layer" for kind in self.kinds for part in kind.parts("split")]
-
-    def one_or_all(self, of_kinds: Sequence[PyTree]) -> PyTree:
-        """What there is for each kind as a tuple; for layers of one kind, its entry."""
-        return of_kinds[0] if self.divided is None else tuple(of_kinds)
-
-    def joined(self, result: SweepResult) -> SweepResult:
-        """A result for all kinds, from one whose layers and arguments are as `one_or_all` gives them."""
-        if self.divided is None:
-            return result
-        of_kinds = zip(result.layers, result.args, result.kwargs, strict=True)
-        (layers, *args), kwargs = self.divided.joined([((own, *args), by) for own, args, by in of_kinds])
-        return result._replace(layers=layers, args=tuple(args), kwargs=kwargs)
 
     def carry_cotangent(self, leaves: Arrays) -> PyTree:
         """The cotangent of a carry, from its leaves that have one."""

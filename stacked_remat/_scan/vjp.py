@@ -88,7 +88,7 @@ def scan_vjp(
 
 def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, SweepBack]:
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
-    kinds, divided = loop.split(arguments)
+    kinds, division = loop.split(arguments)
     axis = loop.axis_of(kinds)
     remat = loop.policy.for_layers(axis.size)
     if remat.carries is None:
@@ -129,11 +129,12 @@ def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, 
         perturbed,
         kinds=own_types,
         axis=axis,
+        pattern=loop.pattern,
+        division=division,
         carry_tree=first.carry_tree,
         carry_static=static,
         outputs=of_outputs,
         has_output=has_output,
-        divided=None if divided is None else divided.without_arrays(),
     )
     y = eqx.combine(carry, static)
     sweep_back = SweepBack(checkpoints, xs, shared, types)

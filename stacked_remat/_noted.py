@@ -17,12 +17,9 @@ _PREFIX = "stacked_remat_noted_"
 
 @dataclass(eq=False)  # a context of jax.jit must have a hash
 class Notes:
-    """The calls that one trace noted, by the name of the call's equation.
+    """The calls that one trace noted: their rules and types, by the name of the call's equation.
 
-    Attributes:
-        instead: makes what is called in the place of the noted functions, which then have no rules.
-        rules: of the calls.
-        types: of their arguments and results.
+    `instead` makes what is called in the place of the noted functions, which then have no rules.
     """
 
     instead: Callable[[Callable], Callable] | None = None

@@ -18,12 +18,7 @@ JaxPolicy: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Kept:
-    """Which internals of a layer are kept for its derivative.
-
-    Attributes:
-        internals: True for all, their names, or a policy of JAX.
-        offloaded: names of those that are moved to the host.
-    """
+    """Which internals of a layer are kept for its derivative: all, names, or by a policy of JAX."""
 
     internals: Literal[True] | tuple[str, ...] | JaxPolicy = ()
     offloaded: tuple[str, ...] = ()
@@ -70,16 +65,10 @@ EVERYTHING, NOTHING = Kept(True), Kept()
 
 @dataclass(frozen=True)
 class Remat:
-    """A policy for a number of layers.
+    """A policy for a number of layers, of which the first keep their carries, and `first_kept`.
 
-    Attributes:
-        length: the number of layers.
-        kept: of each layer after the first ones; where there is a schedule, while its segment is reversed.
-        carries: where those that are kept are; None: none are, and the layers first run again.
-        schedule: how the layers after the first ones are cut; None where they are not.
-        first_layers: how many layers run before those of the schedule and keep their carries, on the device
-            if there are others.
-        first_kept: what else these keep.
+    Of the others `kept` is kept, where there is a schedule, while a segment is reversed, and the carries that
+    the schedule says are kept. Where these are None the layers first run again.
     """
 
     length: int

@@ -30,12 +30,7 @@ def layers_to_state_dict(layers: Sequence[eqx.Module], prefix: str | None) -> St
 
 
 def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix: str | None) -> list[M]:
-    """The layers with their arrays read from `state_dict`.
-
-    Args:
-        templates: a module for each layer; only shapes, axes and what is not an array are read from it.
-        state_dict: may hold other keys as well.
-        prefix: of the layers' keys, before their indices.
+    """The layers, like the templates, with their arrays read from `state_dict`.
 
     Raises:
         ValueError: names every missing or mismatched key and every unknown layer, before anything is read.

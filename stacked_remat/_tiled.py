@@ -122,14 +122,7 @@ class Output(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """`fn` on tiles of one length, or on all positions.
-
-    Attributes:
-        closed: on the split arrays of a tile, then the shared ones.
-        outputs: its outputs.
-        structure: of what `fn` returns, with a leaf for each of `leaves`.
-        leaves: the leaves of that which are not arrays, and an `Output` for each that is.
-    """
+    """`fn` on tiles of one length, or on all positions; `leaves` has an `Output` for each array."""
 
     closed: ClosedJaxpr
     outputs: tuple[Output, ...]

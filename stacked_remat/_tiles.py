@@ -38,13 +38,7 @@ Start = Array | int
 
 @dataclass(frozen=True)
 class Cut:
-    """Where arrays are cut.
-
-    Attributes:
-        size: positions along the axis.
-        parts: devices that these are divided over; a tile has some positions of each.
-        length: how many of each, but in a smaller last tile.
-    """
+    """How `size` positions, divided over so many devices, are cut: a tile has `length` positions of each."""
 
     size: int
     parts: int
@@ -130,13 +124,9 @@ def _known_primals(context: Any, tiling: "Tiling", nonzero: Mask) -> list["Deriv
 
 @dataclass(frozen=True)
 class Tiling:
-    """A function of arrays, applied tile by tile.
+    """A function of arrays, applied tile by tile, with a jaxpr for tiles of each length.
 
-    Attributes:
-        cut: into which tiles.
-        jaxprs: the function on a tile of each length.
-        inputs: the dimension of each along the axis; None where tiles share it.
-        outputs: the same; None for a sum over tiles.
+    Inputs and outputs have a dimension along the axis; None where tiles share it, or it is a sum over tiles.
     """
 
     cut: Cut

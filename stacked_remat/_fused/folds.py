@@ -35,13 +35,8 @@ class Follower(Protocol):
 class FollowedFold(HiPrim):
     """A fold, `(stack, init, args, kwargs) -> result`, of the arrays in these.
 
-    Its reverse pass is that of a follower, and gives no cotangents of the stack.
-
-    Attributes:
-        name: of the stack, for errors.
-        call: "fold" or "scan", and its options.
-        static: what else is in the arguments.
-        follower: None while the loss is traced.
+    Its reverse pass is that of a follower, which there is none of while the loss is traced, and gives no
+    cotangents of the stack.
     """
 
     name: str
@@ -164,12 +159,6 @@ def followed(
     closed: ClosedJaxpr, weights: Sequence[Sequence[Var]], names: Sequence[str], followers: Sequence[Follower]
 ) -> Callable[..., list[PyTree]]:
     """A loss as a function of its inputs, in whose reverse pass each stack has its follower.
-
-    Args:
-        closed: the loss.
-        weights: for each stack, those of its inputs that are its weights.
-        names: of the stacks.
-        followers: one for each.
 
     Raises:
         ValueError: a stack is not folded exactly once, or its weights are used otherwise.

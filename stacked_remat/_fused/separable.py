@@ -16,16 +16,7 @@ def check_separable(optimizer: Any, params: PyTree, owners: Sequence[int], dtype
     """Refuse an optimizer that updates one part by the gradient of another, or changes its state's types.
 
     Traces its update of all parts at once and follows the data, through the state to later steps too. Nothing
-    is computed.
-
-    Args:
-        optimizer: has `init` and `update`.
-        params: the types of what is trained, with one layer of each stack.
-        owners: the part that each leaf of it belongs to.
-        dtype: of the gradients, None for that of `params`.
-
-    Raises:
-        ValueError: it does; names the arrays.
+    is computed. `params` are types, and `owners` the part that each of them belongs to.
     """
     gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype), params)
     state = jax.eval_shape(optimizer.init, params)

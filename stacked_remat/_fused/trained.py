@@ -53,13 +53,7 @@ def replaced(tree: PyTree, mask: Iterable[bool], new: Iterable[PyTree]) -> PyTre
 
 @dataclasses.dataclass(frozen=True)
 class FoldedLayers:
-    """What a loss folds: a stack, or the stacks of a pattern, with trained arrays.
-
-    Attributes:
-        name: for errors.
-        path: in the model.
-        stacks: the numbers of its stacks that are trained, by the names of their kinds; None for one stack.
-    """
+    """What a loss folds: the numbers of a pattern's stacks that are trained, by kind; None for one stack."""
 
     name: str
     path: KeyPath
@@ -70,13 +64,8 @@ class FoldedLayers:
 class Trained:
     """What of a model is trained, and how the optimizer sees it.
 
-    Attributes:
-        model: the model.
-        nodes: its leaves, each stack being one.
-        trained: the same, with None in the place of every array that is not trained.
-        followed: the places among them of the stacks with trained arrays.
-        names: of these stacks, for errors.
-        folded: what the loss folds of them.
+    The nodes are the model's leaves, each stack being one, and `trained` the same with None in the place of
+    arrays that are not. Those `followed` are stacks with trained arrays, which the loss folds.
     """
 
     model: PyTree
@@ -217,13 +206,10 @@ def _folded(model: PyTree, paths: list[KeyPath]) -> list[FoldedLayers]:
 
 
 def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTree:
-    """The states of all layers as a tree.
+    """The states of all layers as a tree like that of one, from its arrays, which have the layers in front.
 
-    Args:
-        leaves: its arrays, with the layers in front.
-        of_one: the types of the state of one layer.
-        Layers: the axis to be put in front of the named arrays that have the shapes that their names say;
-            Adafactor's statistics, for one, have not.
+    The axis is put in front of the named arrays that have the shapes that their names say; Adafactor's
+    statistics, for one, have not.
     """
 
     def with_axis(leaf: Any) -> Any:

@@ -233,17 +233,8 @@ def _sum_of_squares(leaves: list[Array]) -> Array:
 class _Layers:
     """The layers of a fold in a step: a `Follower`, which updates them too.
 
-    Attributes:
-        fused: the step.
-        trained: what is trained.
-        stacks: the numbers of their stacks, by kind.
-        states: their states by kind, before and after the update.
-        layers: the updated stacks.
-        squares: the sum of the squares of the gradients.
-        cotangent: of what the fold returned.
-        sweep_back: from it.
-        wanted: which arrays of `(init, args, kwargs)` have cotangents.
-        kinds: of a `StackedPattern`, none of a `Stacked`.
+    By kind there are the numbers of their stacks, their states, and the updated layers; a `Stacked` has no
+    kinds. `wanted` says which arrays of `(init, args, kwargs)` have cotangents.
     """
 
     fused: FusedUpdate

@@ -16,9 +16,8 @@ from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
 from .._static import PyTree
-from .arguments import check_no_lists
 from .layers import Loop, scan_layers
-from .marks import IsScanned, check_unmarked, is_named, is_named_or_shaped_array, per_layer
+from .marks import IsScanned, is_named, is_named_or_shaped_array, per_layer
 from .step import Call, Until
 
 T = TypeVar("T")
@@ -83,9 +82,7 @@ def scan(
 
 def _loops(loop: Loop) -> Callable[..., Any]:
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        check_unmarked(init)
-        if isinstance(loop.axis, Axis):
-            check_no_lists(args, kwargs, loop.axis, loop.call.caller)
+        loop.check(init, args, kwargs)
         carry, outputs = scan_layers(loop, init, (args, kwargs))
         return loop.call.result(carry, outputs)
 

@@ -33,9 +33,8 @@ from .marks import (
 class Leaf(NamedTuple):
     """How a leaf of a split tree is put together again.
 
-    `value` is the leaf without its array: the structure of a named array, or what is no array. Of one that is
-    `unsliced` a layer is given the whole stack. `on_host` is a shared array there, which layers take from the
-    device.
+    `value` is the leaf without its array: the structure of a named array, or what is no array. `on_host` is a
+    shared array there, which layers take from the device.
     """
 
     kind: Literal["split", "shared", "static"]

@@ -20,9 +20,10 @@ from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
 from .._sweep.store import at_least_one, empty_stack
 from .._sweep.trace import UntracedLayer, trace_layers
+from .arguments import check_no_lists
 from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
 from .layer_axis import TreeLayout
-from .marks import IsScanned, is_array, is_named_or_shaped_array
+from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .pattern import Division, NamedPattern, split_kinds
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 from .step import Call, Names, Unpack, array_step, arrays_and_rest
@@ -54,7 +55,7 @@ class Layers:
         """
         layout = self.layout
         unpack = layout.arguments if whole else layout.layer
-        body = functools.partial(array_step, self.call, static, names, unpack, arrays_and_rest)
+        body = array_step(self.call, static, names, unpack, arrays_and_rest)
         leaves, tree = jax.tree.flatten(static)
         return UntracedLayer(
             body,
@@ -140,6 +141,12 @@ class Loop:
             pattern,
             is_scanned,
         )
+
+    def check(self, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        """Refuse marks in the carry, and unmarked lists with a Python value for each layer."""
+        check_unmarked(init)
+        if isinstance(self.axis, Axis):
+            check_no_lists(args, kwargs, self.axis, self.call.caller)
 
     def split(self, arguments: PyTree) -> tuple[list[Layers], Division | None]:
         """The layers of each kind with their parts of the arguments, as `split_kinds` gives them."""
@@ -317,10 +324,10 @@ def _unrolled_step(call: Call, static: PyTree, unpack: Unpack, remat: Remat, car
         inputs = on_device(inputs)
         if remat.schedule is None and remat.kept != EVERYTHING:
             arrays = checkpoint_name(arrays, carry_name)
-        of_arrays = functools.partial(array_step, call, static, remat.kept.names, unpack, lambda y: y, None)
-        found = of_arrays(arrays, inputs)
+        of_arrays = array_step(call, static, remat.kept.names, unpack, lambda y: y)
+        found = of_arrays(None, arrays, inputs)
         if remat.kept.offloaded:
-            of_carry = eqx.filter_make_jaxpr(lambda arrays, inputs: of_arrays(arrays, inputs)[0])
+            of_carry = eqx.filter_make_jaxpr(lambda arrays, inputs: of_arrays(None, arrays, inputs)[0])
             jaxpr = of_carry(arrays, inputs)[0].jaxpr
             check_offloaded(jaxpr.outvars, jaxpr, remat.kept.offloaded)
         return found

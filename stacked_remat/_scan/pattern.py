@@ -65,13 +65,16 @@ class NamedPattern:
         return cls(tuple(names), Pattern(tuple(map(names.index, layers)), len(names)))
 
 
+Part: TypeAlias = Literal["per_kind", "split", "shared"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Division:
     """How a tree was divided among layers of several kinds; `rules` are those of its leaves."""
 
     axis: Axis
     pattern: NamedPattern
-    rules: tuple[Literal["per_kind", "split", "shared"], ...]
+    rules: tuple[Part, ...]
     treedef: Any
 
     def joined(self, of_kinds: Sequence[PyTree]) -> PyTree:
@@ -107,7 +110,7 @@ def divide(tree: PyTree, axis: Axis, pattern: NamedPattern, caller: Caller) -> t
         if isinstance(leaf, PerKind):
             _check_per_kind(caller.name_of(path), leaf.values, rule, pattern.names, caller.what)
     leaves, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
-    rules = [
+    rules: list[Part] = [
         "per_kind" if isinstance(leaf, PerKind) else "split" if is_ else "shared"
         for leaf, is_ in zip(leaves, are_split, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._checkpoint import saving_internals
+from .._messages import shortened
 from .._static import PyTree, Static
 from .arguments import Caller, argument_namer, signature_error
 from .checks import check_carry, describe
@@ -24,17 +26,10 @@ Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How a loop calls the user's function.
+    """How a loop calls the user's function: `fold` from carry to carry, `map` from the arguments alone.
 
-    Attributes:
-        caller: the operation, for errors.
-        verb: what the function takes and returns: `fold`, from a carry to a carry; `scan`, from a carry to a
-            carry and an output; `map`, from the arguments alone to an output.
-        fn: the function.
-        owner: the function that `fn` calls, with which its traces die.
-        takes_block: whether the first argument, a block, comes before the carry.
-        until: whether to stop at a carry. What goes from step to step is then a pair, of whether it is done
-            and the carry.
+    `fn` calls its `owner`, with which its traces die. With `until` a pair goes from step to step, of whether
+    it is done and the carry.
     """
 
     caller: Caller
@@ -65,13 +60,6 @@ class Call:
         """The owner, and what else calls of the same function differ in."""
         return self.owner, self.fn is self.owner, self.caller.what, self.verb, self.until
 
-    @property
-    def named(self) -> Callable[..., Any]:
-        """The function, with the signature of its owner."""
-        if self.fn is self.owner:
-            return self.fn
-        return functools.update_wrapper(functools.partial(self.fn), self.owner)
-
     def as_called(self, loop: Callable[..., Any], after: str) -> Callable[..., Any]:
         """A loop of such calls, with the name that Python has for it in errors of missing arguments."""
         loop.__qualname__ = f"{self.verb}{after}"
@@ -87,10 +75,12 @@ class Call:
         given = (*self.inputs(carry, args),)
         try:
             return self.fn(*given, **kwargs)
-        except TypeError:
+        except (AttributeError, TypeError) as error:
             first = ["the block"] * self.takes_block + ["the carry"] * (self.verb != "map")
             problem = signature_error(self.owner, self.caller.what, first, given, kwargs)
             if problem is None:
+                if self.takes_block and "NoneType" in str(error):
+                    _note_absent_fields(error, args[0])
                 raise
             option = next((name for name in ("remat", "reverse", "unroll") if name in kwargs), None)
             form = f"{self.verb}_via(fn" if self.takes_block else f"{self.verb}(f, axis"
@@ -129,30 +119,52 @@ Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[PyTree], dict[str, PyTre
 
 
 def array_step(
-    call: Call,
-    static: PyTree,
-    names: Names,
-    unpack: Unpack,
-    pack: Callable[[PyTree], PyTree],
-    shared: PyTree,
-    arrays: PyTree,
-    inputs: PyTree,
-) -> tuple[PyTree, PyTree]:
-    """A step from the arrays of a carry, the rest being `static`, to those of the next one, and the output.
+    call: Call, static: PyTree, names: Names, unpack: Unpack, pack: Callable[[PyTree], PyTree]
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """A step from shared arrays, those of a carry, the rest being `static`, and a layer's own inputs.
 
-    `unpack` makes the arguments of the layer's own inputs and the shared arrays; `pack` what is returned of
-    the output. Internals of these names are kept.
+    Returns those of the next carry, and the output. `unpack` makes the arguments of the own inputs and the
+    shared arrays; `pack` what is returned of the output. Internals of these names are kept. For JAX's errors
+    it has the name and the place of the user's function.
     """
-    carry = eqx.combine(arrays, static)
-    with saving_internals(names):
-        args, kwargs = unpack(inputs, shared)
-        result = call.applied(call.last(carry), args, kwargs)
-    new_carry, y = call.outputs(result, (args, kwargs))
-    carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
-    check_carry(call.last(carry), new_carry, of_pair=call.verb == "scan")
-    if call.until is not None:
-        new_carry, y = _unless_done(call.until, carry, new_carry, y)
-    return eqx.filter(new_carry, eqx.is_array_like), pack(y)
+
+    def step(shared: PyTree, arrays: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        carry = eqx.combine(arrays, static)
+        with saving_internals(names):
+            args, kwargs = unpack(inputs, shared)
+            result = call.applied(call.last(carry), args, kwargs)
+        new_carry, y = call.outputs(result, (args, kwargs))
+        carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
+        try:
+            check_carry(call.last(carry), new_carry, of_pair=call.verb == "scan")
+        except ValueError as error:
+            error.add_note(f"It is the carry of {_place_of(call.owner)}.")
+            raise
+        if call.until is not None:
+            new_carry, y = _unless_done(call.until, carry, new_carry, y)
+        return eqx.filter(new_carry, eqx.is_array_like), pack(y)
+
+    named = functools.update_wrapper(step, call.owner, updated=())
+    named.__signature__ = _NO_NAMES  # pyright: ignore[reportAttributeAccessIssue]
+    return named
+
+
+_NO_NAMES = inspect.Signature()  # those of the user's parameters are not those of these arguments
+
+
+def _place_of(fn: Callable[..., Any]) -> str:
+    """The name of a function, and where it is defined."""
+    name, code = getattr(fn, "__qualname__", type(fn).__name__), getattr(inspect.unwrap(fn), "__code__", None)
+    return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
+
+
+def _note_absent_fields(error: Exception, block: PyTree) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=lambda node: node is None)
+    if absent := [jax.tree_util.keystr(path) for path, leaf in leaves if leaf is None]:
+        error.add_note(
+            f"These fields of the block are None: {shortened(absent, most=5)}. If the layers were filtered "
+            "or partitioned, put the parts together first: eqx.combine(trained, frozen)."
+        )
 
 
 def arrays_and_rest(y: PyTree) -> tuple[PyTree, Static]:

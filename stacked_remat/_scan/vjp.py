@@ -15,7 +15,7 @@ from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.spec import SweepSpec
 from .._sweep.trace import kinds_of, trace_layers
 from .layers import Loop
-from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
+from .marks import IsScanned, is_array, is_named_or_shaped_array
 from .step import Call
 from .sweep_back import SweepBack
 from .sweep_types import KindTypes, SweepTypes
@@ -62,7 +62,7 @@ def fold_vjp(
 
 def _vjp(loop: Loop) -> Callable[..., tuple[PyTree, SweepBack]]:
     def vjp(init: PyTree, layers: PyTree, /, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, SweepBack]:
-        check_unmarked(init)
+        loop.check(init, (layers, *args), kwargs)
         return sweep_forward(loop, init, ((layers, *args), kwargs))
 
     return loop.call.as_called(vjp, "_vjp(f, axis)")

@@ -31,13 +31,9 @@ def run_layers(
 ) -> tuple[Any, list[PyTree]]:
     """Run layers of one or several kinds; returns the last carry and the stacked outputs of each kind.
 
-    Args:
-        traced: a layer of each kind.
-        unsliced: for which of their own inputs every layer takes the stack.
-        init: the leaves of the first carry.
-        stacks: for each kind, its layers' own inputs.
-        plain: how each layer is checkpointed in a plain scan; None for a sweep.
-        **fields: of the `SweepSpec`.
+    Of each kind there is a traced layer, its layers' own inputs, and for which of these each takes the stack.
+    `plain` is how each layer is checkpointed in a plain scan; None for a sweep. The fields are of the
+    `SweepSpec`.
     """
     traced, carry_tree = [layer._replace(init=[*init]) for layer in traced], traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)

@@ -9,16 +9,7 @@ from .._static import PyTree
 
 
 def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) -> None:
-    """Refuse effects of a layer with which JAX cannot compile the backward pass.
-
-    Args:
-        jaxpr: the layer.
-        constants: what it closes over.
-        offloads: whether the policy moves values to the host.
-
-    Raises:
-        TypeError: says what to do instead.
-    """
+    """Refuse effects of a layer with which JAX cannot compile the backward pass; says what to do instead."""
     if any(map(is_reference, constants)):
         raise TypeError(
             "The layer reads or writes a jax.Ref, which a policy that cuts the layers (nested, "

@@ -60,15 +60,10 @@ class Perturbed:
 
 
 class Residuals(NamedTuple):
-    """A layer run forward on leaves, with what its pullback reads.
+    """What a layer's pullback reads: `forward` is `(constants, shared, carry, x) -> (carry, y, residuals)`.
 
-    Attributes:
-        forward: `(constants, shared, carry, x) -> (carry, y, residuals)`, as a jaxpr.
-        rest: the same without the results and the residuals that are saved.
-        constants: what derivative rules in the layer close over.
-        pullback: the structure of the pullback, whose leaves are the residuals.
-        is_saved: which of them the replay saves.
-        types: the types of those.
+    `rest` computes only the residuals that are not saved; `types` are those of the others. The constants are
+    what derivative rules in the layer close over. The leaves of the `pullback` are the residuals.
     """
 
     forward: Jaxpr
@@ -144,8 +139,8 @@ class LayerPullback:
         """Compute the cotangents of the leaves of `shared`, `carry` and `x` that are in `inputs`.
 
         All that are perturbed by default. A replay saves the residuals of all, so where `saved` is given XLA
-        is left to remove the others. `totals` has an array for each leaf of `x` in `inputs` whose cotangent
-        is to be added to it in place, where the layer reads it, and `None` for the others.
+        is left to remove the others. To the arrays of `totals` the cotangents of leaves of `x` are added in
+        place.
         """
         every = self.perturbed.inputs
         inputs = every if inputs is None else inputs
@@ -223,20 +218,10 @@ _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not 
 
 @dataclass(frozen=True)
 class LeafVisit:
-    """One layer in the reverse sweep, on the leaves of its arguments.
+    """One layer in the reverse sweep, on leaves; `row` is its place in its kind's stacks.
 
-    Attributes:
-        layer_index: its index on the axis, a traced integer.
-        kind: of the layer.
-        row: its place in the stacks of its kind.
-        shared: inputs that all layers share.
-        carry: its input.
-        x: its own inputs.
-        unsliced: which of these are whole stacks.
-        cotangents: those of its new carry and of its output, of the leaves that have one.
-        saved: the residuals that the replay kept.
-        pullback: of a layer of this stack.
-        writes_to_host: whether the visitor does.
+    `cotangents` are those of its new carry and of its output, of the leaves that have one; `saved` the
+    residuals that the replay kept. Of its own inputs `x` some are whole stacks.
     """
 
     layer_index: Index
@@ -278,11 +263,7 @@ def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Ar
 def write_gradients(
     visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
 ) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
-    """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
-
-    Its state is `(shared gradients, stacked gradients)`: of the shared, one array per perturbed leaf, of the
-    stacked, `None` for the others.
-    """
+    """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place."""
     (shared_gradient, gradients), xs = state, visit.kind.xs
     is_perturbed = visit.pullback.perturbed.xs
     gradient, unsliced = pick(gradients[xs], is_perturbed), pick(visit.unsliced, is_perturbed)

@@ -18,17 +18,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of one kind.
+    """Layers of one kind: `jaxpr` is one of them, `(shared, carry, x) -> (carry, y)`.
 
-    Attributes:
-        number: its place among the kinds.
-        jaxpr: one layer, `(shared, carry, x) -> (carry, y)` on lists of arrays.
-        shared: which of the inputs that all layers share it reads.
-        xs: which of the stacks hold its layers' own inputs, an entry for each layer of this kind.
-        ys: which of the stacked outputs are theirs.
-        by_rules: one layer for values alone, with the forward rules of `jax.custom_vjp`s in their place, for
-            derivatives of a gradient; None where it is `jaxpr`.
-        constants: what these rules close over, the first inputs of `by_rules`.
+    Of all that layers share, all stacks and all outputs, `shared`, `xs` and `ys` are theirs. `by_rules` is a
+    layer for values alone, for derivatives of a gradient: with the forward rules of `jax.custom_vjp`s in
+    their place, whose `constants` are its first inputs.
     """
 
     number: int
@@ -78,12 +72,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which layer is of which kind.
-
-    Attributes:
-        kinds: the number of each layer's kind, by the layer's index on the axis.
-        count: how many kinds there are. Some may have no layers.
-    """
+    """The number of each layer's kind, of so many kinds, some of which may have no layers."""
 
     kinds: tuple[int, ...]
     count: int

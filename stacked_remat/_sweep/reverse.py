@@ -73,18 +73,9 @@ def sweep_back(
 ) -> tuple[Carry, PyTree]:
     """Visit every layer that ran, from the last to the first.
 
-    Every loop is rolled, whatever the length; trip counts are static where the schedule is uniform.
-
-    Args:
-        perturbed: the same as for the forward sweep.
-        checkpoints: what the forward sweep kept.
-        shared: inputs that all layers share.
-        carry_ct: cotangents of the perturbed leaves of the last carry.
-        ys_ct: stacked cotangents of the perturbed outputs.
-        visitor: traced once for each kind of layers, and in each of the two parts of a sweep.
-        state: the visitor's first state.
-        xs_in: the layers' own inputs, stacked, in a state of the visitor, which may replace entries of
-            layers that it visits.
+    Every loop is rolled, whatever the length; trip counts are static where the schedule is uniform. The
+    visitor is traced once for each kind of layers, and in each of the two parts of a sweep. `xs_in` finds the
+    layers' own inputs, stacked, in its state: it may replace entries of layers that it visits.
 
     Returns:
         The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
@@ -106,10 +97,7 @@ def sweep_back(
 
 @dataclass(frozen=True)
 class _Layers:
-    """The layers with these numbers, and how they are run again and visited.
-
-    The visitor's state may hold the layers' own inputs. An index counts from the first of the numbers.
-    """
+    """How the layers with these numbers are run again and visited; an index counts from the first of them."""
 
     spec: SweepSpec
     numbers: range

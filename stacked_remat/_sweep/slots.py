@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,6 @@ from jax import lax
 from jaxtyping import Array
 
 from .._activity import is_differentiable
-from .._placement import to_device
 from .._static import PyTree
 from .._trips import known_trips
 from .store import Index, empty_stack, write
@@ -22,10 +22,7 @@ T = TypeVar("T")
 
 
 class FirstLayersSaved(NamedTuple):
-    """What is kept of the first layers, before the schedule's: their inputs, and residuals of each kind.
-
-    `ran` says how many ran, if the layers may stop.
-    """
+    """The inputs of the first layers, residuals of each kind, and how many ran, if the layers may stop."""
 
     carries: Carry
     residuals: list[Arrays]
@@ -35,15 +32,9 @@ class FirstLayersSaved(NamedTuple):
 class Checkpoints(NamedTuple):
     """Layer inputs that the forward sweep keeps for the reverse sweep.
 
-    Attributes:
-        slots: one buffer per carry leaf, `(schedule.slots, ...)`, shared by segment boundaries and the
-            segment being reversed.
-        boundaries: the first input of each segment, `(segments, ...)` on the host; `None` if they are in
-            `slots`.
-        first_layers: of the layers before the schedule's, if there are any.
-        origin: the input of the first layer, on the device, if it is kept on the host alone or there are no
-            layers. Only derivatives of the sweep read it, so other compiled programs do not keep it.
-        ran: how many of the schedule's layers ran, if the layers may stop.
+    Segment boundaries and the segment being reversed share `slots`, unless the boundaries are on the host.
+    `origin` is the input of the first layer, on the device, if it is kept on the host alone or there are no
+    layers; only derivatives of the sweep read it, so other compiled programs do not keep it.
     """
 
     slots: Carry
@@ -52,26 +43,22 @@ class Checkpoints(NamedTuple):
     origin: Carry | None = None
     ran: Index | None = None
 
-    def first(self) -> Carry:
-        """The input of the first layer, on the device."""
+    def _source(self) -> Carry:
+        """The arrays, on the device, that hold the input of the first layer."""
         if self.origin is not None:
             return self.origin
-        return self.first_scheduled() if self.first_layers is None else _first(self.first_layers.carries)
+        return self.slots if self.first_layers is None else self.first_layers.carries
 
-    def first_scheduled(self) -> Carry:
-        """Copy the input of the schedule's first layer to the device."""
-        if self.boundaries is None:
-            return _first(self.slots)
-        return to_device(_first(self.boundaries))
+    def first(self) -> Carry:
+        """The input of the first layer."""
+        if self.origin is not None:
+            return self.origin
+        return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self._source()]
 
     def is_first(self) -> "Checkpoints":
-        """Which of the arrays `first()` reads, if they are on the device."""
+        """Which of the arrays `first()` reads."""
         nothing = jax.tree.map(lambda _: False, self)
-        if self.origin is None and self.first_layers is not None:
-            saved = nothing.first_layers
-            return nothing._replace(first_layers=saved._replace(carries=[True] * len(saved.carries)))
-        where = "slots" if self.origin is None else "origin"
-        return nothing._replace(**{where: [True] * len(getattr(self, where))})
+        return eqx.tree_at(Checkpoints._source, nothing, [True] * len(self._source()))
 
     def of_carry(self, mask: Sequence[bool]) -> list[bool]:
         """Which of the arrays hold the carry's leaves in the mask; residuals may be of any."""
@@ -84,26 +71,13 @@ class Checkpoints(NamedTuple):
     def from_first(self, first: Carry) -> "Checkpoints":
         """Arrays like these from which `first()` reads `first`; placeholders for the others."""
         first = [*map(jnp.asarray, first)]  # some may be Python numbers
-
-        def stacks(like: Carry) -> Carry:
-            pairs = zip(like, first, strict=True)
-            return [
+        if self.origin is None:
+            pairs = zip(self._source(), first, strict=True)
+            first = [
                 write(empty_stack(leaf, len(stack)), 0, leaf) if is_differentiable(leaf.dtype) else leaf
                 for stack, leaf in pairs
             ]
-
-        nothing = jax.tree.map(lambda _: jnp.zeros(()), self)
-        if self.origin is not None:
-            return nothing._replace(origin=first)
-        if self.first_layers is not None:
-            carries = stacks(self.first_layers.carries)
-            return nothing._replace(first_layers=nothing.first_layers._replace(carries=carries))
-        return nothing._replace(slots=stacks(self.slots))
-
-
-def _first(stacked: Carry) -> Carry:
-    # Slices: an index would become a gather, which JAX does not have for host memory with symbolic shapes.
-    return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in stacked]
+        return eqx.tree_at(Checkpoints._source, jax.tree.map(lambda _: jnp.zeros(()), self), first)
 
 
 class TripsOf(NamedTuple):

@@ -92,7 +92,7 @@ class SweepSpec:
             return run(self.kinds[order.kinds[number]], int(rows[number]), state)
         kind, row = entry_at(np.asarray(order.kinds, np.int32), number), entry_at(rows, number)
         every = parts or [range(self.remat.first_layers, self.length)]
-        counts = sum(self._before[part.stop] - self._before[part.start] for part in every).tolist()
+        counts = np.sum([self._before[part.stop] - self._before[part.start] for part in every], 0).tolist()
         for k in sorted({*order.kinds}):
             trips = (kind == k).astype(np.int32)
             # Without the counter, which is 0, XLA for TPUs reads the weights of all kinds ahead of the loops.

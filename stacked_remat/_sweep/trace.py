@@ -27,9 +27,8 @@ T = TypeVar("T")
 class TracedLayer(NamedTuple):
     """A traced layer, on the leaves of its arguments: `jaxpr` is `(shared, carry, x) -> (carry, y)`.
 
-    `init` has the types that every carry has. The first `constants` of the shared arrays are those that the
-    layer closes over. `y_tree` is the structure of a pair, of an output's arrays and of a `Static` with the
-    rest.
+    `init` has the types of every carry. The first `constants` of the shared arrays are those that the layer
+    closes over. An output is a pair, of its arrays and of a `Static` with the rest.
     """
 
     jaxpr: Jaxpr

@@ -43,7 +43,7 @@ class Checkpoints(NamedTuple):
     origin: Carry | None = None
     ran: Index | None = None
 
-    def _source(self) -> Carry:
+    def source(self) -> Carry:
         """The arrays, on the device, that hold the input of the first layer."""
         if self.origin is not None:
             return self.origin
@@ -53,12 +53,12 @@ class Checkpoints(NamedTuple):
         """The input of the first layer."""
         if self.origin is not None:
             return self.origin
-        return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self._source()]
+        return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self.source()]
 
     def is_first(self) -> "Checkpoints":
         """Which of the arrays `first()` reads."""
         nothing = jax.tree.map(lambda _: False, self)
-        return eqx.tree_at(Checkpoints._source, nothing, [True] * len(self._source()))
+        return eqx.tree_at(Checkpoints.source, nothing, [True] * len(self.source()))
 
     def of_carry(self, mask: Sequence[bool]) -> list[bool]:
         """Which of the arrays hold the carry's leaves in the mask; residuals may be of any."""
@@ -72,12 +72,12 @@ class Checkpoints(NamedTuple):
         """Arrays like these from which `first()` reads `first`; placeholders for the others."""
         first = [*map(jnp.asarray, first)]  # some may be Python numbers
         if self.origin is None:
-            pairs = zip(self._source(), first, strict=True)
+            pairs = zip(self.source(), first, strict=True)
             first = [
                 write(empty_stack(leaf, len(stack)), 0, leaf) if is_differentiable(leaf.dtype) else leaf
                 for stack, leaf in pairs
             ]
-        return eqx.tree_at(Checkpoints._source, jax.tree.map(lambda _: jnp.zeros(()), self), first)
+        return eqx.tree_at(Checkpoints.source, jax.tree.map(lambda _: jnp.zeros(()), self), first)
 
 
 class TripsOf(NamedTuple):

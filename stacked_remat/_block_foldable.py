@@ -109,9 +109,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             ValueError, TypeError: as `stacked_remat.scan` does; also for an option that is also a parameter
                 of the block; for several states, and a layer that reads or returns another's.
         """
-        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
-        check_options(self._kinds, "fold", options)
-        return _via(self, "fold", None, options)(init, *args, **kwargs)
+        run = _applied(self, "fold", None, remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def scan(
         self,
@@ -127,9 +126,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
         A state among a layer's outputs is not stacked: the whole one, as of `fold`, is in its place.
         """
-        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
-        check_options(self._kinds, "scan", options)
-        return _via(self, "scan", None, options)(init, *args, **kwargs)
+        run = _applied(self, "scan", None, remat=remat, unroll=unroll, reverse=reverse)
+        return run(init, *args, **kwargs)
 
     def fold_via(
         self,
@@ -145,7 +143,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             A function of the initial carry and the further arguments. What `fn` closes over is shared
             by all layers.
         """
-        return _via(self, "fold", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
+        return _applied(self, "fold", fn, remat=remat, unroll=unroll, reverse=reverse)
 
     def scan_via(
         self,
@@ -156,18 +154,18 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         reverse: bool | None = None,
     ) -> Callable[..., tuple[T, Y]]:
         """Scan with `fn(block, carry, *args, **kwargs) -> (carry, output)` in place of the blocks' call."""
-        return _via(self, "scan", fn, {"remat": remat, "unroll": unroll, "reverse": reverse})
+        return _applied(self, "scan", fn, remat=remat, unroll=unroll, reverse=reverse)
 
     def vmap(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Apply all layers to the same arguments with `vmap`; the outputs get the layers' axis in front.
 
         Arguments are split and shared as in `fold`. Costs the internals of all layers at once.
         """
-        return _applied(self, loop_over(self, "vmap", "map", remat=False))(None, *args, **kwargs)
+        return _applied(self, "map", None)(None, *args, **kwargs)
 
     def vmap_via(self, fn: Callable[Concatenate[M, ...], Y]) -> Callable[..., Y]:
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
-        return functools.partial(_applied(self, loop_over(self, "vmap", "map", fn, remat=False)), None)
+        return functools.partial(_applied(self, "map", fn), None)
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
         """These layers, the same arrays, with another checkpoint policy."""
@@ -237,28 +235,26 @@ def loop_over(
     fn: Callable[..., Any] | None = None,
     *,
     remat: ScanCheckpointSpec | None = None,
-    unroll: int | bool | None = None,
-    reverse: bool | None = None,
+    **options: Any,
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
     if not (fn is None or callable(fn)):
         takes = "a block" if verb == "map" else "a block and a carry"
         raise TypeError(f"{method}_via takes a function of {takes}; got {describe(fn)}.")
+    if fn is None:
+        check_options(layers._kinds, method, {"remat": remat, **options})
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
     names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
     caller = Caller(f"{type(layers).__name__}.{method}", names)
     call = Call(caller, verb, fn or operator.call, owner, takes_block=True)
-    policy = layers.remat if remat is None else remat
-    return Loop.of(call, layers.Layers, policy, layers._pattern, unroll=unroll, reverse=reverse)
+    policy = False if verb == "map" else layers.remat if remat is None else remat
+    return Loop.of(call, layers.Layers, policy, layers._pattern, **options)
 
 
-def _via(
-    layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, options: dict[str, Any]
+def _applied(
+    layers: BlockFoldable[Any], verb: Verb, fn: Callable[..., Any] | None, **options: Any
 ) -> Callable[..., Any]:
-    return _applied(layers, loop_over(layers, verb, verb, fn, **options))
-
-
-def _applied(layers: BlockFoldable[Any], loop: Loop) -> Callable[..., Any]:
+    loop = loop_over(layers, "vmap" if verb == "map" else verb, verb, fn, **options)
     call, what = loop.call, loop.call.caller.what
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -23,7 +23,6 @@ from ._scan.pattern import per_kind
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import sweep_forward
-from ._stacked_methods import check_options
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
 from ._sweep.store import at_least_one
@@ -58,8 +57,7 @@ class StackedKinds(BlockFoldable[M]):
         a block of its kind, `visit.layer_index` counts all layers. The layers of the result are a stack of
         this class.
         """
-        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
-        return self._vjp("fold", options, init, args, kwargs)
+        return self._vjp("fold", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
 
     def scan_vjp(
         self,
@@ -75,18 +73,11 @@ class StackedKinds(BlockFoldable[M]):
 
         For layers of several kinds `outputs` and their cotangent are dicts with those of each kind.
         """
-        options = {"remat": remat, "unroll": unroll, "reverse": reverse}
-        return self._vjp("scan", options, init, args, kwargs)
+        return self._vjp("scan", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
 
     def _vjp(
-        self,
-        verb: Verb,
-        options: dict[str, Any],
-        init: PyTree,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, Any],
+        self, verb: Verb, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, Any], **options: Any
     ) -> tuple[PyTree, SweepBack]:
-        check_options(self._kinds, f"{verb}_vjp", options)
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         if verb == "fold":

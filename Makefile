@@ -124,8 +124,8 @@ docs: figures  ## build the documentation into site/, with figures, and tables f
 has-chromium:
 	@$(or $(PYTHON),$$(scripts/find_python.sh default)) scripts/check_site.py --browser
 
-check-site: has-chromium docs  ## open every page in Chromium, wide and narrow, light and dark (SCREENSHOTS=folder keeps pictures)
-	$(RUN) scripts/check_site.py $(if $(SCREENSHOTS),--screenshots "$(SCREENSHOTS)")
+check-site: has-chromium docs  ## open every page in Chromium, wide and narrow, light and dark
+	$(RUN) scripts/check_site.py
 
 .PHONY: format
 format: venv  ## let ruff format the code and fix what it can

@@ -1,13 +1,13 @@
-"""One training step on the CPU beside PyTorch and transformers, on the same weights, and the parts of it.
+"""One training step on the CPU beside PyTorch and transformers, on the same weights.
 
     python -m benchmarks.cpu_step
     taskset -c 1 python -m benchmarks.cpu_step --processor_time
     taskset -c 1 python -m benchmarks.cpu_step kinds
 
 The second runs on one core and counts the time that the process had it: where others use the machine too.
-Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses, results and gradients
-are compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A
-ratio is the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
+Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses and gradients are
+compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A ratio is
+the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
 
 The third adds up the times of our steps' operations by kind, as JAX's profiler has them, and writes
 `results/cpu_step_kinds.json`. `--only` is a part of the names of what is run.
@@ -36,7 +36,6 @@ import models.architectures  # noqa: F401 (registers what read_hf_config reads)
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.formats import read_hf_config
 from models.lm import next_token_loss
-from stacked_remat.ops import causal_attention, grouped_experts
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -94,7 +93,7 @@ class Pair(NamedTuple):
 
     Attributes:
         name: of what they compute.
-        remat: the policy of our layers; empty for a part of a layer.
+        remat: the policy of our layers.
         ours: computes it, and gives numbers to compare.
         theirs: the same.
     """
@@ -122,7 +121,7 @@ def beside_theirs(
     Raises:
         ArithmeticError: losses, gradients or results differ.
     """
-    pairs = [pair for pair in _pairs(sizes) if only in pair.name]
+    pairs = [pair for pair in _steps(sizes) if only in pair.name]
     for pair in pairs:
         pair.check()
     clock = time.process_time if processor_time else time.perf_counter
@@ -164,16 +163,6 @@ main = one_of(step=beside_theirs, kinds=kinds)
 
 def _steps(sizes: Sizes) -> list[Pair]:
     return [step(sizes, experts, remat) for experts in (True, False) for remat in REMATS]
-
-
-def _pairs(sizes: Sizes) -> list[Pair]:
-    return [
-        *_steps(sizes),
-        experts_against_theirs(sizes),
-        experts_against_products(sizes),
-        attention(sizes, sizes.batch, sizes.positions),
-        attention(sizes, 1, 4 * sizes.positions),
-    ]
 
 
 def by_kind(pair: Pair, rounds: int) -> dict[str, float]:
@@ -274,99 +263,6 @@ def their_step(model: Any, tokens: Any, recomputed: bool) -> Callable[[], list[A
         return [loss.item(), norm.item()]
 
     return theirs
-
-
-def experts_of_a_layer(sizes: Sizes) -> tuple[list[np.ndarray], np.ndarray]:
-    """Tokens, gates, three weights `[experts, out, in]` and a cotangent; and the choices of the tokens."""
-    rng = np.random.default_rng(0)
-
-    def drawn(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1], dtype=np.float32)
-
-    tokens = sizes.batch * sizes.positions
-    choices = np.argsort(rng.random((tokens, sizes.experts)), axis=1)[:, : sizes.chosen]
-    gates = np.full((tokens, sizes.chosen), 1 / sizes.chosen, np.float32)
-    up, down = (sizes.experts, sizes.inner, sizes.width), (sizes.experts, sizes.width, sizes.inner)
-    x, cotangent = drawn(tokens, sizes.width), drawn(tokens, sizes.width)
-    return [x, gates, drawn(*up), drawn(*up), drawn(*down), cotangent], choices
-
-
-def our_experts(sizes: Sizes) -> Callable[[], list[Any]]:
-    """The gradients of the experts of a layer."""
-    values, choices = experts_of_a_layer(sizes)
-
-    def expert(weights: Any, rows: jax.Array, gates: jax.Array) -> jax.Array:
-        gate, up, down = weights
-        return (jax.nn.silu(rows @ gate.T) * (rows @ up.T) * gates[:, None]) @ down.T
-
-    def mixed(x: jax.Array, gates: jax.Array, *weights: jax.Array) -> jax.Array:
-        Experts = Axis("experts", sizes.experts)
-        return grouped_experts(expert, weights, Experts, x, jnp.asarray(choices), gates)
-
-    return _gradients(mixed, values)
-
-
-def experts_against_theirs(sizes: Sizes) -> Pair:
-    """The experts of a layer, forward and backward."""
-    layer: Any = their_model(dataclasses.replace(sizes, layers=1), experts=True).model.layers[0].mlp.experts
-    (x, gates, gate, up, down, cotangent), choices = experts_of_a_layer(sizes)
-    both = torch.tensor(np.concatenate([gate, up], axis=1))
-    layer.gate_up_proj.data, layer.down_proj.data = both, torch.tensor(down)
-    leaves = [torch.tensor(value, requires_grad=True) for value in (x, gates)]
-    wanted = [*leaves, layer.gate_up_proj, layer.down_proj]
-
-    def theirs() -> list[Any]:
-        out = layer(leaves[0], torch.tensor(choices), leaves[1])
-        of_x, of_gates, of_both, of_down = torch.autograd.grad(out, wanted, torch.tensor(cotangent))
-        return [of_x, of_gates, *of_both.chunk(2, dim=1), of_down]
-
-    return Pair(f"{sizes.experts} experts of a layer", "", our_experts(sizes), theirs)
-
-
-def experts_against_products(sizes: Sizes) -> Pair:
-    """The same beside one MLP on as many rows as all experts have, in the same library."""
-    (x, _, gate, up, down, cotangent), _ = experts_of_a_layer(sizes)
-    repeated = [np.repeat(value, sizes.chosen, axis=0) for value in (x, cotangent)]
-
-    def dense(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-    ours, theirs = our_experts(sizes), _gradients(dense, [repeated[0], gate[0], up[0], down[0], repeated[1]])
-    return Pair("experts beside a dense MLP of as many rows", "", lambda: ours()[:0], lambda: theirs()[:0])
-
-
-def attention(sizes: Sizes, batch: int, positions: int) -> Pair:
-    """Causal attention of a layer, forward and backward."""
-    rng = np.random.default_rng(0)
-    shapes = [(batch, positions, heads, sizes.head_dim) for heads in (sizes.heads, *2 * (sizes.kv_heads,))]
-    values = [rng.standard_normal(shape, np.float32) for shape in (*shapes, shapes[0])]
-    Batch, Pos, KVHeads = Axis("batch", batch), Axis("position", positions), Axis("kv", sizes.kv_heads)
-    HeadDim, Group = Axis("head_dim", sizes.head_dim), Axis("group", sizes.heads // sizes.kv_heads)
-
-    def attended(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        split = query.reshape(batch, positions, KVHeads.size, Group.size, HeadDim.size)
-        named = hax.named(split, (Batch, Pos, KVHeads, Group, HeadDim))
-        keys, values = (hax.named(one, (Batch, Pos, KVHeads, HeadDim)) for one in (key, value))
-        return causal_attention(named, keys, values, Pos, KVHeads, HeadDim).array.reshape(query.shape)
-
-    leaves = [torch.tensor(value, requires_grad=True) for value in values[:3]]
-    cotangent = torch.tensor(values[3])
-
-    def theirs() -> list[Any]:
-        query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=Group.size > 1
-        )
-        return list(torch.autograd.grad(out.transpose(1, 2), leaves, cotangent))
-
-    return Pair(f"attention of {batch} x {positions:,}", "", _gradients(attended, values), theirs)
-
-
-def _gradients(fn: Callable[..., jax.Array], values: list[np.ndarray]) -> Callable[[], list[Any]]:
-    """A function that computes the cotangents of the inputs from the last value, that of the result."""
-    *inputs, cotangent = (jnp.asarray(value) for value in values)
-    compiled = jax.jit(lambda cotangent, *inputs: jax.vjp(fn, *inputs)[1](cotangent))
-    return lambda: jax.block_until_ready(list(compiled(cotangent, *inputs)))
 
 
 if __name__ == "__main__":

@@ -202,7 +202,8 @@ def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8)
         found = training.losses(kept[:, training.order])
         for name, of_target in scores.items():
             row: dict[str, Any] = {"task": task.name, "rate": task.rate, "method": name}
-            row["auc"] = _auc(of_target.mean(0), task.wrong)
+            wrong = task.wrong
+            row["auc"] = None if wrong is None else planted_examples.auc(of_target.mean(0), wrong)
             parts = zip(SHARES, np.split(kept, len(SHARES)), np.split(found, len(SHARES)), strict=True)
             for share, own, losses in parts:
                 pairs = zip((own @ of_target.T).T, losses.T, strict=True)
@@ -214,13 +215,6 @@ def _correlation(predicted: np.ndarray, found: np.ndarray) -> float:
     """Spearman's, of ranks."""
     result: Any = scipy.stats.spearmanr(predicted, found)
     return float(result.statistic)
-
-
-def _auc(harm: np.ndarray, wrong: np.ndarray | None) -> float | None:
-    if wrong is None:
-        return None
-    pairs = wrong.sum() * (~wrong).sum()
-    return round(float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4)
 
 
 def _stacked(batches: Sequence[Any], axis: Axis) -> Any:

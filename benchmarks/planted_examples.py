@@ -23,6 +23,7 @@ import haliax.nn as hnn
 import jax
 import numpy as np
 import optax
+import scipy.stats
 from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
@@ -112,10 +113,20 @@ def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Pat
     """
     shutil.rmtree(run / LOG_FOLDER, ignore_errors=True)
     wrong = train(run, examples=examples, steps=steps, every=every)
-    found = ranked(run, wrong)
-    early, later = (ranked(run, wrong, span) for span in ((1, 50), (51, steps)))
-    aucs = {"auc_of_50_steps": early.summary["auc"], "auc_of_later_steps": later.summary["auc"]}
-    yield found.summary | aucs | {"found": found.by_share}
+    scores, is_wrong = ranked(run, wrong)
+    count, lowest_first = int(is_wrong.sum()), is_wrong[::-1]
+    shares = np.concatenate([[0.0], np.cumsum(lowest_first) / count])
+    aucs = {"auc": (scores, is_wrong)}
+    aucs |= {"auc_of_50_steps": ranked(run, wrong, (1, 50))} | {
+        "auc_of_later_steps": ranked(run, wrong, (51, steps))
+    }
+    yield {
+        "scored": len(scores),
+        "wrong": count,
+        "wrong_among_as_many_lowest": int(lowest_first[:count].sum()),
+        **{name: auc(-values, own) for name, (values, own) in aucs.items()},
+        "found": [round(float(shares[len(scores) * k // 50]), 4) for k in range(51)],
+    }
 
 
 def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
@@ -150,37 +161,18 @@ def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
     return data.wrong
 
 
-def ranked(folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None) -> "Found":
-    """The examples of the log in a folder, ranked by their scores in some steps or all."""
+def ranked(
+    folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean scores in some steps or all, from the highest to the lowest, and whose labels are wrong."""
     found = rank_examples(folder / LOG_FOLDER, steps=steps)
-    return Found(found.scores, wrong[found.ids.astype(int)])
+    return np.asarray(found.scores), wrong[found.ids.astype(int)]
 
 
-@dataclass(frozen=True)
-class Found:
-    """The mean scores of the examples, from the highest to the lowest, and whose labels are wrong."""
-
-    scores: np.ndarray
-    wrong: np.ndarray
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """How well the scores tell wrong labels from right ones."""
-        count, total = int(self.wrong.sum()), len(self.wrong)
-        # The share of pairs of a wrong and a right label in which the wrong one has the lower score.
-        higher = np.flatnonzero(self.wrong) - np.arange(count)
-        return {
-            "scored": total,
-            "wrong": count,
-            "auc": round(float(higher.sum() / (count * (total - count))), 4),
-            "wrong_among_as_many_lowest": int(self.wrong[total - count :].sum()),
-        }
-
-    @property
-    def by_share(self) -> list[float]:
-        """The share of the wrong labels among the 0%, 2%, ... 100% of the examples with the lowest scores."""
-        found = np.concatenate([[0.0], np.cumsum(self.wrong[::-1]) / self.wrong.sum()])
-        return [round(float(found[len(self.wrong) * k // 50]), 4) for k in range(51)]
+def auc(harm: np.ndarray, wrong: np.ndarray) -> float:
+    """The share of pairs of a wrong and a right label in which the wrong one does more harm."""
+    pairs = wrong.sum() * (~wrong).sum()
+    return round(float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4)
 
 
 def labelled(count: int, *, after: int = 0, wrong: float = PLANTED) -> Examples:

@@ -1,21 +1,12 @@
-"""Layers on the host: device memory against depth, and time against layers on the device.
+"""Layers on the host: device memory against depth.
 
-Compiled for a device that need not be attached, and not run:
+Compiled for a device that need not be attached, and not run.
 
     python -m benchmarks.streaming --target h200
     python -m benchmarks.streaming --target v5p
-
-With `time`, on the attached device: checks that streamed layers give the gradients and the updates of
-resident ones, then times both in turns:
-
-    python -m benchmarks.streaming time --layers 48 --tokens 65536 --inner 16384
-    JAX_PLATFORMS=cpu python -m benchmarks.streaming time --layers 48 --tokens 512 --width 128 --inner 512
-
-Writes `results/streaming_<target>.json` or `results/streaming_time_<platform>.json`.
 """
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,17 +19,10 @@ from jax import lax
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, streaming
 
-from .command import Rows, benchmark, one_of
-from .record import (
-    allocated_alone,
-    check_close,
-    median_ratio,
-    memory_row,
-    timed_in_turn,
-)
+from .command import Rows, benchmark
+from .record import memory_row
 from .residual_mlp import Sizes, haliax
 
-TIMED = Sizes(inner=16_384)
 OFFLOAD = ScanCheckpointPolicy(save_carries="offload")
 EXPERTS = (48, 128, 2048, 192)
 """Layers, experts, width and inner width of the mixture of experts: 4.5 GiB."""
@@ -146,23 +130,12 @@ def sliced_by_index(stack: Any, x: jax.Array) -> Any:
     return value, eqx.tree_at(lambda stack: stack.stacked, stack, new)
 
 
-def read(stack: Any, x: jax.Array) -> jax.Array:
-    """A sum over all weights: little more than their transfer."""
-
-    def add(block: Any, total: jax.Array) -> jax.Array:
-        return total + sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(block))
-
-    return stack.fold_via(add, remat=False)(x.ravel()[0].astype(jnp.float32))
-
-
-PROGRAMS: dict[str, Program] = {
-    each.__name__: each for each in (loss, gradient, update, sliced_by_index, read)
-}
+PROGRAMS: dict[str, Program] = {each.__name__: each for each in (loss, gradient, update, sliced_by_index)}
 UPDATES = ("update", "sliced_by_index")
 
 
 @benchmark("streaming_{target}")
-def of_memory(
+def main(
     target: str = "h200",
     depths: tuple[int, ...] = (24, 48, 96, 192),
     tokens: int = 65_536,
@@ -209,72 +182,6 @@ def _sized(program: str, build: Build, x: jax.ShapeDtypeStruct, target: str) -> 
         arguments = memory.arguments_on_host(lambda stack, x: (streaming.to_host(stack), x), arguments)
     donated = ["stack"] if program in UPDATES else []
     return memory_row(memory.report(PROGRAMS[program], *arguments, target=target, donate=donated))
-
-
-@benchmark("streaming_time_{platform}")
-def of_time(sizes: Sizes = TIMED, remat: str = "offload", rounds: int = 9) -> Rows:
-    """The times of programs on layers on the host and on the device, after their results are compared.
-
-    Of the time of the transfers, `hidden` is the share that did not make the step longer. Weights are read by
-    the forward and by the backward pass; an update writes them too, taken to last as long as reading.
-
-    Raises:
-        ArithmeticError: results differ from those of layers on the device.
-    """
-    names = ("gradient", "update", "sliced_by_index", "read")
-    keys = [(name, kind) for name in names for kind in ("resident", "streamed")]
-    keys.remove(("sliced_by_index", "streamed"))
-    # First, before this process allocates memory on the same device.
-    peaks = {key: allocated_alone(run_alone, *key, sizes, remat) for key in keys}
-    calls = {key: _call(*key, sizes, remat) for key in keys}
-    # The second step shows what the first one updated.
-    results = {key: (call(), call()) for key, call in calls.items()}
-    for key, found in results.items():
-        check_close(", ".join(key), found, results[_resident(key)], 1e-2)
-    seconds = timed_in_turn(calls, rounds)
-    medians = {key: statistics.median(own) for key, own in seconds.items()}
-    for (name, kind), own in seconds.items():
-        resident = _resident((name, kind))
-        row = {
-            "program": name,
-            "kind": kind,
-            "median_seconds": medians[name, kind],
-            "to_resident": round(median_ratio(own, seconds[resident]), 3),
-            "seconds": [round(value, 5) for value in own],
-        }
-        if kind == "streamed" and name != "read" and jax.default_backend() != "cpu":
-            transfers = (3 if name == "update" else 2) * medians["read", "streamed"]
-            row["hidden"] = round(1 - (medians[name, kind] - medians[resident]) / transfers, 3)
-        yield row | {"allocated_bytes": peaks[name, kind]}
-
-
-main = one_of(memory=of_memory, time=of_time)
-
-
-def _resident(key: tuple[str, str]) -> tuple[str, str]:
-    return ("update" if key[0] == "sliced_by_index" else key[0]), "resident"
-
-
-def run_alone(program: str, kind: str, sizes: Sizes, remat: str) -> Any:
-    """The result of a program."""
-    return _call(program, kind, sizes, remat)()
-
-
-def _call(program: str, kind: str, sizes: Sizes, remat: str) -> Callable[[], Any]:
-    """A call of a compiled program, on a stack of its own, which steps of an optimizer update in place."""
-    x = jax.random.normal(jax.random.key(1), (sizes.tokens, sizes.width), jnp.bfloat16)
-    block = functools.partial(Mlp, sizes.width, sizes.inner)
-    held = jax.jit(Build(sizes.layers, block, remat, kind == "streamed").__call__)(jax.random.key(0))
-    if program not in UPDATES:
-        return functools.partial(jax.jit(PROGRAMS[program]), held, x)
-    compiled = jax.jit(PROGRAMS[program], donate_argnums=0)
-
-    def step() -> jax.Array:
-        nonlocal held
-        value, held = compiled(held, x)
-        return value
-
-    return step
 
 
 if __name__ == "__main__":

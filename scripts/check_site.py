@@ -1,6 +1,6 @@
-"""Open every page of the built documentation in headless Chromium, and make screenshots.
+"""Open every page of the built documentation in headless Chromium.
 
-    make docs && python scripts/check_site.py [--screenshots FOLDER]
+    make docs && python scripts/check_site.py
 
 Each page is opened at the widths of a desktop and of a phone, light and dark. It fails, with a line for each,
 where a page logs an error or a warning, has a link or picture within the site whose target is missing, or is
@@ -23,8 +23,6 @@ from pathlib import Path
 SITE = Path(__file__).resolve().parents[1] / "site"
 WIDTHS = (1440, 390)
 SCHEMES = ("default", "slate")
-SHOWN = ("index.html", "calculator/index.html", "what-lives-when/index.html", "benchmarks/index.html")
-"""The pages of which there are screenshots."""
 OVERFLOW = 1  # a browser rounds widths
 
 HARNESS = Path(__file__).with_suffix(".js")
@@ -39,7 +37,6 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--browser", action="store_true", help="only see whether Chromium is there")
-    parser.add_argument("--screenshots", type=Path, help="a folder for pictures of some pages")
     options = parser.parse_args(arguments)
     browser = _browser()
     if options.browser:
@@ -59,8 +56,6 @@ def main(arguments: list[str] | None = None) -> None:
         address = f"http://127.0.0.1:{server.server_port}/"
         found = _found(browser, address)
         wrong = found["wrong"] + dead_links(found["links"], address)
-        if options.screenshots:
-            _screenshots(browser, address, options.screenshots)
         server.shutdown()
     (SITE / "harness.html").unlink()
     print("\n".join(wrong) or f"{len(pages)} pages: no errors, dead links or overflow")
@@ -98,17 +93,6 @@ def _found(browser: list[str], address: str) -> dict:
     if text is None:
         raise SystemExit(f"Chromium did not finish:\n{done.stderr[-2000:]}")
     return json.loads(html.unescape(text[1]))
-
-
-def _screenshots(browser: list[str], address: str, folder: Path) -> None:
-    """Light and dark, as the browser's preference says."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for page in SHOWN:
-        for width in WIDTHS:
-            for name, dark in (("light", []), ("dark", ["--blink-settings=preferredColorScheme=0"])):
-                file = folder / f"{Path(page).parent.name or 'home'}_{width}_{name}.png"
-                size = [f"--window-size={width},1600", f"--screenshot={file.resolve()}"]
-                subprocess.run([*browser, *dark, *size, address + page], capture_output=True, check=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ COMMANDS = [
     (f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2", "qwen3_moe_65k_cpu_tiles_local", 1),
     (f"qwen3_context longest {CONTEXT} --step 64 --limit 64", "qwen3_moe_65k_cpu_longest_local", 2),
     (f"stack_time trace {MLP} --rounds 1 --only jax.checkpoint$", "stack_trace_cpu", 1),
-    (f"streaming time {MLP} --rounds 1", "streaming_time_cpu", 7),
     ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 11),
     ("ghost flops", "ghost_flops", 1),
     (

@@ -29,9 +29,7 @@ def test_losses_and_gradients_are_theirs_and_rows_have_ratios(tmp_path):
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integers
         path = main([*sizes, "--rounds", "2", "--out", str(tmp_path)])
     rows = json.loads(path.read_text())["rows"]
-    steps = [(row["name"], row["remat"]) for row in rows if row["name"].startswith("step")]
-    assert len(steps) == len(set(steps)) == 4
-    assert {row["name"] for row in rows} >= {"attention of 2 x 16", "attention of 1 x 64"}
+    assert len({(row["name"], row["remat"]) for row in rows}) == len(rows) == 4
     assert all(row["ratio"] > 0 for row in rows)
 
 

@@ -1,6 +1,7 @@
 """Chooses a remat policy: the one with the fewest FLOPs among those that fit in memory."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,9 +106,6 @@ def compare(
     candidates: Sequence[ScanCheckpointSpec] = CANDIDATES,
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
-    streamed: Callable[..., Sequence[PyTree]] | None = None,
-    cache: str | Path | None = None,
-    show: Callable[[Trial], None] | None = None,
     **kwargs: PyTree,
 ) -> Comparison:
     """Compile a program under every policy and compare the reports. Nothing is executed.
@@ -118,9 +116,6 @@ def compare(
         *args: its arguments, as for `report`.
         candidates: the policies, in the order they are compiled and shown.
         target, donate: as for `report`.
-        streamed: as for `plan`: every candidate is compiled with weights on the host too.
-        cache: as for `report`.
-        show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -131,12 +126,11 @@ def compare(
             reason than memory; a note names the policy.
         TypeError: as `plan`.
 
-    Cost: one compilation a candidate, two with `streamed`.
+    Cost: one compilation a candidate.
     """
-    trace = _tracer("compare", fn_of_policy, candidates, args, kwargs, target, donate, streamed)
-    search = Search(trace, cache, show)
-    places = (False,) if streamed is None else (False, True)
-    trials = [search.trial(policy, on_host) for on_host in places for policy in candidates]
+    _check_policies("compare", fn_of_policy, candidates)
+    search = Search(functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, None))
+    trials = [search.trial(policy, False) for policy in candidates]
     search.check()
     return Comparison(tuple(trials))
 
@@ -212,7 +206,8 @@ def plan(
         whole_number("layers", layers, what, "Leave it out if not known.")
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
-    trace = _tracer("plan", fn_of_policy, candidates, args, kwargs, target, donate, streamed)
+    _check_policies("plan", fn_of_policy, candidates)
+    trace = functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, streamed)
     search = Search(trace, cache, show)
     chosen = search.least(candidates, limits, layers, streamed=False)
     if chosen is None and streamed is not None:
@@ -227,40 +222,38 @@ def plan(
     return Plan(chosen.policy, chosen.report, tried, limits.device, chosen.streamed)
 
 
-def _tracer(
-    name: str,
+def _check_policies(name: str, fn_of_policy: Any, candidates: Any) -> None:
+    """Refuse the function to compile in place of one that makes it, and a policy in place of several."""
+    if not isinstance(candidates, Sequence) or isinstance(candidates, str):
+        raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
+    try:
+        inspect.signature(fn_of_policy).bind(None)
+    except TypeError:
+        got = getattr(fn_of_policy, "__name__", type(fn_of_policy).__name__)
+        raise TypeError(
+            f"{name} takes a function that makes the function to compile from a policy, and {got} is none. "
+            "Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
+        ) from None
+
+
+def _traced(
     fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
-    candidates: Sequence[ScanCheckpointSpec],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     target: str | Target,
     donate: str | Sequence[str],
     streamed: Callable[..., Sequence[PyTree]] | None,
-) -> Callable[[ScanCheckpointSpec, bool], TracedCall]:
-    """What traces the program under a policy, with weights on the host or not; it checks what `name` got."""
-    if not isinstance(candidates, Sequence) or isinstance(candidates, str):
-        raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
-
-    def trace(policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
-        fn = fn_of_policy(policy) if _takes_one(fn_of_policy) else None
-        if not callable(fn):
-            got = getattr(fn_of_policy, "__name__", type(fn_of_policy).__name__)
-            raise TypeError(
-                f"{name} takes a function that makes the function to compile from a policy, and {got} is "
-                "none. Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
-            )
-        given = arguments_on_host(streamed, args) if on_host and streamed else args
-        return trace_call(fn, given, kwargs, target, donate)
-
-    return trace
-
-
-def _takes_one(fn: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(fn).bind(None)
-    except TypeError:
-        return False
-    return True
+    policy: ScanCheckpointSpec,
+    on_host: bool,
+) -> TracedCall:
+    """The program under a policy, with weights on the host or not."""
+    if not callable(fn := fn_of_policy(policy)):
+        raise TypeError(
+            f"of the policy {policy!r} the first argument made a {type(fn).__name__}, and no function. "
+            "Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
+        )
+    given = arguments_on_host(streamed, args) if on_host and streamed else args
+    return trace_call(fn, given, kwargs, target, donate)
 
 
 _COLUMNS = {
@@ -280,17 +273,13 @@ def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
     if found is None:
         return dict.fromkeys(_COLUMNS, "") | {"total": "refused"}
     sizes = found.total, found.temporaries, found.host.total, found.flops.moved, found.sent
-    compared = f"{found.flops.matmul / flops:.2f}" if flops else "-"
-    others = _link(found), compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f}"
-    return dict(zip(_COLUMNS, (*(f"{size / unit:.2f}" for size in sizes), *others), strict=True))
-
-
-def _link(found: MemoryReport) -> str:
-    """The seconds that the link to the host takes, if it is what limits a call."""
+    compared = f"{found.flops.matmul / flops:.2f}" if flops else ""
     least = found.least_time
-    if least is None or not least.transfer:
-        return "-"
-    return "hidden" if least.hidden else f"{least.transfer:.3g}"
+    link = (
+        "-" if least is None or not least.transfer else "hidden" if least.hidden else f"{least.transfer:.3g}"
+    )
+    others = link, compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f}"
+    return dict(zip(_COLUMNS, (*(f"{size / unit:.2f}" for size in sizes), *others), strict=True))
 
 
 def _nothing_fits(tried: Comparison, limits: Limits, on_host: bool) -> str:

@@ -252,9 +252,11 @@ def test_what_makes_no_function_of_a_policy_and_a_policy_in_place_of_a_list(sear
     def step(blocks, x):
         return blocks.fold(x)
 
-    for wrong in (step, jax.jit(step), lambda remat: remat):
+    for wrong in (step, jax.jit(step)):
         with pytest.raises(TypeError, match="makes the function to compile from a policy.* is none. Write"):
             search(wrong, *blocks_and_input(), candidates=[True])
+    with pytest.raises(TypeError, match="of the policy True the first argument made a bool.* Write"):
+        search(lambda remat: remat, *blocks_and_input(), candidates=[True])
     with pytest.raises(TypeError, match=r"is one policy. Write a list: \['nested'\]"):
         search(Counting(), *blocks_and_input(), candidates="nested")
 
@@ -339,14 +341,13 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
     def streamed(blocks, x):
         return streaming.to_host(blocks), x
 
-    resident, on_host = compare(Counting(), *blocks_and_input(), streamed=streamed, **options).trials
+    (resident,) = compare(Counting(), *blocks_and_input(), **options).trials
+    budget = resident.report.total - 1
+    found = plan(Counting(), *blocks_and_input(), budget=budget, streamed=streamed, **options)
+    on_host = found.tried.trials[-1]
     assert on_host.streamed and on_host.name == "'nested', streamed"
     assert resident.report.flops.bytes_from_host == 0
     assert on_host.report.flops.bytes_from_host > 2 * LAYERS * 4 * Width.size**2
-    assert on_host.report.total < resident.report.total
-
-    budget = resident.report.total - 1
-    found = plan(Counting(), *blocks_and_input(), budget=budget, streamed=streamed, **options)
     assert found.streamed and found.report.total <= budget
     seconds = found.report.least_time.transfer
     (row,) = (line for line in str(found).splitlines() if line.startswith("'nested', streamed  "))

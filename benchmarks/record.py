@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,21 +80,6 @@ def in_a_process(fn: Callable[..., T], *args: Any) -> T:
     """The result of a call in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(fn, *args).result()
-
-
-def allocated_alone(run: Callable[..., Any], *args: Any) -> int | None:
-    """The peak of bytes that a process allocates on its device for a call; None on a CPU, or if it fails."""
-    if jax.default_backend() == "cpu":
-        return None
-    try:
-        return in_a_process(_allocated, run, *args)
-    except (BrokenProcessPool, jax.errors.JaxRuntimeError):
-        return None
-
-
-def _allocated(run: Callable[..., Any], *args: Any) -> int | None:
-    jax.block_until_ready(run(*args))
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def timed(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:

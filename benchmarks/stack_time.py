@@ -8,8 +8,7 @@ them:
 
 `--only` is a regular expression that names of variants match. Writes
 `results/stack_time_<platform>_<inner>.json`. A variant that does not fit, or whose gradients differ, is named
-there and not timed. On an accelerator the file also has the memory that a process allocates for one variant,
-beside the compiler's figure.
+there and not timed.
 
 With `trace` nothing is run: `results/stack_trace_<platform>.json` has the processor time, of all threads,
 of tracing each variant and of compiling it, with JAX's caches cleared before.
@@ -21,7 +20,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .command import Rows, benchmark, one_of
-from .record import allocated_alone, check_close, median_ratio, timed_in_turn
+from .record import check_close, median_ratio, timed_in_turn
 from .residual_mlp import DEEP, Sizes, variants
 
 REFERENCE = "lax.scan + jax.checkpoint"
@@ -44,21 +43,18 @@ def run(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
     Raises:
         SystemExit: the gradients of some are wrong.
     """
-    every = _with_gradients(only)
-    # First, before this process allocates memory on the same device.
-    alone = {name: allocated_alone(run_alone, name, sizes) for name in every}
-    expected = by_role(run_alone(REFERENCE, sizes))
-    ready: dict[str, Compiled] = {}
+    expected = by_role(compiled(REFERENCE, sizes)())
+    ready: dict[str, Callable[[], Any]] = {}
     wrong = []
-    for name in every:
+    for name in _with_gradients(only):
         try:
             one = compiled(name, sizes)
-            check_close(name, by_role(one.run()), expected, _TOLERANCE[sizes.dtype])
+            check_close(name, by_role(one()), expected, _TOLERANCE[sizes.dtype])
             ready[name] = one
         except (ArithmeticError, jax.errors.JaxRuntimeError) as error:
             yield {"name": name, "refused": str(error).splitlines()[0]}
             wrong += [name] if isinstance(error, ArithmeticError) else []
-    seconds = timed_in_turn({name: one.run for name, one in ready.items()}, rounds)
+    seconds = timed_in_turn(ready, rounds)
     for name, own in seconds.items():
         bases = [base for base in seconds if base in _BASELINES]
         yield {
@@ -66,8 +62,6 @@ def run(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
             "median_seconds": statistics.median(own),
             "to_baselines": {base: round(median_ratio(own, seconds[base]), 4) for base in bases},
             "seconds": [round(each, 5) for each in own],
-            "announced_bytes": ready[name].announced,
-            "allocated_bytes": alone[name],
         }
     if wrong:
         raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
@@ -101,31 +95,12 @@ def _with_gradients(only: str) -> list[str]:
     return [name for name in variants() if "frozen" not in name and re.search(only, name)]
 
 
-def run_alone(name: str, sizes: Sizes) -> Any:
-    """The gradient of a variant."""
-    return compiled(name, sizes).run()
-
-
-class Compiled(NamedTuple):
-    """A variant, ready to run.
-
-    Attributes:
-        run: computes the gradient.
-        announced: bytes of device memory of a run, by the compiler.
-    """
-
-    run: Callable[[], Any]
-    announced: int
-
-
-def compiled(name: str, sizes: Sizes) -> Compiled:
-    """Compile a variant for this device, with the same weights and input as all others."""
+def compiled(name: str, sizes: Sizes) -> Callable[[], Any]:
+    """A variant's gradient, compiled for this device, with the same weights and input as all others."""
     fn, shapes = variants()[name](sizes)
     program = jax.jit(fn).lower(*shapes).compile()
     values = jtu.tree_map_with_path(lambda path, leaf: _values(_role(path), leaf.shape, leaf.dtype), shapes)
-    memory: Any = program.memory_analysis()
-    size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return Compiled(lambda: program(*values), size - memory.alias_size_in_bytes)
+    return functools.partial(program, *values)
 
 
 def by_role(tree: Any) -> dict[str, Any]:

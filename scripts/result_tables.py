@@ -10,7 +10,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
-_BYTES = ("temporaries", "total", "host", "announced_bytes", "allocated_bytes", "peak_resident_bytes")
+_BYTES = ("temporaries", "total", "host", "peak_resident_bytes")
 _BYTES += ("sent", "moved", "needed")
 _LEFT_OUT = ("arguments", "outputs", "host_temporaries", "flops_exact")
 """What tables of whole files do not show."""

@@ -25,11 +25,11 @@ def test_every_variant_gives_the_same_gradients(tmp_path, standard_promotion):
     nested = rows["stacked_remat nested"]
     ratios = np.divide(nested["seconds"], rows["stacked_remat True"]["seconds"])
     np.testing.assert_allclose(nested["to_baselines"]["stacked_remat True"], np.median(ratios), rtol=0.05)
-    assert len(nested["seconds"]) == 2 and nested["announced_bytes"] > 0
+    assert len(nested["seconds"]) == 2
 
 
 def _wrong(right):
-    return jax.tree.map(lambda leaf: 1.01 * leaf, right.run())
+    return jax.tree.map(lambda leaf: 1.01 * leaf, right())
 
 
 def _too_large(right):
@@ -45,7 +45,7 @@ def test_a_variant_that_is_wrong_or_does_not_fit_is_not_timed(run, reason, tmp_p
 
     def broken(name, sizes):
         right = compiled(name, sizes)
-        return right._replace(run=lambda: run(right)) if name == "stacked_remat True" else right
+        return (lambda: run(right)) if name == "stacked_remat True" else right
 
     monkeypatch.setattr(stack_time, "compiled", broken)
     arguments = [*TINY, "--out", str(tmp_path), "--only", "stacked_remat (True|nested)$", "--rounds", "1"]

@@ -249,7 +249,7 @@ def test_a_sequential_with_state_and_keys():
     def whole(layers, x, state, key):
         return layers(x, state, key=key)
 
-    cuts = ({}, {"every": 2}, {"segments": 3}, {"max_carries": 2})
+    cuts = ({"segments": 3}, {"max_carries": 2})
     wanted, *found = quick_jit(lambda: [gradient(run) for run in (whole, *map(cut_into, cuts))])()
     for result in found:
         jax.tree.map(close, result, wanted)

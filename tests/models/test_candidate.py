@@ -61,13 +61,13 @@ def compiled(kind, target):
         return Candidate(config_of(kind), target).report(), taken
 
 
-@pytest.mark.parametrize("kind", MODELS)
+PLUGINS = {"h200": "cuda", "b200": "cuda", "v5p": "tpu", "v6e": "tpu"}
+STEPS = [("gpt_oss", target) for target in PLUGINS]
+STEPS += [("qwen3", "h200"), ("qwen3_moe", "b200"), ("qwen3", "v5p"), ("qwen3_moe", "v6e")]
+
+
 @pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(name, marks=pytest.mark.target(plugin))
-        for name, plugin in (("h200", "cuda"), ("b200", "cuda"), ("v5p", "tpu"), ("v6e", "tpu"))
-    ],
+    ("kind", "target"), [pytest.param(*step, marks=pytest.mark.target(PLUGINS[step[1]])) for step in STEPS]
 )
 def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
     if target == "b200":  # a process compiles Mosaic's kernels for one kind of GPU

@@ -240,7 +240,7 @@ LATENT = DeepseekV3Config(
         CONFIG,
         pytest.param(WITH_SINKS, marks=pytest.mark.deep),
         pytest.param(Gemma3Config(hidden_dim=16, num_layers=2, mlp_dim=24), marks=pytest.mark.deep),
-        LATENT,
+        pytest.param(LATENT, marks=pytest.mark.deep),
     ],
     ids=["norms", "sinks", "four norms", "latent"],
 )

@@ -35,9 +35,9 @@ def scores_of(folder, step):
     return found
 
 
-@pytest.mark.parametrize("microbatches", ["2", pytest.param("1", marks=pytest.mark.deep)])
-def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, capsys, microbatches):
-    parts = ("--trainer.update.microbatches", microbatches)
+@pytest.mark.deep
+def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, capsys):
+    parts = ("--trainer.update.microbatches", "2")
     assert train(workplace, *SGD, *SCORED, *CHECKPOINTS, *parts, "--trainer.num_steps", "4") == 0
     run = workplace / "run"
     assert main(["--run_dir", str(run), "--from_step", "2"]) == 0

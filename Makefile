@@ -43,8 +43,11 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 	    '        --config_path models/configs/qwen3_moe_tiny.yaml \' \
 	    "        --data.sources.mine.paths '[my-texts/]' --trainer.run_dir runs/my-texts"
 
-# Programs that took XLA more than a tenth of a second are kept beside the environment, for the other worker and the next run.
-test deep docs parity: export JAX_COMPILATION_CACHE_DIR := $(abspath $(VENV))/compiled
+# What is compiled is kept for the other worker, the next run and other checkouts, as long as it is used: under keys with the versions, the
+# programs that took XLA more than a tenth of a second, and what compiling for a GPU or a TPU found.
+KEPT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/stacked_remat_tests
+test deep docs parity: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
+memory compiles: export KEPT_REPORTS := $(KEPT)/reports
 test deep docs parity: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
 test deep docs parity: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Each worker would compile all tests again.
@@ -62,7 +65,8 @@ TESTS := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 # tests of a file run in one process and share what they compile.
 .PHONY: test deep test-all
 test: venv  ## run the tests (PYTEST_ARGS="tests/test_x.py -k name" for some of them)
-	@mkdir -p "$(REPORTS)" && rm -f "$(REPORTS)"/*.xml
+	@mkdir -p "$(REPORTS)" "$(KEPT)"/{compiled,reports} && rm -f "$(REPORTS)"/*.xml
+	@find "$(KEPT)"/{compiled,reports} -type f -atime +14 -delete
 	@status=0; \
 	$(TESTS) --junitxml="$(REPORTS)/suite.xml" -m "not slow and not deep" $(PYTEST_ARGS) || status=$$?; \
 	JAX_REMAT3=1 $(TESTS) --junitxml="$(REPORTS)/remat3.xml" -m "remat3 and not slow and not deep" \

@@ -18,6 +18,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from stacked_remat.memory._call import TracedCall  # noqa: E402
 from tests.recorded_on import PLUGINS, why_not  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -60,6 +61,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         (plugin,) = mark.args
         if reason := why_not(PLUGINS[plugin], **mark.kwargs):
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def reports_are_kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `KEPT_REPORTS` a program that was compiled for a GPU or a TPU is not compiled again."""
+    folder = os.environ.get("KEPT_REPORTS")
+    if folder and request.node.get_closest_marker("target"):
+        report = TracedCall.report
+        monkeypatch.setattr(TracedCall, "report", lambda call, cache=None: report(call, cache or folder))
 
 
 @pytest.fixture

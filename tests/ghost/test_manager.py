@@ -67,31 +67,6 @@ def test_losses_may_be_plain_arrays():
     assert scores is not None and scores.total.array.shape == (3,)
 
 
-def test_frozen_arrays_and_losses_of_tokens():
-    def of_tokens(model, batch):
-        return (hax.dot(batch["x"], model["scored"] + model["frozen"], axis=In) - batch["y"]) ** 2
-
-    Position = Axis("position", 3)
-    keys = iter(jax.random.split(jax.random.key(0), 4))
-    batches = [
-        {"x": hax.random.normal(next(keys), (Batch, Position, In)), "y": hax.ones((Batch, Position))}
-        for _ in range(2)
-    ]
-    model = {"scored": hax.random.normal(next(keys), In), "frozen": hax.random.normal(next(keys), In)}
-    options = {"trainable": {"scored": True, "frozen": False}, "tokens": "sum"}
-    manager = GhostManager(of_tokens, batches[0], every=2, options=options)
-    direction = val_direction(model, of_tokens, batches[0], **options)
-    expected, dots = grad_dot(model, of_tokens, batches[1], direction=direction, **options)
-    for step in (1, 2):
-        manager.attach_train_batch(batches[1], step=step, examples=range(6))
-        gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
-        assert gradients["frozen"].array is None
-        np.testing.assert_allclose(gradients["scored"].array, expected["scored"].array, rtol=1e-5)
-    found = manager.aggregate_and_log()
-    assert found is not None and list(found.scores) == list(dots.scores)
-    np.testing.assert_allclose(found.total.array, dots.total.array, rtol=1e-5)
-
-
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         GhostManager(losses, batch_of(0), every=0)

@@ -142,46 +142,6 @@ def test_axes_state_and_trees_are_treated_as_by_nnx_scan(reverse):
 
 
 @pytest.mark.deep
-def test_scans_inside_and_around_transformations():
-    class Inner(nnx.Module):
-        def __init__(self, rngs):
-            self.linear, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-
-    class Outer(nnx.Module):
-        def __init__(self, rngs):
-            create = nnx.split_rngs(splits=3)(nnx.vmap(Inner, in_axes=0, out_axes=0))
-            self.inner, self.scale = create(rngs), nnx.Param(jnp.float32(0.9))
-
-    def run(scan):
-        axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
-
-        def inner(x, layer):
-            return x + jnp.tanh(layer.dropout(layer.linear(x)))
-
-        def forward(layers, x):  # the outer layers' function closes over the parameters of a module
-            def outer(x, layer):
-                return scan(inner, **axes)(x, layer.inner) * layer.scale[...] * weight[...]
-
-            return jnp.sum(jnp.sin(scan(outer, **axes)(x, layers)))
-
-        def of_gradient(graph, state, x):
-            def value(x):
-                return nnx.grad(forward, argnums=1)(nnx.merge(graph, state, copy=True), x).sum()
-
-            return jax.grad(value)(x)
-
-        weight, x, layers = nnx.Param(jnp.float32(1.1)), jnp.ones((2, 4)), vmapped(Outer, 5)
-        first = nnx.jit(nnx.grad(nnx.remat(forward), argnums=(0, 1)))(layers, x)
-        each = nnx.jit(nnx.vmap(forward, in_axes=(None, 0), out_axes=0))(layers, x)
-        return raw((first, each, jax.jit(of_gradient)(*nnx.split(layers), x), nnx.state(layers)))
-
-    found, expected = run(remat_scan), run(nnx.scan)
-    assert found.keys() == expected.keys()
-    for name, leaf in expected.items():
-        np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.deep
 def test_weights_are_read_from_the_host():
     class Mlp(nnx.Module):
         def __init__(self, rngs):

@@ -14,16 +14,9 @@ from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, TargetError, Trial, find_target, plan, report
 from stacked_remat.ops import UnsupportedCallError, expert_backend
-from stacked_remat.training import (
-    ConfigError,
-    Partitioning,
-    TokenBatch,
-    TrainState,
-    build_step,
-    check_fits,
-    check_host_fits,
-    remat_entry,
-)
+from stacked_remat.training import ConfigError, Partitioning, TokenBatch, TrainState, build_step
+from stacked_remat.training.memory_check import check_fits, check_host_fits
+from stacked_remat.training.remat import remat_entry
 
 STREAMED = {"trainer.streaming": True}
 """The setting with which the layers' weights are on the host."""

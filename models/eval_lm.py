@@ -35,9 +35,9 @@ from stacked_remat.training import (
     ConfigError,
     MeshConfig,
     Partitioning,
-    lasting_console,
     parse_config,
 )
+from stacked_remat.training.progress import lasting_console
 
 _POSITIONS_AT_ONCE = 64  # whose logits exist at the same time
 

@@ -26,8 +26,9 @@ from models.hf_io.hub import push_folder
 from models.hf_io.safetensors_folder import WeightsError, check_new_folder
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import ConfigError, config_as_dict, lasting_console, read_tokenizer_files
+from stacked_remat.training import ConfigError, config_as_dict, read_tokenizer_files
 from stacked_remat.training.errors import without_credentials
+from stacked_remat.training.progress import lasting_console
 
 
 def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:

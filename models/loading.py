@@ -35,14 +35,13 @@ from stacked_remat.training import (
     Tokenizer,
     TrainState,
     cast_parameters,
-    check_host_fits,
-    check_unsaved,
     checkpoint_run,
     load_checkpoint,
     load_tokenizer,
-    memory_bytes,
     parse_config,
 )
+from stacked_remat.training.checkpoint import check_unsaved
+from stacked_remat.training.memory_check import check_host_fits, memory_bytes
 
 Dtype = Literal["float32", "bfloat16"]
 _CHECKPOINTS = "checkpoints"

@@ -39,7 +39,9 @@ from stacked_remat.memory import (
     readable_bytes,
 )
 from stacked_remat.ops import backends_taken
-from stacked_remat.training import ConfigError, lasting_console, parse_config, remat_entry, remat_policy
+from stacked_remat.training import ConfigError, parse_config, remat_policy
+from stacked_remat.training.progress import lasting_console
+from stacked_remat.training.remat import remat_entry
 
 POLICIES: Mapping[str, bool | dict[str, Any] | str] = {
     "False": False,

@@ -41,13 +41,13 @@ from stacked_remat.training import (
     TrainState,
     build_step,
     checkpoint_run,
-    checkpoint_steps,
     load_tokenizer,
-    named_examples,
     open_training_data,
     validation_batches,
 )
+from stacked_remat.training.checkpoint import checkpoint_steps
 from stacked_remat.training.processes import check_one_process
+from stacked_remat.training.scoring import named_examples
 
 _EPS_ROOT = 1e-30  # Adam's square root has no derivative at zero
 

@@ -42,7 +42,6 @@ from stacked_remat.training import (
     JsonLinesTracker,
     Partitioning,
     Position,
-    Progress,
     RunFolder,
     RunOutputs,
     StopSignals,
@@ -75,7 +74,7 @@ from stacked_remat.training.run_folder import check_same_in_all, has_mark
 from stacked_remat.training.throughput import peak_memory_bytes
 
 
-def train_lm(config: LmRunConfig, progress: Progress, stop: StopSignals) -> TrainingResult:
+def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) -> TrainingResult:
     """Runs the training that `config` describes, from the last checkpoint in its run folder if there is one.
 
     After the first step, a signal that `stop` receives ends the run between two steps, with a checkpoint.
@@ -244,7 +243,7 @@ def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) ->
         )
 
 
-def _prepared_in_all(config: LmRunConfig, progress: Progress) -> tuple[Candidate, Tokenizer]:
+def _prepared_in_all(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate, Tokenizer]:
     """`_prepared` in all processes; refuses configs that differ."""
     check_same_in_all(config.entries, "Start all with the same config file and arguments.")
     prepared = agreed(functools.partial(_prepared, config, progress))
@@ -252,7 +251,7 @@ def _prepared_in_all(config: LmRunConfig, progress: Progress) -> tuple[Candidate
     return prepared
 
 
-def _prepared(config: LmRunConfig, progress: Progress) -> tuple[Candidate, Tokenizer]:
+def _prepared(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate, Tokenizer]:
     """The step with its final model, policy and streaming; refuses what can't fit or run here."""
     check_trackers(config.trainer.trackers)
     check_scoring(config)
@@ -267,7 +266,7 @@ def _prepared(config: LmRunConfig, progress: Progress) -> tuple[Candidate, Token
     return step, load_tokenizer(config.data.tokenizer, config.data.chat_date)
 
 
-def _fitting(step: Candidate, progress: Progress) -> Candidate:
+def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
     """The step under the policy that fits the budget, if it has one."""
     config = step.config
     if config.policy is not None or config.budget is None:
@@ -310,7 +309,7 @@ def _trackers(
     return trackers
 
 
-def _conclude(result: TrainingResult, folder: RunFolder, progress: Progress) -> None:
+def _conclude(result: TrainingResult, folder: RunFolder, progress: ConsoleProgress) -> None:
     if result.stopped_by is not None:
         progress.message(
             f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "

@@ -12,9 +12,7 @@ from .checkpoint import (
     CheckpointDamagedError as CheckpointDamagedError,
     CheckpointMismatchError as CheckpointMismatchError,
     Checkpoints as Checkpoints,
-    check_unsaved as check_unsaved,
     checkpoint_run as checkpoint_run,
-    checkpoint_steps as checkpoint_steps,
     load_checkpoint as load_checkpoint,
 )
 from .config_file import config_as_dict as config_as_dict, parse_config as parse_config
@@ -22,7 +20,6 @@ from .config_reference import config_reference as config_reference
 from .data.batch_stream import (
     BatchStream as BatchStream,
     HeldOutBatches as HeldOutBatches,
-    MixtureShare as MixtureShare,
     ProcessShare as ProcessShare,
 )
 from .data.chat_template import (
@@ -49,11 +46,6 @@ from .loop import (
     TrainingResult as TrainingResult,
     train as train,
 )
-from .memory_check import (
-    check_fits as check_fits,
-    check_host_fits as check_host_fits,
-    memory_bytes as memory_bytes,
-)
 from .mesh import Partitioning as Partitioning, mesh_sizes as mesh_sizes
 from .optimizer import build_optimizer as build_optimizer, learning_rate_schedule as learning_rate_schedule
 from .optimizer_config import (
@@ -69,30 +61,23 @@ from .optimizer_config import (
     SgdConfig as SgdConfig,
     WarmupStableDecaySchedule as WarmupStableDecaySchedule,
 )
-from .precision import cast_parameters as cast_parameters, in_float32 as in_float32
+from .precision import cast_parameters as cast_parameters
 from .progress import (
     ConsoleProgress as ConsoleProgress,
-    Progress as Progress,
-    lasting_console as lasting_console,
 )
 from .remat import (
-    NO_PRESETS as NO_PRESETS,
-    RematEntry as RematEntry,
     RematPresets as RematPresets,
     check_remat as check_remat,
-    remat_entry as remat_entry,
     remat_policy as remat_policy,
 )
 from .run_folder import (
     RunFolder as RunFolder,
-    config_changes as config_changes,
     lock_run_folder as lock_run_folder,
 )
 from .scoring import (
     ExampleLosses as ExampleLosses,
     Scoring as Scoring,
     ValidationBatch as ValidationBatch,
-    named_examples as named_examples,
     validation_batches as validation_batches,
 )
 from .signals import (
@@ -110,12 +95,10 @@ from .step import (
     build_step as build_step,
     train_step as train_step,
 )
-from .throughput import peak_flops as peak_flops, training_flops as training_flops
+from .throughput import training_flops as training_flops
 from .trackers import (
     JsonLinesTracker as JsonLinesTracker,
-    TensorBoardTracker as TensorBoardTracker,
     Tracker as Tracker,
-    WandbTracker as WandbTracker,
     build_trackers as build_trackers,
     check_trackers as check_trackers,
 )

@@ -200,11 +200,7 @@ def _chosen(registry: Any, keys: dict[Key, Any], path: tuple[Key, ...]) -> Any:
 
 def _blamed(tree: Any, path: tuple[Key, ...], message: str) -> str:
     """Where the values that a validation error mentions were written; all places if it mentions none."""
-    found = list(leaves(tree))
-    for length in (2, 1):  # `paint.layers`, then `layers` alone
-        names = [(re.escape(".".join(own[-length:])), own[-1].where) for own in found]
-        mentioned = [where for name, where in names if re.search(rf"\b{name}\b", message)]
-        if mentioned:
-            return " and ".join(dict.fromkeys(mentioned))
-    last = path[-1].where if path else ON_THE_COMMAND_LINE
-    return " and ".join(dict.fromkeys(own[-1].where for own in found)) or last
+    last = [own[-1] for own in leaves(tree)]
+    mentioned = [key for key in last if re.search(rf"\b{re.escape(key)}\b", message)]
+    found = mentioned or last or list(path[-1:]) or [Key.of("", ON_THE_COMMAND_LINE)]
+    return " and ".join(dict.fromkeys(key.where for key in found))

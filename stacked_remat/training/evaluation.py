@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .batches import HeldOutSet, TokenBatch
+from .batches import HeldOutSet
 from .errors import ConfigError
 from .mesh import Partitioning
 from .step import LossFunction
@@ -41,35 +41,26 @@ def held_out_evaluators(
         ConfigError: `held_out` has fewer batches, or none of the tokens of a set counts.
     """
     compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
-    evaluators = {"held_out": _evaluator(compiled, held_out, num_batches, "held_out", partitioning)}
-    if len(by_source) > 1:
-        for source, one in by_source.items():
-            name, count = f"held_out/{source}", min(num_batches, len(one))
-            evaluators[name] = _evaluator(compiled, one, count, name, partitioning)
-    return evaluators
+    shard = jax.device_put if partitioning is None else partitioning.shard_batch
 
+    def evaluator(name: str, text: HeldOutSet, count: int) -> Evaluator:
+        counted_targets(text, count, name, "trainer.eval_batches")
 
-def _evaluator(
-    compiled: Callable[[Any, TokenBatch], Any],
-    held_out: HeldOutSet,
-    num_batches: int,
-    name: str,
-    partitioning: Partitioning | None,
-) -> Evaluator:
-    counted_targets(held_out, num_batches, name, "trainer.eval_batches")
+        def evaluate(model: Any) -> float:
+            total = tokens = 0.0
+            for batch in (shard(text.batch(index)) for index in range(count)):
+                own = float(jnp.sum(batch.weights.array))
+                total += float(compiled(model, batch)) * own
+                tokens += own
+            return total / tokens
 
-    def evaluate(model: Any) -> float:
-        total = count = 0.0
-        for index in range(num_batches):
-            batch = held_out.batch(index)
-            if partitioning is not None:
-                batch = partitioning.shard_batch(batch)
-            tokens = float(jnp.sum(batch.weights.array))
-            total += float(compiled(model, batch)) * tokens
-            count += tokens
-        return total / count
+        return evaluate
 
-    return evaluate
+    parts = by_source.items() if len(by_source) > 1 else ()
+    found = {"held_out": evaluator("held_out", held_out, num_batches)}
+    for name, text in ((f"held_out/{source}", text) for source, text in parts):
+        found[name] = evaluator(name, text, min(num_batches, len(text)))
+    return found
 
 
 def counted_targets(held_out: HeldOutSet, num_batches: int, name: str, key: str) -> list[float]:

@@ -9,14 +9,15 @@ import jax
 import numpy as np
 import optax
 
+from ..memory import target_of_device
 from .batches import TokenBatch, TokenStream
 from .checkpoint import Checkpoints
 from .mesh import Partitioning
-from .progress import Progress
+from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
 from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, build_step
-from .throughput import Clock, ProfilerWindow, peak_flops, peak_memory_bytes, training_flops
+from .throughput import Clock, ProfilerWindow, peak_memory_bytes, training_flops
 from .trackers import Tracker
 from .trainer_config import TrainerConfig
 
@@ -76,7 +77,7 @@ class RunOutputs:
     folder: RunFolder
     checkpoints: Checkpoints | None
     trackers: Sequence[Tracker]
-    progress: Progress
+    progress: ConsoleProgress
 
 
 def train(
@@ -117,25 +118,25 @@ def train(
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
-    parts = (config, loss_function, optimizer, partitioning)
-    step, scorer = _compiled(*parts), None if scoring is None else StepScorer(scoring, *parts)
+    parts: Any = {"loss_function": loss_function, "optimizer": optimizer, "partitioning": partitioning}
+    step = eqx.filter_jit(build_step(config, **parts), donate="all-except-first")
+    scorer = None if scoring is None else StepScorer(scoring, config, **parts)
 
     def next_batch() -> TokenBatch:
         batch = training.next()
         return jax.device_put(batch) if partitioning is None else partitioning.shard_batch(batch)
 
-    reporter = _Reporter(config, schedule, outputs)
-    evaluation = _Evaluation(evaluators, reporter, position)
+    report = _Report(config, schedule, evaluators, outputs, position)
     profiler = ProfilerWindow(config.profiler, outputs.folder.profile)
+    done, stopped_by = 0, None
     if position is None:
-        evaluation.run(0, state.model)
+        report.evaluate(0, state.model)
     else:
         training.set_state(position.data)
-        reporter.skipped = position.skipped
-    done, stopped_by = 0 if position is None else position.step, None
+        done = position.step
     if done < config.num_steps:
         batch = next_batch()
-        reporter.prepare(loss_function, state, batch)
+        report.prepare(loss_function, state, batch)
     outputs.progress.start(config.num_steps, done)
     try:
         while done < config.num_steps and stopped_by is None:
@@ -146,120 +147,97 @@ def train(
             used, data = batch, training.get_state()
             if done < config.num_steps:
                 batch = next_batch()  # made while the device works
-            reporter.stepped(done, metrics, used)
+            report.step(done, metrics, used)
             if scores is not None:
                 scores.log(done, used)
             profiler.after_step(done)
             asked = should_stop()
             if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
-                evaluation.run(done, state.model)
+                report.evaluate(done, state.model)
                 asked = asked or should_stop()  # an evaluation may take long
             stopped_by = asked if done < config.num_steps else None
-            now = Position(done, data, evaluation.before, evaluation.after, reporter.skipped)
-            _save(state, now, reporter, scorer, last=bool(stopped_by) or done == config.num_steps)
+            now = Position(done, data, report.before, report.after, report.skipped)
+            report.save(state, now, scorer, is_last=bool(stopped_by) or done == config.num_steps)
     finally:
         outputs.progress.stop()
         profiler.stop()
-    return TrainingResult(state, evaluation.before, evaluation.after, stopped_by)
-
-
-def _compiled(
-    config: TrainerConfig,
-    loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation | FusedOptimizer,
-    partitioning: Partitioning | None,
-) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
-    options: Any = {"loss_function": loss_function, "optimizer": optimizer, "partitioning": partitioning}
-    return eqx.filter_jit(build_step(config, **options), donate="all-except-first")
-
-
-def _save(
-    state: TrainState, position: Position, reporter: "_Reporter", scorer: StepScorer | None, last: bool
-) -> None:
-    """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
-    checkpoints = reporter.outputs.checkpoints
-    is_due = last or (checkpoints is not None and checkpoints.is_due(position.step))  # once: time passes
-    if scorer is not None and is_due:
-        scorer.flush()
-    if checkpoints is not None and is_due:
-        with reporter.clock.paused():
-            checkpoints.save(position.step, state, asdict(position))
-            if last:
-                checkpoints.wait()
+    return TrainingResult(state, report.before, report.after, stopped_by)
 
 
 @final
-class _Evaluation:
-    """The first and the latest losses on the held-out sets."""
+class _Report:
+    """Reports steps and evaluations to trackers and the terminal, and stops a run that is not finite."""
 
     def __init__(
         self,
+        config: TrainerConfig,
+        schedule: optax.Schedule,
         evaluators: Mapping[str, Callable[[Any], float]],
-        reporter: "_Reporter",
+        outputs: RunOutputs,
         position: Position | None,
     ):
-        self._evaluators = evaluators
-        self._reporter = reporter
         self.before = {} if position is None else position.held_out_before
         self.after = {} if position is None else position.held_out_after
-
-    def run(self, done: int, model: Any) -> None:
-        with self._reporter.clock.paused():
-            self.after = {name: evaluate(model) for name, evaluate in self._evaluators.items()}
-        if done == 0:
-            self.before = self.after
-        self._reporter.evaluated(done, self.after)
-
-
-@final
-class _Reporter:
-    """Reports a step's metrics to trackers and the terminal, and stops the run if they are not finite."""
-
-    def __init__(self, config: TrainerConfig, schedule: optax.Schedule, outputs: RunOutputs):
-        self.clock = Clock()
-        self.outputs = outputs
-        self.skipped = 0
-        self._config = config
-        self._schedule = jax.jit(schedule)
+        self.skipped = 0 if position is None else position.skipped
+        self._config, self._evaluators, self._outputs = config, evaluators, outputs
+        self._schedule, self._clock = jax.jit(schedule), Clock()
         self._seconds_at_peak: float | None = None
 
     def prepare(self, loss_function: LossFunction | RandomLoss, state: TrainState, batch: TokenBatch) -> None:
         """Finds the time of a step at the devices' peak, for the utilisation."""
         devices = list(state.step.devices())
-        peak = self._config.profiler.peak_flops or peak_flops(devices[0])
+        target = target_of_device(devices[0])
+        peak = self._config.profiler.peak_flops or (target and target.flops)
         flops = peak and training_flops(loss_function, state.model, batch, state.trained)
         if peak and flops:
             self._seconds_at_peak = flops / (peak * len(devices))
 
-    def stepped(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
+    def step(self, done: int, metrics: Metrics, batch: TokenBatch) -> None:
         """Waits for step `done` and reports it."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        self.clock.tick(batch.num_tokens)
+        self._clock.tick(batch.num_tokens)
         learning_rate = float(self._schedule(np.int32(done - 1 - self.skipped)))
         memory = peak_memory_bytes()
-        self.outputs.progress.advance(done, loss, self.clock.tokens_per_second, memory)
+        self._outputs.progress.advance(done, loss, self._clock.tokens_per_second, memory)
         if done % self._config.log_every == 0 or done in (1, self._config.num_steps):
             speed = {
-                "tokens_per_second": self.clock.tokens_per_second,
-                "step_seconds": self.clock.step_seconds,
+                "tokens_per_second": self._clock.tokens_per_second,
+                "step_seconds": self._clock.step_seconds,
                 **({} if memory is None else {"peak_memory_bytes": memory}),
             }
             if self._seconds_at_peak is not None:  # model FLOPs utilisation (Chowdhery et al. 2022)
-                speed["mfu"] = self._seconds_at_peak / self.clock.step_seconds
+                speed["mfu"] = self._seconds_at_peak / self._clock.step_seconds
             self._log(done, {**metrics, "learning_rate": learning_rate, **speed})
-            self.clock.restart()
+            self._clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
             self._not_finite(done, metrics, learning_rate)
 
-    def evaluated(self, done: int, losses: Mapping[str, float]) -> None:
+    def evaluate(self, done: int, model: Any) -> None:
         """Reports the losses on held-out text after step `done`."""
-        self._log(done, {f"{name}_loss": loss for name, loss in losses.items()})
-        for name, loss in losses.items():
+        with self._clock.paused():
+            self.after = {name: evaluate(model) for name, evaluate in self._evaluators.items()}
+        self.before = self.after if done == 0 else self.before
+        self._log(done, {f"{name}_loss": loss for name, loss in self.after.items()})
+        for name, loss in self.after.items():
             shown = name.replace("held_out", "held-out", 1)
-            self.outputs.progress.message(f"{shown} loss after {done} steps: {loss:.4f}")
+            self._outputs.progress.message(f"{shown} loss after {done} steps: {loss:.4f}")
+
+    def save(self, state: TrainState, position: Position, scorer: StepScorer | None, is_last: bool) -> None:
+        """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
+        checkpoints = self._outputs.checkpoints
+        is_due = is_last or (
+            checkpoints is not None and checkpoints.is_due(position.step)
+        )  # once: time passes
+        if scorer is not None and is_due:
+            scorer.flush()
+        if checkpoints is not None and is_due:
+            with self._clock.paused():
+                checkpoints.save(position.step, state, asdict(position))
+                if is_last:
+                    checkpoints.wait()
 
     def _log(self, done: int, metrics: dict[str, Any]) -> None:
-        for tracker in self.outputs.trackers:
+        for tracker in self._outputs.trackers:
             tracker.log(done, metrics)
 
     def _not_finite(self, done: int, metrics: Metrics, learning_rate: float) -> None:
@@ -269,7 +247,7 @@ class _Reporter:
         if "skips" in metrics:
             self.skipped += 1
             in_a_row = int(metrics["skips"])
-            self.outputs.progress.message(f"step {done} skipped: {found} ({in_a_row} in a row)")
+            self._outputs.progress.message(f"step {done} skipped: {found} ({in_a_row} in a row)")
             if in_a_row < self._config.update.max_consecutive_skips:
                 return
             found += f", the last of {in_a_row} in a row (trainer.update.max_consecutive_skips)"

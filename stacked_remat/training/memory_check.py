@@ -13,7 +13,7 @@ from ..memory._table import readable_bytes
 from .array_layout import arrays_by_name, is_key
 from .errors import ConfigError
 
-_CGROUP = "/sys/fs/cgroup/memory"  # of a container
+_CGROUP, _MEMORY = "/sys/fs/cgroup/memory", "/proc/meminfo"  # of a container, in bytes; of Linux, in kiB
 
 
 def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
@@ -66,43 +66,34 @@ def memory_bytes(device: Any) -> int | None:
     statistics = device.memory_stats()
     if statistics and "bytes_limit" in statistics:
         return int(statistics["bytes_limit"])
-    return _machine_bytes() if device.platform == "cpu" else None
-
-
-def available_host_bytes() -> int | None:
-    """Bytes of host memory that a process can still take, without swap; None if not known."""
-    left = [found for found in (_meminfo("MemAvailable"),) if found is not None]
-    most, now = _number(f"{_CGROUP}.max"), _number(f"{_CGROUP}.current")
-    if most is not None and now is not None:
-        left.append(most - now + (_entry(f"{_CGROUP}.stat", "inactive_file") or 0))  # cached files give way
-    return max(min(left), 0) if left else None
-
-
-def _machine_bytes() -> int | None:
+    if device.platform != "cpu":
+        return None
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
     limit = _number(f"{_CGROUP}.max")
-    return min(physical, physical if limit is None else limit) + (_meminfo("SwapTotal") or 0)
+    return min(physical, physical if limit is None else limit) + 1024 * (_number(_MEMORY, "SwapTotal:") or 0)
 
 
-def _meminfo(name: str) -> int | None:
-    kibibytes = _entry("/proc/meminfo", f"{name}:")
-    return None if kibibytes is None else kibibytes * 1024
+def available_host_bytes() -> int | None:
+    """Bytes of host memory that a process can still take, without swap; None if not known."""
+    free, most, now = (
+        _number(_MEMORY, "MemAvailable:"),
+        _number(f"{_CGROUP}.max"),
+        _number(f"{_CGROUP}.current"),
+    )
+    left = [] if free is None else [1024 * free]
+    if most is not None and now is not None:  # cached files give way
+        left.append(most - now + (_number(f"{_CGROUP}.stat", "inactive_file") or 0))
+    return max(min(left), 0) if left else None
 
 
-def _entry(file: str, name: str) -> int | None:
-    """The number of a line that begins with a name."""
-    path = Path(file)
-    lines = map(str.split, path.read_text(encoding="ascii").splitlines() if path.exists() else [])
-    return next((int(words[1]) for words in lines if words[:1] == [name]), None)
-
-
-def _number(file: str) -> int | None:
-    path = Path(file)
-    text = path.read_text(encoding="ascii").strip() if path.exists() else ""
-    return int(text) if text.isdigit() else None
+def _number(file: str, *name: str) -> int | None:
+    """The number in a file, or behind a name at the beginning of one of its lines."""
+    lines = Path(file).read_text(encoding="ascii").splitlines() if Path(file).exists() else []
+    found = [words[len(name)] for words in map(str.split, lines) if tuple(words[: len(name)]) == name]
+    return int(found[0]) if found and found[0].isdigit() else None
 
 
 def _bytes(array: Any, all_devices: bool) -> int:

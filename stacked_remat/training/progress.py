@@ -1,6 +1,5 @@
 """Progress of a run: a bar in a terminal, plain lines elsewhere."""
 
-import abc
 import math
 import os
 import sys
@@ -65,47 +64,9 @@ def lasting_console() -> Console:
     return Console(file=None if sys.stdout is None else LastingOutput(sys.stdout))  # pyright: ignore[reportArgumentType]
 
 
-class Progress(abc.ABC):
-    """Shows the progress of a run."""
-
-    @abc.abstractmethod
-    def message(self, text: str) -> None:
-        """Shows a line."""
-
-    @abc.abstractmethod
-    def work(self, what: str, done: int, total: int, status: str) -> None:
-        """Shows the progress of work before the steps, such as tokenizing; it ends when `done` is `total`.
-
-        Args:
-            what: name of the work, the same in all calls.
-            done: how much is done, in any unit.
-            total: how much there is, at least 1.
-            status: a few words to show beside it.
-        """
-
-    @abc.abstractmethod
-    def start(self, num_steps: int, done: int = 0) -> None:
-        """Begins a run of `num_steps` steps, `done` of which an earlier process did."""
-
-    @abc.abstractmethod
-    def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
-        """Shows that a step is done.
-
-        Args:
-            step: its number, from 1.
-            loss: its loss.
-            tokens_per_second: nan if it is not known yet.
-            memory: peak bytes in use so far, if known.
-        """
-
-    @abc.abstractmethod
-    def stop(self) -> None:
-        """Ends the steps or the work, finished or not."""
-
-
 @final
-class ConsoleProgress(Progress):
-    """A bar with loss, tokens per second, memory and time left; plain lines without a terminal."""
+class ConsoleProgress:
+    """A run as a bar with loss, tokens per second, memory and time left; as lines without a terminal."""
 
     def __init__(self, console: Console | None = None, *, line_every: int = 20):
         self._console = lasting_console() if console is None else console
@@ -121,7 +82,14 @@ class ConsoleProgress(Progress):
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def work(self, what: str, done: int, total: int, status: str) -> None:
-        """Shows a bar until the work ends; without a terminal, a line every 15 seconds."""
+        """Shows work before the steps, such as tokenizing; without a terminal by a line every 15 seconds.
+
+        Args:
+            what: name of the work, the same in all calls.
+            done: how much is done, in any unit; the work ends when it is `total`.
+            total: how much there is, at least 1.
+            status: a few words to show beside it.
+        """
         if self._work is None or self._work[0] != what:
             self.stop()
             self._work = (what, time.monotonic())
@@ -136,14 +104,21 @@ class ConsoleProgress(Progress):
             self.stop()
 
     def start(self, num_steps: int, done: int = 0) -> None:
-        """Shows the bar, with a note until the first step is done that it is compiling."""
+        """Begins a run of `num_steps` steps, `done` of which an earlier process did."""
         self._num_steps = num_steps
         self._first_done = None
         columns = (TextColumn("step {task.completed}/{task.total}"), _BAR, _STATUS)
         self._show_bar(*columns, total=num_steps, completed=done, status="compiling the first step")
 
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
-        """Moves the bar, or prints a line every `line_every` steps."""
+        """Shows that a step is done: moves the bar, or prints a line every `line_every` steps.
+
+        Args:
+            step: its number, from 1.
+            loss: its loss.
+            tokens_per_second: nan if it is not known yet.
+            memory: peak bytes in use so far, if known.
+        """
         status = f"loss {loss:.3f}"
         if math.isfinite(tokens_per_second):  # not at the first step, whose time is that of compiling
             status += f"  {tokens_per_second:,.0f} tokens/s"
@@ -158,7 +133,7 @@ class ConsoleProgress(Progress):
             self._first_done = (step, time.monotonic())
 
     def stop(self) -> None:
-        """Removes the bar."""
+        """Ends the steps or the work, finished or not: removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

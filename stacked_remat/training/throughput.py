@@ -12,7 +12,7 @@ from typing import Any, final
 import equinox as eqx
 import jax
 
-from ..memory import count_flops, target_of_device
+from ..memory import count_flops
 from .batches import TokenBatch
 from .step import LossFunction, RandomLoss
 from .trainer_config import ProfilerConfig
@@ -60,12 +60,6 @@ class Clock:
         return self._tokens / (self._steps * self.step_seconds) if self._steps else float("nan")
 
 
-def peak_flops(device: Any) -> float | None:
-    """Dense bfloat16 FLOP/s of a device by its `device_kind`; None if it is not known."""
-    target = target_of_device(device)
-    return None if target is None else target.flops
-
-
 def training_flops(
     loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch, trained: Any = None
 ) -> float | None:
@@ -96,8 +90,7 @@ def training_flops(
 
     jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(trained, frozen, batch)
     num_trained = len(jax.tree.leaves(trained))
-    marks = [index < num_trained for index in range(len(jaxpr.in_avals))]
-    found = count_flops(jaxpr, trained=marks)
+    found = count_flops(jaxpr, trained=[index < num_trained for index in range(len(jaxpr.in_avals))])
     return None if found.too_low else float(found.matmul)
 
 
@@ -112,10 +105,8 @@ def peak_memory_bytes() -> int | None:
 
 
 def peak_resident_bytes() -> int:
-    """The peak of resident memory of this process so far.
-
-    On Linux this is not `ru_maxrss`, which a process inherits from the one that started it.
-    """
+    """The peak of resident memory of this process so far."""
+    # Not `ru_maxrss` on Linux, which a process inherits from the one that started it.
     if (status := Path("/proc/self/status")).exists():
         found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
         if found is not None:

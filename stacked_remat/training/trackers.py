@@ -51,12 +51,9 @@ class JsonLinesTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends a line; numbers that are not finite become null."""
-        entry = {
-            "step": step,
-            **{name: _as_json(np.asarray(value).tolist()) for name, value in metrics.items()},
-        }
+        numbers = {name: _as_json(np.asarray(value).tolist()) for name, value in metrics.items()}
         with named_in_errors(self._path):
-            self._file.write(json.dumps(entry, allow_nan=False) + "\n")
+            self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -66,44 +63,40 @@ class JsonLinesTracker(Tracker):
 
 
 @final
-class TensorBoardTracker(Tracker):
-    """Event files for TensorBoard, written by tensorboardX."""
+class _TensorBoard(Tracker):
+    """Event files for TensorBoard, which hide earlier events of steps after `resumed_after`."""
 
-    def __init__(self, folder: Path, *, resumed_after: int | None = None):
-        """Opens a new event file in `folder`, which hides earlier events of steps after `resumed_after`."""
-        tensorboardX = _package("tensorboardX")
+    def __init__(self, folder: Path, resumed_after: int | None):
         purge = None if resumed_after is None else resumed_after + 1
-        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=purge)
+        self._writer = _package("tensorboardX").SummaryWriter(str(folder), purge_step=purge)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds a scalar for each number; numbers of an array are named by their index."""
         for name, value in _scalars(metrics):
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Closes the file."""
         self._writer.close()
 
 
 @final
-class WandbTracker(Tracker):
+class _Wandb(Tracker):
     """A run of Weights & Biases, the same one when the run resumes."""
 
     def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]):
-        """Starts the run, or goes on with the one of this run folder."""
+        package, identifier = _package("wandb"), folder / "wandb_run_id.txt"
+        if not identifier.exists():
+            identifier.write_text(uuid.uuid4().hex, encoding="utf-8")
         try:
-            self._run = _package("wandb").init(
+            self._run = package.init(
                 project=config.project,
                 entity=config.entity,
                 name=config.name or folder.name,
                 mode=config.mode,
                 dir=str(folder),
                 config=dict(run_config),
-                id=_run_id(folder / "wandb_run_id.txt"),
+                id=identifier.read_text(encoding="utf-8").strip(),
                 resume="allow",
             )
-        except ConfigError:
-            raise
         except Exception as error:  # the package raises anything
             raise ConfigError(
                 f"trainer.trackers.wandb: Weights & Biases could not start the run: {error} Log in there, "
@@ -111,18 +104,16 @@ class WandbTracker(Tracker):
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs each number; numbers of an array are named by their index."""
         self._run.log(dict(_scalars(metrics)), step=step)
 
     def close(self) -> None:
-        """Waits until everything has been written or sent."""
         self._run.finish()
 
 
 def build_trackers(
     config: TrackersConfig, folder: Path, run_config: Mapping[str, Any], *, resumed_after: int | None = None
 ) -> list[Tracker]:
-    """The trackers of a config, besides the JSON lines.
+    """The trackers of a config, besides the JSON lines; they log each number of an array by its index.
 
     Args:
         config: of the trackers.
@@ -136,9 +127,9 @@ def build_trackers(
     """
     built: list[Tracker] = []
     if config.tensorboard:
-        built.append(TensorBoardTracker(folder / "tensorboard", resumed_after=resumed_after))
+        built.append(_TensorBoard(folder / "tensorboard", resumed_after))
     if config.wandb.project is not None:
-        built.append(WandbTracker(config.wandb, folder, run_config))
+        built.append(_Wandb(config.wandb, folder, run_config))
     return built
 
 
@@ -156,12 +147,6 @@ def _package(name: str) -> Any:
     except ImportError as error:
         install = "'stacked_remat[tensorboard]'" if name == "tensorboardX" else name
         raise ConfigError(f"trainer.trackers needs the package {name}: pip install {install}") from error
-
-
-def _run_id(path: Path) -> str:
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
 
 
 def _keep_lines(path: Path, last_step: int) -> None:

@@ -12,7 +12,6 @@ from stacked_remat.training import (
     NonFiniteLossError,
     Position,
     ProfilerConfig,
-    Progress,
     RandomLoss,
     RunFolder,
     RunOutputs,
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 OPTIMIZER = AdamWConfig(learning_rate=0.3, warmup=1, weight_decay=0.0)
 
 
-class Recorder(Tracker, Progress):
+class Recorder(Tracker):
     def __init__(self):
         self.logged, self.shown, self.calls = [], [], []
 

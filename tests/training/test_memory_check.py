@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stacked_remat.training import ConfigError, check_fits, memory_bytes
+from stacked_remat.training import ConfigError
+from stacked_remat.training.memory_check import check_fits, memory_bytes
 
 
 def shape(*sizes, dtype=jnp.float32, sharding=None):

@@ -6,14 +6,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from stacked_remat.training import (
-    AdafactorConfig,
-    AdamWConfig,
-    MuonConfig,
-    build_optimizer,
-    cast_parameters,
-    in_float32,
-)
+from stacked_remat.training import AdafactorConfig, AdamWConfig, MuonConfig, build_optimizer, cast_parameters
+from stacked_remat.training.precision import in_float32
 
 # optax's Adam raises a float to an integer power.
 pytestmark = pytest.mark.usefixtures("standard_promotion")

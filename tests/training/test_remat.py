@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.training import check_remat, remat_entry, remat_policy
+from stacked_remat.training import check_remat, remat_policy
+from stacked_remat.training.remat import remat_entry
 
 PRESETS = {
     "frugal": ScanCheckpointPolicy(nested=3),

@@ -19,6 +19,7 @@ from stacked_remat.training import (
     build_step,
     train_step,
 )
+from stacked_remat.training.precision import in_float32
 
 from .next_byte import NextByte, next_byte, next_byte_loss
 from .token_batches import held_out_of

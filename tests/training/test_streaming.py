@@ -9,8 +9,9 @@ import pytest
 from haliax import Axis
 
 from stacked_remat import Stacked, streaming
-from stacked_remat.training import ConfigError, MeshConfig, Partitioning, check_fits, check_host_fits
+from stacked_remat.training import ConfigError, MeshConfig, Partitioning
 from stacked_remat.training.array_layout import digests
+from stacked_remat.training.memory_check import check_fits, check_host_fits
 
 Layers, Embed = Axis("layers", 4), Axis("embed", 16)
 

@@ -37,19 +37,6 @@ class ProcessShare:
         return batch_size // self.count
 
 
-@dataclass(frozen=True)
-class MixtureShare:
-    """One source in a mixture.
-
-    Attributes:
-        sequences: its sequences.
-        weight: its share of all sequences, relative to the weights of the others.
-    """
-
-    sequences: PackedDocuments
-    weight: float = 1.0
-
-
 @final
 class BatchStream:
     """Batches from a mixture of sources, each repeated epoch after epoch.
@@ -60,7 +47,8 @@ class BatchStream:
     not on the number of processes.
 
     Args:
-        sources: by name; the order of the names matters.
+        sources: the sequences of each source, by name; the order of the names matters.
+        weights: shares of all sequences, relative to each other; 1 for a source without one.
         batch_size: sequences in a batch, over all processes.
         seed: of the order; not negative.
         process: this process, which reads only its own rows.
@@ -69,8 +57,9 @@ class BatchStream:
 
     def __init__(
         self,
-        sources: Mapping[str, MixtureShare],
+        sources: Mapping[str, PackedDocuments],
         *,
+        weights: Mapping[str, float] | None = None,
         batch_size: int,
         seed: int,
         process: ProcessShare | None = None,
@@ -81,14 +70,12 @@ class BatchStream:
         process = ProcessShare() if process is None else process
         rows = process.rows(batch_size)
         orders = np.random.SeedSequence(seed).generate_state(len(sources))
+        shares = [float((weights or {}).get(name, 1.0)) for name in sources]
         endless = [
-            grain.MapDataset.source(source.sequences)
-            .shuffle(int(order))
-            .repeat(-(-_ENDLESS // len(source.sequences)))
-            for source, order in zip(sources.values(), orders, strict=True)
+            grain.MapDataset.source(packed).shuffle(int(order)).repeat(-(-_ENDLESS // len(packed)))
+            for packed, order in zip(sources.values(), orders, strict=True)
         ]
-        weights = [source.weight for source in sources.values()]
-        mixed = endless[0] if len(endless) == 1 else grain.MapDataset.mix(endless, weights)
+        mixed = endless[0] if len(endless) == 1 else grain.MapDataset.mix(endless, shares)
         own = mixed.slice(slice(_ENDLESS)).batch(rows).slice(slice(process.index, None, process.count))
         ahead = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
         self._iterator = iter(own.to_iter_dataset(ahead))
@@ -97,8 +84,8 @@ class BatchStream:
             "seed": seed,
             "batch_size": batch_size,
             "sources": {
-                name: {"weight": source.weight, "tokens": source.sequences.fingerprint}
-                for name, source in sources.items()
+                name: {"weight": share, "tokens": packed.fingerprint}
+                for (name, packed), share in zip(sources.items(), shares, strict=True)
             },
         }
 

@@ -20,7 +20,7 @@ from jaxtyping import UInt64
 
 from ..._files import replaced_whole
 from ..errors import DataError
-from ..progress import Progress
+from ..progress import ConsoleProgress
 from .chat_template import ChatTemplateError, RenderedChat
 from .files import SourceFile
 from .records import Message, Record, RecordFormat, place_of, read_records
@@ -90,7 +90,7 @@ class CachedTokens:
 
 
 def open_token_cache(
-    request: CacheRequest, cache_dir: Path, progress: Progress, *, save_tokens: int = 2**24
+    request: CacheRequest, cache_dir: Path, progress: ConsoleProgress, *, save_tokens: int = 2**24
 ) -> CachedTokens:
     """The tokens of the request's files, from the cache or tokenized now.
 
@@ -151,7 +151,7 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
     return state
 
 
-def _build(request: CacheRequest, folder: Path, progress: Progress, save_tokens: int) -> None:
+def _build(request: CacheRequest, folder: Path, progress: ConsoleProgress, save_tokens: int) -> None:
     """Tokenizes what is not in the cache yet."""
     state = _read_state(folder, request)
     if state.complete:  # another process did

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 
 from ..data_config import DataConfig, SourceConfig
 from ..errors import DataError
-from ..progress import Progress
-from .batch_stream import BatchStream, HeldOutBatches, MixtureShare, ProcessShare
+from ..progress import ConsoleProgress
+from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
 from .files import SourceFile, find_files, standard_library_files
 from .packing import PackedDocuments
 from .records import RecordFormat
@@ -41,7 +41,7 @@ def open_training_data(
     tokenizer: Tokenizer,
     *,
     seed: int,
-    progress: Progress,
+    progress: ConsoleProgress,
     process: ProcessShare | None = None,
 ) -> TrainingData:
     """Finds the config's files, tokenizes what is not in the cache yet, and splits, packs and mixes it.
@@ -56,79 +56,67 @@ def open_training_data(
     Raises:
         DataError: a path matches no file, a record can't be read, or there is too little text.
     """
-    process = ProcessShare() if process is None else process
-    training: dict[str, PackedDocuments] = {}
-    held_out: dict[str, PackedDocuments] = {}
+    packed: dict[str, tuple[PackedDocuments, ...]] = {}
     for name, halves in _split(_tokenized(config, tokenizer, progress), config.held_out_fraction).items():
-        packed = [
-            PackedDocuments(half, config.seq_len, config.packing, separate=config.separate_documents)
-            for half in halves
-        ]
-        for half, what in zip(packed, ("train on", "hold out"), strict=True):
+        options = (config.seq_len, config.packing)
+        packed[name] = tuple(
+            PackedDocuments(half, *options, separate=config.separate_documents) for half in halves
+        )
+        for half, what in zip(packed[name], ("train on", "hold out"), strict=True):
             if not half.num_counted:
                 raise DataError(
                     f"data.sources.{name} has {half.num_targets} tokens to {what}, none of which counts as a "
                     f"target: with train_on: answers only messages of the role `assistant` do. Check the "
                     f"roles of its chats, or set train_on: all."
                 )
-        training[name], held_out[name] = packed
-    weights = {name: source.weight for name, source in config.sources.items()}
-    shares = {name: MixtureShare(packed, weights.get(name, 1.0)) for name, packed in training.items()}
+    training, held_out = ({name: halves[at] for name, halves in packed.items()} for at in (0, 1))
+
+    def batches(*texts: PackedDocuments) -> HeldOutBatches:
+        return HeldOutBatches(texts, config.batch_size, process)
+
     return TrainingData(
         training=BatchStream(
-            shares, batch_size=config.batch_size, seed=seed, process=process, prefetch=config.prefetch
+            training,
+            weights={name: source.weight for name, source in config.sources.items()},
+            batch_size=config.batch_size,
+            seed=seed,
+            process=process,
+            prefetch=config.prefetch,
         ),
-        held_out=HeldOutBatches(list(held_out.values()), config.batch_size, process),
-        held_out_by_source={
-            name: HeldOutBatches([packed], config.batch_size, process) for name, packed in held_out.items()
-        },
+        held_out=batches(*held_out.values()),
+        held_out_by_source={name: batches(text) for name, text in held_out.items()},
         summary=_summary(list(training.values()), list(held_out.values())),
     )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The documents of a source, and those of the files that it names to hold out, if it does."""
-
-    cached: CachedTokens
-    held_out: CachedTokens | None
+_Source: TypeAlias = tuple[CachedTokens, CachedTokens | None]
+"""The documents of a source, and those of the files that it names to hold out, if it does."""
 
 
-def _tokenized(config: DataConfig, tokenizer: Tokenizer, progress: Progress) -> dict[str, _Source]:
+def _tokenized(config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgress) -> dict[str, _Source]:
+    def cached(source: SourceConfig, files: tuple[SourceFile, ...], name: str) -> CachedTokens:
+        how = RecordFormat(source.format, source.text_key, source.messages_key)
+        answers_only = source.train_on == "answers"
+        request = CacheRequest(name, files, how, tokenizer, answers_only, config.on_malformed)
+        found = open_token_cache(request, Path(config.cache_dir), progress)
+        if found.counts.num_malformed:
+            progress.message(
+                f"{name}: {found.counts.num_malformed} records can't be read and were skipped, such as "
+                f"{'; '.join(found.counts.problems)}"
+            )
+        return found
+
     if not config.sources:
         library = SourceConfig(("*.py",), format="text")
         name, files = "python-standard-library", standard_library_files()
-        return {name: _Source(_cached(library, files, name, config, tokenizer, progress), None)}
-    found = {}
+        return {name: (cached(library, files, name), None)}
+    sources = {}
     for name, source in config.sources.items():
-        key = f"data.sources.{name}"
-        files, apart = (
-            find_files(source.paths, f"{key}.paths"),
-            find_files(source.held_out, f"{key}.held_out"),
-        )
-        arguments = (config, tokenizer, progress)
-        held_out = _cached(source, apart, f"{name}-held-out", *arguments) if apart else None
-        found[name] = _Source(_cached(source, files, name, *arguments), held_out)
-    return found
-
-
-def _cached(
-    source: SourceConfig,
-    files: tuple[SourceFile, ...],
-    name: str,
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> CachedTokens:
-    how = RecordFormat(source.format, source.text_key, source.messages_key)
-    request = CacheRequest(name, files, how, tokenizer, source.train_on == "answers", config.on_malformed)
-    cached = open_token_cache(request, Path(config.cache_dir), progress)
-    if cached.counts.num_malformed:
-        progress.message(
-            f"{name}: {cached.counts.num_malformed} records can't be read and were skipped, such as "
-            f"{'; '.join(cached.counts.problems)}"
-        )
-    return cached
+        files = find_files(source.paths, f"data.sources.{name}.paths")
+        apart = find_files(source.held_out, f"data.sources.{name}.held_out")
+        held_out = cached(source, apart, f"{name}-held-out") if apart else None
+        sources[name] = cached(source, files, name), held_out
+    return sources
 
 
 def _split(
@@ -136,24 +124,21 @@ def _split(
 ) -> dict[str, tuple[TokenizedDocuments, TokenizedDocuments]]:
     """The documents of each source to train on, and those to hold out; no text is in both, of any sources."""
     lowest = np.uint64(fraction * 2**64)
-    held_keys = [
-        source.cached.keys[source.cached.keys < lowest] if source.held_out is None else source.held_out.keys
-        for source in sources.values()
-    ]
-    held = np.concatenate(held_keys)
+    held = np.concatenate(
+        [own.keys[own.keys < lowest] if named is None else named.keys for own, named in sources.values()]
+    )
     found = {}
-    for name, source in sources.items():
-        documents, keys = source.cached.documents, source.cached.keys
-        is_held = np.isin(keys, held)
-        apart = documents.select(keys < lowest) if source.held_out is None else source.held_out.documents
+    for name, (own, named) in sources.items():
+        is_held = np.isin(own.keys, held)
+        apart = own.documents.select(own.keys < lowest) if named is None else named.documents
         if is_held.all() or not len(apart):
             raise DataError(
-                f"data.sources.{name} has {len(keys)} documents: {(~is_held).sum()} to train on and "
+                f"data.sources.{name} has {len(own.keys)} documents: {(~is_held).sum()} to train on and "
                 f"{len(apart)} held out, by its own or another source's held_out or by "
                 f"data.held_out_fraction = {fraction}. Both need at least one: change the fraction, or name "
                 f"files to hold out under data.sources.{name}.held_out."
             )
-        found[name] = documents.select(~is_held), apart
+        found[name] = own.documents.select(~is_held), apart
     return found
 
 

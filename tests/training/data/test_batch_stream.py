@@ -10,22 +10,23 @@ from stacked_remat.training import (
     BatchStream,
     DataError,
     HeldOutBatches,
-    MixtureShare,
     PackedDocuments,
     ProcessShare,
     TokenizedDocuments,
 )
 
 
-def source(num_sequences, first=0, seq_len=4, weight=1.0, packing="split"):
+def source(num_sequences, first=0, seq_len=4, packing="split"):
     """Sequences of one document each; a sequence's tokens are its number."""
     documents = [np.full(seq_len + 1, first + number, np.uint16) for number in range(num_sequences)]
-    return MixtureShare(PackedDocuments(TokenizedDocuments.of(documents), seq_len, packing), weight)
+    return PackedDocuments(TokenizedDocuments.of(documents), seq_len, packing)
 
 
-def stream(sources=None, batch_size=3, seed=0, process=None, prefetch=2):
+def stream(sources=None, batch_size=3, seed=0, process=None, prefetch=2, weights=None):
     sources = {"a": source(10)} if sources is None else sources
-    return BatchStream(sources, batch_size=batch_size, seed=seed, process=process, prefetch=prefetch)
+    return BatchStream(
+        sources, weights=weights, batch_size=batch_size, seed=seed, process=process, prefetch=prefetch
+    )
 
 
 def numbers(batches, count):
@@ -53,11 +54,13 @@ def test_epochs_and_seeds_differ_in_order_and_a_seed_fixes_it():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_processes_share_the_batches_of_one(count):
-    sources = {"a": source(10), "b": source(7, first=50, weight=2.0)}
-    alone = numbers(stream(sources, batch_size=6), 4)
-    shares = [numbers(stream(sources, 6, process=ProcessShare(index, count)), 4) for index in range(count)]
-    np.testing.assert_array_equal(np.concatenate(shares, axis=1), alone)
-    assert stream(sources, 6, process=ProcessShare(0, count)).get_state() == stream(sources, 6).get_state()
+    def mixed(**options):
+        sources = {"a": source(10), "b": source(7, first=50)}
+        return stream(sources, 6, weights={"b": 2.0}, **options)
+
+    shares = [numbers(mixed(process=ProcessShare(index, count)), 4) for index in range(count)]
+    np.testing.assert_array_equal(np.concatenate(shares, axis=1), numbers(mixed(), 4))
+    assert mixed(process=ProcessShare(0, count)).get_state() == mixed().get_state()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -81,8 +84,8 @@ def _at(state, further):
 
 
 def test_a_mixture_follows_its_weights_evenly():
-    sources = {"a": source(5, weight=3), "b": source(5, first=50, weight=1), "c": source(5, 90, weight=4.5)}
-    drawn = numbers(stream(sources, batch_size=34, prefetch=0), 1).ravel()
+    sources = {"a": source(5), "b": source(5, first=50), "c": source(5, first=90)}
+    drawn = numbers(stream(sources, 34, weights={"a": 3, "c": 4.5}, prefetch=0), 1).ravel()
     names = np.where(drawn < 50, "a", np.where(drawn < 90, "b", "c"))
     assert collections.Counter(names) == {"a": 12, "b": 4, "c": 18}
     for name, share in {"a": 3 / 8.5, "b": 1 / 8.5, "c": 4.5 / 8.5}.items():
@@ -96,7 +99,7 @@ def test_a_mixture_follows_its_weights_evenly():
         ({"seed": 1}, r"other training data: seed was 0 and is 1"),
         ({"batch_size": 4}, r"batch_size was 3 and is 4"),
         ({"sources": {"a": source(10), "b": source(3)}}, r"sources.b.tokens was not set and is \w+"),
-        ({"sources": {"a": source(10, weight=2.0)}}, r"sources.a.weight was 1.0 and is 2.0"),
+        ({"weights": {"a": 2.0}}, r"sources.a.weight was 1.0 and is 2.0"),
         ({"sources": {"a": source(10, packing="whole")}}, r"sources.a.tokens was"),
     ],
 )
@@ -107,7 +110,7 @@ def test_a_position_in_other_data_is_refused(change, message):
 
 
 def held(num_sequences, first=0):
-    return source(num_sequences, first, seq_len=3).sequences
+    return source(num_sequences, first, seq_len=3)
 
 
 def rows(batches):

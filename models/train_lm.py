@@ -62,12 +62,11 @@ from stacked_remat.training import (
 from stacked_remat.training.processes import (
     LargestOfAll,
     agreed,
-    broadcast_from_first,
     end_after_error,
     end_process,
     ending_with_others,
     in_turn,
-    processes_where,
+    of_all,
     start_processes,
 )
 from stacked_remat.training.run_folder import check_same_in_all, has_mark
@@ -195,7 +194,7 @@ def _first_state(
     config: LmRunConfig, partitioning: Partitioning, checkpoints: Checkpoints
 ) -> tuple[TrainState, Position | None]:
     """The state and position of the latest checkpoint, or a new state."""
-    if broadcast_from_first(checkpoints.latest() is None):
+    if of_all(checkpoints.latest() is None)[0]:
         return initial_state(config, partitioning), None
     # Frozen weights are in no checkpoint.
     make = state_shapes if config.lora is None else initial_state
@@ -206,9 +205,9 @@ def _first_state(
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:
     """The folder of the run, for this process alone until `closing` ends."""
     given = config.trainer.run_dir
-    now = time.strftime("%Y%m%d-%H%M%S", time.localtime(broadcast_from_first(int(time.time()))))
+    now = time.strftime("%Y%m%d-%H%M%S", time.localtime(of_all(time.time())[0]))
     root = Path(f"runs/{now}" if given is None else given).expanduser()
-    mark = str(broadcast_from_first(secrets.randbits(32)))
+    mark = of_all(secrets.token_hex(4))[0]
 
     def opened() -> RunFolder | None:
         is_first = jax.process_index() == 0
@@ -224,7 +223,7 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
         )
 
     folder = in_turn(opened)
-    without = processes_where(folder is None)
+    without = [index for index, sees in enumerate(of_all(folder is not None)) if not sees]
     if folder is None or without:
         raise ConfigError(
             f"process {without[0]} does not see the run folder that process 0 made; in this process it is "

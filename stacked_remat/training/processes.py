@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import sys
 import threading
@@ -12,10 +13,9 @@ from typing import Any, NoReturn, TypeVar, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._compat import cluster_size, wait_for_processes
+from .._compat import cluster_size, exchange
 from .errors import ConfigError
 from .signals import EXIT_INTERRUPTED
 
@@ -24,15 +24,11 @@ T = TypeVar("T")
 _LOST = ("gloo", "connection closed by peer", "coordination service", "heartbeat", "unavailable:")
 _SECONDS_TO_END = 10
 _HOURS_TO_WAIT = 24  # the first process may have to tokenize the text
-_waits = itertools.count()
+_exchanges = itertools.count()
 
 
 def check_distributed(distributed: bool | str | Mapping[str, Any]) -> None:
-    """Checks `distributed`.
-
-    Raises:
-        ValueError: it is neither `auto`, `off` nor a section.
-    """
+    """Refuses a `distributed` that is neither `auto`, `off` nor a section."""
     if not isinstance(distributed, Mapping) and distributed not in (False, "off", "auto"):
         raise ValueError(
             f"distributed is auto, off, or a section with the arguments of jax.distributed.initialize; got "
@@ -98,66 +94,51 @@ def _in_thread(work: Callable[[], T]) -> T:
     return ended.result()
 
 
-def processes_where(condition: bool) -> list[int]:
-    """The indices of the processes in which the condition is true, the same list in all."""
-    return np.flatnonzero(_gathered(condition)).tolist()
+def of_all(value: T) -> list[T]:
+    """The value of each process, in order, the same list in all; for what JSON has.
 
+    Without a collective: those of CPUs wait for 30 seconds only.
 
-def _wait_for_others() -> None:
-    """Waits until all processes are here: in a first collective, those of CPUs wait for 30 seconds only."""
-    name, seconds = f"agreed {next(_waits)}", round(3600 * _HOURS_TO_WAIT)
-    if jax.process_count() > 1 and not _in_thread(lambda: wait_for_processes(name, seconds)):
+    Raises:
+        TimeoutError: a process takes a day longer than another one.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    name, seconds = f"exchange {next(_exchanges)}", round(3600 * _HOURS_TO_WAIT)
+    found = _in_thread(lambda: exchange(name, json.dumps(value), seconds))
+    if found is None:
         raise TimeoutError(
             f"the processes of this run did not all arrive within {_HOURS_TO_WAIT} hours of each "
             f"other. Their output says how far they are; end those that go on."
         )
+    return [json.loads(text) for text in found]
 
 
-def agreed(work: Callable[[], T]) -> T:
-    """`work()` in all processes, without collectives in it; where it fails in one, it fails in all.
+def agreed(work: Callable[[], T], *, takes_part: bool = True) -> T:
+    """`work()` in all processes, or in those that take part; where it fails in one, it fails in all.
 
     Raises:
         ConfigError: it failed in another process. In those where it failed, their own error.
-        TimeoutError: a process takes a day longer than another one.
     """
-    return _agreed(work, True)
+    result: Any = None
+    error = None
+    try:
+        result = work() if takes_part else None
+    except Exception as raised:
+        error = raised
+    failed = of_all(error is not None)
+    if error is not None:
+        raise error
+    if True in failed:
+        raise ConfigError(f"process {failed.index(True)} of this run failed; its output says why.")
+    return result
 
 
 def in_turn(work: Callable[[], T]) -> T:
     """`agreed`, in the first process and then in all others: for files that the first one makes."""
     is_first = jax.process_index() == 0
-    first, other = (_agreed(work, is_turn) for is_turn in (is_first, not is_first))
+    first, other = (agreed(work, takes_part=is_turn) for is_turn in (is_first, not is_first))
     return first if is_first else other
-
-
-def _agreed(work: Callable[[], Any], takes_part: bool) -> Any:
-    result = error = None
-    if takes_part:
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-    _wait_for_others()
-    failed = processes_where(error is not None)
-    if error is not None:
-        raise error
-    if failed:
-        raise ConfigError(f"process {failed[0]} of this run failed; its output says why.")
-    return result
-
-
-def broadcast_from_first(number: int) -> int:
-    """The number that the first process has; below 2**32."""
-    return int(_gathered(np.uint32(number))[0])
-
-
-def of_all(text: str) -> list[str]:
-    """The text of each process, in order, the same list in all; without null characters."""
-    _wait_for_others()
-    encoded = text.encode()
-    longest = int(_gathered(len(encoded)).max())
-    rows = _gathered(np.frombuffer(encoded.ljust(longest, b"\0"), np.uint8))
-    return [row.tobytes().rstrip(b"\0").decode() for row in rows]
 
 
 @final
@@ -227,11 +208,3 @@ def end_process(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def _gathered(value: Any) -> np.ndarray:
-    """The values of all processes, along the first axis."""
-    if jax.process_count() == 1:
-        return np.asarray([value])
-    found = multihost_utils.process_allgather(np.asarray(value))
-    return found.reshape(jax.process_count(), *np.shape(value))

@@ -201,7 +201,7 @@ def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
     Raises:
         ConfigError: keys differ; the message names them, and is the same in all processes.
     """
-    first, *others = map(json.loads, of_all(json.dumps(dict(config))))
+    first, *others = of_all(dict(config))
     lines = [
         f"{key} is {there} in process 0 and {here} in process {index}"
         for index, other in enumerate(others, 1)

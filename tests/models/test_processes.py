@@ -189,7 +189,7 @@ def test_a_process_that_waits_for_others_handles_signals(monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes, "wait_for_processes", lambda *_: time.sleep(60))
+    monkeypatch.setattr(processes, "exchange", lambda *_: time.sleep(60))
     handler, began = signal.signal(signal.SIGTERM, interrupt), time.monotonic()
     threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGTERM)).start()
     with pytest.raises(InterruptedError):

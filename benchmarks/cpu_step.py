@@ -14,7 +14,6 @@ The third adds up the times of our steps' operations by kind, as JAX's profiler 
 """
 
 import dataclasses
-import functools
 import importlib
 import re
 import resource
@@ -43,9 +42,9 @@ from stacked_remat.training import (
     ConstantSchedule,
     TokenBatch,
     TrainState,
+    TrainStep,
     build_optimizer,
     remat_policy,
-    train_step,
 )
 
 from .command import Rows, benchmark, one_of
@@ -227,7 +226,7 @@ def our_step(decoder: Any, tokens: np.ndarray) -> Callable[[], list[Any]]:
     batch = TokenBatch(named, hax.roll(named, -1, Pos), has_target)
     config = AdamWConfig(learning_rate=LEARNING_RATE, warmup=0, schedule=ConstantSchedule())
     optimizer = build_optimizer(config, 1_000)
-    run = functools.partial(train_step, loss_function=next_token_loss, optimizer=optimizer)
+    run = TrainStep(next_token_loss, optimizer)
     compiled = eqx.filter_jit(run, donate="all-except-first")
     states = [TrainState.init(decoder, optimizer)]
 

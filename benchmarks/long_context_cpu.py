@@ -22,10 +22,10 @@ from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from stacked_remat.training import (
     TrainState,
+    TrainStep,
     build_optimizer,
     parse_config,
     remat_policy,
-    train_step,
 )
 from stacked_remat.training.throughput import peak_resident_bytes
 
@@ -58,7 +58,7 @@ def run_step(arguments: list[str]) -> dict[str, Any]:
     remat = remat_policy(config.remat, config.model.remat_presets)
     initial = functools.partial(Decoder.init, config.model, VOCAB, remat=remat)
     state = TrainState.init(eqx.filter_jit(initial)(key=jax.random.key(0)), optimizer)
-    step = functools.partial(train_step, loss_function=next_token_loss, optimizer=optimizer)
+    step = TrainStep(next_token_loss, optimizer)
     compiled = eqx.filter_jit(step, donate="all-except-first").lower(batch, state).compile()
     before = time.monotonic()
     _, metrics = jax.block_until_ready(compiled(batch, state))

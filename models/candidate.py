@@ -14,7 +14,7 @@ from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 from stacked_remat.memory import MemoryReport, Plan, Target, TargetError, Trial, find_target, plan, report
 from stacked_remat.ops import UnsupportedCallError, expert_backend
-from stacked_remat.training import ConfigError, Partitioning, TokenBatch, TrainState, build_step
+from stacked_remat.training import ConfigError, Partitioning, TokenBatch, TrainState, TrainStep
 from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
 
@@ -254,7 +254,7 @@ class Candidate:
 
     @functools.cached_property
     def _train_step(self) -> Callable[..., Any]:
-        return build_step(
+        return TrainStep.of(
             self.config.trainer,
             loss_function=self.config.loss,
             optimizer=run_optimizer(self.config),

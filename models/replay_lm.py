@@ -39,7 +39,7 @@ from stacked_remat.training import (
     TokenBatch,
     TrainingData,
     TrainState,
-    build_step,
+    TrainStep,
     checkpoint_run,
     load_tokenizer,
     open_training_data,
@@ -180,7 +180,7 @@ def _check_no_skips(config: LmRunConfig, state: TrainState, batches: list[TokenB
         return
     loss = functools.partial(next_token_loss, z_loss=config.z_loss)
     step = eqx.filter_jit(
-        build_step(config.trainer, loss_function=loss, optimizer=run_optimizer(config, _EPS_ROOT))
+        TrainStep.of(config.trainer, loss_function=loss, optimizer=run_optimizer(config, _EPS_ROOT))
     )
     for number, batch in enumerate(batches, first + 1):
         state, metrics = step(batch, state)
@@ -201,7 +201,7 @@ def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
         return weighted + auxiliary_of_sums(model, sums)[0], {**metrics, "loss": weighted}
 
     def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
-        run: Any = build_step(trainer, loss_function=loss, optimizer=optimizer)
+        run: Any = TrainStep.of(trainer, loss_function=loss, optimizer=optimizer)
         return run(_WeightedBatch(batch, weights), state)[0]
 
     @eqx.filter_jit

@@ -27,7 +27,6 @@ from stacked_remat.training import (
     ConfigError,
     DataConfig,
     FusedOptimizer,
-    MeshConfig,
     Partitioning,
     TokenBatch,
     Trainable,
@@ -119,7 +118,7 @@ def initial_state(
         remat = config.policy
         assert remat is not None, "remat: auto has to be resolved first"
 
-    partitioning, streamed = partitioning or _one_device(), config.trainer.streaming
+    partitioning, streamed = partitioning or Partitioning.one_device(), config.trainer.streaming
 
     def begin(weights: Decoder) -> TrainState:
         adapted, trainable = with_adapters(weights, config.lora, key=model_key)
@@ -169,11 +168,7 @@ def state_shapes(
         ConfigError: as `initial_state`.
     """
     make = functools.partial(initial_state, config, remat=remat, read_weights=False)
-    return (partitioning or _one_device()).shapes_of(make)
-
-
-def _one_device() -> Partitioning:
-    return Partitioning.of(MeshConfig({"data": 1}, {}, {}), jax.local_devices()[:1])
+    return (partitioning or Partitioning.one_device()).shapes_of(make)
 
 
 def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:

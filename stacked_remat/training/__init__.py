@@ -27,8 +27,7 @@ from .data.chat_template import (
     ChatTemplateError as ChatTemplateError,
     RenderedChat as RenderedChat,
 )
-from .data.packing import PackedDocuments as PackedDocuments
-from .data.tokenized import TokenizedDocuments as TokenizedDocuments
+from .data.packing import PackedDocuments as PackedDocuments, TokenizedDocuments as TokenizedDocuments
 from .data.tokenizer_files import (
     load_tokenizer as load_tokenizer,
     read_tokenizer_files as read_tokenizer_files,
@@ -92,8 +91,7 @@ from .step import (
     RandomLoss as RandomLoss,
     Trainable as Trainable,
     TrainState as TrainState,
-    build_step as build_step,
-    train_step as train_step,
+    TrainStep as TrainStep,
 )
 from .throughput import training_flops as training_flops
 from .trackers import (

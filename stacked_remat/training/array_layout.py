@@ -1,6 +1,6 @@
 """The arrays of a training state by name, their layouts and their digests."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from .._messages import entry_problems
 from .._placement import is_on_host, to_device
+from .._scan.marks import raw_array
 
 State = TypeVar("State")
 
@@ -21,18 +22,17 @@ def arrays_by_name(tree: Any) -> dict[str, Any]:
 
     The array of a `NamedArray` has the path of the latter. Random keys are left as they are.
     """
-    return {name: _array(leaf) for name, leaf in _leaves(tree) if _is_array(_array(leaf))}
+    return {name: raw_array(leaf) for name, leaf in _leaves(tree)}
 
 
 def layout(tree: Any) -> dict[str, dict[str, Any]]:
     """The shape and dtype of each array, and the names of its axes if it has any, as JSON."""
     entries: dict[str, dict[str, Any]] = {}
     for name, leaf in _leaves(tree):
-        array = _array(leaf)
-        if _is_array(array):
-            entries[name] = {"shape": list(array.shape), "dtype": str(array.dtype)}
-            if isinstance(leaf, NamedArray):
-                entries[name]["axes"] = [axis.name for axis in leaf.axes]
+        array = raw_array(leaf)
+        entries[name] = {"shape": list(array.shape), "dtype": str(array.dtype)}
+        if isinstance(leaf, NamedArray):
+            entries[name]["axes"] = [axis.name for axis in leaf.axes]
     return entries
 
 
@@ -46,10 +46,9 @@ def with_arrays(like: State, arrays: Mapping[str, Any]) -> State:
     """`like` with its arrays of these names replaced."""
 
     def replace(path: tuple[Any, ...], leaf: Any) -> Any:
-        name = _name(path)
-        if name not in arrays or not _is_array(_array(leaf)):
-            return leaf
-        return jax.tree.map(lambda _: arrays[name], leaf)  # its axes may not be those of the array
+        found = arrays.get(_name(path), leaf)
+        # The axes of a named array may not be those of the array.
+        return leaf if found is leaf else jax.tree.map(lambda _: found, leaf)
 
     return jax.tree_util.tree_map_with_path(replace, like, is_leaf=is_named_array)
 
@@ -100,26 +99,17 @@ def is_key(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_array)[0]
-    return [(_name(path), leaf) for path, leaf in found]
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_array):
+        if isinstance(raw_array(leaf), jax.Array | jax.ShapeDtypeStruct | np.ndarray):
+            yield _name(path), leaf
 
 
 def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _array(leaf: Any) -> Any:
-    return leaf.array if isinstance(leaf, NamedArray) else leaf
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray)
-
-
 def _shown(entry: Mapping[str, Any]) -> str:
-    names = entry.get("axes")
-    sizes = (
-        entry["shape"] if names is None else [f"{n} {s}" for n, s in zip(names, entry["shape"], strict=True)]
-    )
-    return f"{entry['dtype']}[{', '.join(map(str, sizes))}]"
+    axes = [f"{name} " for name in entry.get("axes", ())] or [""] * len(entry["shape"])
+    sizes = (f"{name}{size}" for name, size in zip(axes, entry["shape"], strict=True))
+    return f"{entry['dtype']}[{', '.join(sizes)}]"

@@ -32,8 +32,7 @@ from .trainer_config import CheckpointConfig
 
 State = TypeVar("State")
 
-_STATE = "state"
-_RUN = "run"
+_STATE, _RUN = "state", "run"
 _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
 
@@ -121,16 +120,13 @@ class Checkpoints:
 
         self.wait()
         chosen, rest = self._divided(state)
-        named = arrays_by_name(chosen)
-        arrays = {name: _data(array) for name, array in named.items() if array.size}
-        keys = {name: str(jax.random.key_impl(array)) for name, array in named.items() if is_key(array)}
+        arrays = {name: _data(array) for name, array in arrays_by_name(chosen).items() if array.size}
         if self._unsaved is None:
             self._unsaved = digests(rest)
         run = {
             "position": dict(position),
             "config": self._run_config,
             "layout": layout(chosen),
-            "keys": keys,
             "saved": digests(chosen),
             "unsaved": self._unsaved,
         }
@@ -158,11 +154,10 @@ class Checkpoints:
         Raises what `load_checkpoint` and `check_unsaved` raise.
         """
         self.wait()
-        path = _existing(self.folder, None)
         chosen, rest = self._divided(like)
         check_unsaved(self.folder, rest)
-        restored, run = _read(path, chosen, "")
-        return with_arrays(like, restored), run["position"]
+        restored = load_checkpoint(self.folder, chosen)
+        return eqx.combine(restored, rest), checkpoint_run(self.folder)["position"]
 
     def wait(self) -> None:
         """Waits until all checkpoints are on disk; raises an OSError if one can't be written."""
@@ -176,7 +171,7 @@ class Checkpoints:
 
     def _divided(self, state: Any) -> tuple[Any, Any]:
         """The part of a state that is saved, and the rest."""
-        return (state, None) if self._saved is None else eqx.partition(state, self._saved(state))
+        return eqx.partition(state, True if self._saved is None else self._saved(state))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -205,27 +200,36 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
     Raises:
         CheckpointMismatchError: arrays differ in name, shape or dtype. Or what `checkpoint_run` raises.
     """
-    arrays, _ = _read(_existing(folder, step), like, f"{part}." if part else "")
-    return with_arrays(like, arrays)
+    run, path, prefix = checkpoint_run(folder, step=step), _existing(folder, step), f"{part}." if part else ""
+    saved = {
+        name.removeprefix(prefix): entry for name, entry in run["layout"].items() if name.startswith(prefix)
+    }
+    differing = differences(saved, layout(like))
+    if differing:
+        raise CheckpointMismatchError(
+            f"The checkpoint {path} does not fit this run's model or optimizer:\n  "
+            + shortened(differing, "\n  ", most=8)
+        )
+    wanted = {prefix + name: array for name, array in arrays_by_name(like).items()}
+    found = _read(path / _STATE, {name: array for name, array in wanted.items() if np.prod(array.shape)})
+    changed = [name for name, digest in digests(found).items() if digest != run["saved"].get(name)]
+    if changed:
+        raise _damaged(path, f"arrays are not those that were written: {shortened(changed, most=3)}")
+    empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
+    return with_arrays(like, {name.removeprefix(prefix): array for name, array in (found | empty).items()})
 
 
 def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
-    """Checks that the arrays which a checkpoint leaves out are those of its run.
-
-    Args:
-        folder: of the checkpoints.
-        rest: a state with `None` for all arrays that are saved.
-        step: of the checkpoint; the latest if not given.
+    """Checks that `rest`, a state with None for the arrays that are saved, is that of a checkpoint's run.
 
     Raises:
-        CheckpointMismatchError: arrays differ; the message names them. Or what `checkpoint_run` raises.
+        CheckpointMismatchError: arrays differ; names them. Or what `checkpoint_run` raises.
     """
-    path = _existing(folder, step)
-    saved, found = _read_run(path)["unsaved"], digests(rest)
+    saved, found = checkpoint_run(folder, step=step)["unsaved"], digests(rest)
     differing = [name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)]
     if differing:
         raise CheckpointMismatchError(
-            f"The checkpoint {path} belongs to a run with other frozen weights: "
+            f"The checkpoint {_existing(folder, step)} belongs to a run with other frozen weights: "
             f"{shortened(differing, most=3)}. Give the run the weights that it began with (the same files, "
             f"or the same revision on the Hub), or start a new run."
         )
@@ -242,7 +246,17 @@ def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
         FileNotFoundError: there is no such checkpoint.
         CheckpointDamagedError: the checkpoint is damaged.
     """
-    return _read_run(_existing(folder, step))
+    path = _existing(folder, step)
+    file = path / _RUN_FILE
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        if missing := {"position", "config", "layout", "saved", "unsaved"} - run.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    except FileNotFoundError:
+        raise _damaged(path, f"{file} is missing") from None
+    except (ValueError, AttributeError) as error:
+        raise _damaged(path, f"{file} can't be read ({error})") from error
+    return run
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -270,56 +284,29 @@ def _damaged(path: Path, problem: str) -> CheckpointDamagedError:
     )
 
 
-def _read(path: Path, like: Any, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of `like`, whose names in the state begin with `prefix`, and the JSON."""
+def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a checkpoint that have these names, in the shardings of `wanted`."""
     import orbax.checkpoint as ocp
 
-    run = _read_run(path)
-    saved = {
-        name.removeprefix(prefix): entry for name, entry in run["layout"].items() if name.startswith(prefix)
-    }
-    differing = differences(saved, layout(like))
-    if differing:
-        raise CheckpointMismatchError(
-            f"The checkpoint {path} does not fit this run's model or optimizer:\n  "
-            + shortened(differing, "\n  ", most=8)
-        )
-    wanted = arrays_by_name(like)
-    targets = {prefix + name: _target(array) for name, array in wanted.items() if np.prod(array.shape)}
+    targets = {name: _target(array) for name, array in wanted.items()}
     arguments = ocp.args.PyTreeRestore(
         item=targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
-        partial_restore=bool(prefix),
+        partial_restore=True,
     )
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            found = reader.restore(path.absolute() / _STATE, args=arguments)
+            found = reader.restore(state.absolute(), args=arguments)
     except Exception as error:  # Orbax and TensorStore raise anything
         cause = error
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
-        raise _damaged(path, str(cause).partition("\n")[0]) from error
-    empty = {name: jnp.zeros(a.shape, a.dtype) for name, a in wanted.items() if not np.prod(a.shape)}
-    for name, implementation in run["keys"].items():
-        if name in found:
-            found[name] = jax.random.wrap_key_data(found[name], impl=implementation)
-    changed = [name for name, digest in digests(found).items() if digest != run["saved"].get(name)]
-    if changed:
-        raise _damaged(path, f"arrays are not those that were written: {shortened(changed, most=3)}")
-    return {name.removeprefix(prefix): array for name, array in found.items()} | empty, run
-
-
-def _read_run(path: Path) -> dict[str, Any]:
-    file = path / _RUN_FILE
-    try:
-        run = json.loads(file.read_text(encoding="utf-8"))
-        if missing := {"position", "config", "layout", "keys", "saved", "unsaved"} - run.keys():
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    except FileNotFoundError:
-        raise _damaged(path, f"{file} is missing") from None
-    except (ValueError, AttributeError) as error:
-        raise _damaged(path, f"{file} can't be read ({error})") from error
-    return run
+        raise _damaged(state.parent, str(cause).partition("\n")[0]) from error
+    for name, array in wanted.items():
+        if is_key(array):
+            kind = jax.random.key_impl(jnp.empty((), array.dtype))
+            found[name] = jax.random.wrap_key_data(found[name], impl=kind)
+    return found
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:

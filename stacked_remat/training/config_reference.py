@@ -37,10 +37,7 @@ def config_keys(config_class: Any) -> list[str]:
 def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]:
     """A list item for each value of a dataclass, then each section with its own rows.
 
-    Args:
-        config_class: the dataclass.
-        prefix: put before the dotted keys.
-        instance: has the default values in place of the class.
+    Keys are below `prefix`; an instance has the default values in place of the class.
     """
     hints, meanings = typing.get_type_hints(config_class), _meanings(config_class)
     sections = []

@@ -50,24 +50,20 @@ def plain(value: Any) -> Any:
     return {str(key): plain(own) for key, own in value.items()} if isinstance(value, dict) else value
 
 
-def leaves(value: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[Key, ...]]:
-    """The path of every value that is not a section."""
-    if isinstance(value, Mapping):
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The path and the value of everything in sections that is not a section with keys."""
+    if isinstance(value, Mapping) and value:
         for key, own in value.items():
             yield from leaves(own, (*path, key))
     elif path:
-        yield path
+        yield path, value
 
 
 def read_config_file(location: str) -> dict[Key, Any]:
-    """The keys of a config file and of the files that it includes.
-
-    Args:
-        location: a path, or a URL of any file system that fsspec knows, of a YAML file.
+    """The keys of a YAML file, a path or any URL that fsspec knows, and of the files that it includes.
 
     Raises:
-        ConfigError: a file that can't be read, includes itself, or is not a mapping; names the file and all
-            files that lead to it.
+        ConfigError: a file can't be read, includes itself, or is not a mapping; names those that lead to it.
     """
     tree = _read(_File(_beside("", location)))
     if not isinstance(tree, dict):
@@ -77,12 +73,7 @@ def read_config_file(location: str) -> dict[Key, Any]:
 
 
 def set_key(tree: dict[Key, Any], dotted: str, text: str) -> None:
-    """Sets a key from the command line; adds the sections that it is in.
-
-    Args:
-        tree: to change.
-        dotted: the key, below the sections that lead to it.
-        text: its value, YAML; included files are relative to the working directory.
+    """Sets a key from the command line, with the sections that it is in; `text` is YAML.
 
     Raises:
         ConfigError: the text is not YAML, or a file can't be read; or a key that leads to it has a value, and

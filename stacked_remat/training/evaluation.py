@@ -41,7 +41,7 @@ def held_out_evaluators(
         ConfigError: `held_out` has fewer batches, or none of the tokens of a set counts.
     """
     compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
-    shard = jax.device_put if partitioning is None else partitioning.shard_batch
+    shard = (partitioning or Partitioning.one_device()).shard_batch
 
     def evaluator(name: str, text: HeldOutSet, count: int) -> Evaluator:
         counted_targets(text, count, name, "trainer.eval_batches")
@@ -64,11 +64,7 @@ def held_out_evaluators(
 
 
 def counted_targets(held_out: HeldOutSet, num_batches: int, name: str, key: str) -> list[float]:
-    """How many targets count in each of the first batches of a set; `key` is that of `num_batches`.
-
-    Raises:
-        ConfigError: there are fewer batches, or no target counts.
-    """
+    """How many targets count in each of the first batches of a set; `key` is that of `num_batches`."""
     if len(held_out) < num_batches:
         raise ConfigError(
             f"The set {name} has {len(held_out)} batches, fewer than {key} = {num_batches}. Lower {key}, "

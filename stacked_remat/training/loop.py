@@ -16,7 +16,7 @@ from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
-from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, build_step
+from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, TrainStep
 from .throughput import Clock, ProfilerWindow, peak_memory_bytes, training_flops
 from .trackers import Tracker
 from .trainer_config import TrainerConfig
@@ -119,13 +119,10 @@ def train(
             skipped.
     """
     parts: Any = {"loss_function": loss_function, "optimizer": optimizer, "partitioning": partitioning}
-    step = eqx.filter_jit(build_step(config, **parts), donate="all-except-first")
-    scorer = None if scoring is None else StepScorer(scoring, config, **parts)
-
-    def next_batch() -> TokenBatch:
-        batch = training.next()
-        return jax.device_put(batch) if partitioning is None else partitioning.shard_batch(batch)
-
+    step = TrainStep.of(config, **parts)
+    compiled = eqx.filter_jit(step, donate="all-except-first")
+    scorer = None if scoring is None else StepScorer(scoring, step)
+    shard = (partitioning or Partitioning.one_device()).shard_batch
     report = _Report(config, schedule, evaluators, outputs, position)
     profiler = ProfilerWindow(config.profiler, outputs.folder.profile)
     done, stopped_by = 0, None
@@ -135,7 +132,7 @@ def train(
         training.set_state(position.data)
         done = position.step
     if done < config.num_steps:
-        batch = next_batch()
+        batch = shard(training.next())
         report.prepare(loss_function, state, batch)
     outputs.progress.start(config.num_steps, done)
     try:
@@ -143,10 +140,10 @@ def train(
             done += 1
             profiler.before_step(done)
             scores = scorer if scorer is not None and scorer.is_due(done) else None
-            state, metrics = (step if scores is None else scores.step)(batch, state)
+            state, metrics = (compiled if scores is None else scores.step)(batch, state)
             used, data = batch, training.get_state()
             if done < config.num_steps:
-                batch = next_batch()  # made while the device works
+                batch = shard(training.next())  # made while the device works
             report.step(done, metrics, used)
             if scores is not None:
                 scores.log(done, used)

@@ -17,13 +17,10 @@ _CGROUP, _MEMORY = "/sys/fs/cgroup/memory", "/proc/meminfo"  # of a container, i
 
 
 def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
-    """Refuses arrays that need more memory than a device has; allocates nothing.
+    """Refuses arrays, or shapes, that need more memory than a device has (`limit`); allocates nothing.
 
-    Args:
-        parts: trees that are held at the same time, by their names in the error: arrays, or shapes with or
-            without a sharding. Those in host memory count only where devices share that memory.
-        fix: the last sentence of the error: what to do.
-        limit: bytes of one device; by default of the devices here. CPU devices share one memory.
+    `parts` are trees that are held at the same time, by their names in the error, which ends with `fix`.
+    Arrays in host memory count only on CPU devices, which share one memory.
 
     Raises:
         ConfigError: says what each part takes, and how much memory there is.

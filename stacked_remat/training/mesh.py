@@ -68,7 +68,14 @@ class Partitioning:
             )
         grid = np.array(available[:used], dtype=object).reshape(tuple(sizes.values()))
         mesh = Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-        return Partitioning(mesh, _as_tuples(config.compute_mapping), _as_tuples(config.param_mapping))
+        tables = (config.compute_mapping, config.param_mapping)
+        tuples = ({name: tuple(ensure_tuple(over)) for name, over in table.items()} for table in tables)
+        return Partitioning(mesh, *tuples)
+
+    @staticmethod
+    def one_device() -> "Partitioning":
+        """The partitioning of this process's first device, which changes nothing."""
+        return Partitioning.of(MeshConfig({"data": 1}, {}, {}), jax.local_devices()[:1])
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -91,7 +98,13 @@ class Partitioning:
                 yield
         except Exception as error:
             for one in mesh_axes_used_twice(error):
-                self._check_mapped_once(one)
+                names = [f"`{name}`" for name, over in self.compute_mapping.items() if one in over]
+                if len(names) > 1:
+                    raise ConfigError(
+                        f"trainer.mesh.compute_mapping maps {', '.join(names)} to `{one}`, and an array has "
+                        f"two of these axes. An axis of the mesh divides one axis of an array: map one of "
+                        f"them to another axis of trainer.mesh.axes, or leave it out."
+                    ) from error
             raise
 
     def init_sharded(self, make: Callable[..., T], *args: Any) -> T:
@@ -102,7 +115,11 @@ class Partitioning:
         if self.mesh.size == 1:
             # Given one committed array, such as a weight that was read, a step returns all arrays committed.
             # Were the others not committed before, the second step would be compiled again.
-            return _committed(make(*args))
+            def commit(leaf: Any) -> Any:
+                is_made = eqx.is_array(leaf) and not isinstance(leaf, jax.core.Tracer)
+                return jax.device_put(leaf, leaf.sharding) if is_made else leaf
+
+            return jax.tree.map(commit, make(*args))
 
         def made(*args: Any) -> T:
             with no_axis_mapping():  # that of activations would divide weights otherwise, or make them whole
@@ -118,13 +135,12 @@ class Partitioning:
             on_host: whether it is in host memory.
         """
         if self.mesh.size == 1:
-            return (
-                self._on_host(PartitionSpec()) if on_host else SingleDeviceSharding(self.mesh.devices.flat[0])
-            )
+            device = self.mesh.devices.flat[0]
+            return self._on_host(PartitionSpec()) if on_host else SingleDeviceSharding(device)
         axes = weight.axes if is_named_array(weight) else ()
         if axes and weight.array.shape != tuple(axis.size for axis in axes):
             axes = ()  # an optimizer's statistics, without some of the weight's axes
-        spec = self._spec(axes, self.param_mapping, "param_mapping")
+        spec = self._spec(axes, "param_mapping")
         return self._on_host(spec) if on_host else NamedSharding(self.mesh, spec)
 
     def shapes_of(self, make: Callable[[], T]) -> T:
@@ -170,7 +186,9 @@ class Partitioning:
         """
         leaves = jax.tree.leaves(state, is_leaf=is_named_array)
         names = {axis.name for leaf in leaves if is_named_array(leaf) for axis in leaf.axes}
-        layers = set(_axes_of_layers(state))
+        # A stack in a layer is one of experts.
+        stacks = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Stacked | BlockSeq))
+        layers = {node.Layers.name for node in stacks if isinstance(node, Stacked)}
         valid = sorted(names - layers | {BATCH_AXIS, POSITION_AXIS})
         for table in ("compute_mapping", "param_mapping"):
             for name in getattr(self, table):
@@ -191,20 +209,17 @@ class Partitioning:
         Raises:
             ConfigError: it does not.
         """
-        parts = self.parts_of(BATCH_AXIS)
-        if rows % (parts * microbatches):
-            of = f" in {microbatches} microbatches" if microbatches > 1 else ""
-            raise ConfigError(
-                f"data.batch_size = {rows}{of} can't be divided evenly over the {parts} devices that "
-                f"trainer.mesh.compute_mapping.{BATCH_AXIS} gives it: make it a multiple of "
-                f"{parts * microbatches}, or divide it over fewer devices (trainer.mesh.axes)."
-            )
-        parts = self._parts(self.compute_mapping.get(POSITION_AXIS, ()))
-        if positions % parts:
-            raise ConfigError(
-                f"data.seq_len = {positions} can't be divided evenly over the {parts} devices that "
-                f"trainer.mesh.compute_mapping.{POSITION_AXIS} gives it: make it a multiple of {parts}."
-            )
+        of = f" in {microbatches} microbatches" if microbatches > 1 else ""
+        sizes = (("batch_size", rows, of, BATCH_AXIS), ("seq_len", positions, "", POSITION_AXIS))
+        for name, size, of, axis in sizes:
+            parts = self.parts_of(axis)
+            multiple = parts * microbatches if axis == BATCH_AXIS else parts
+            if size % multiple:
+                raise ConfigError(
+                    f"data.{name} = {size}{of} can't be divided evenly over the {parts} devices that "
+                    f"trainer.mesh.compute_mapping.{axis} gives it: make it a multiple of {multiple}, or "
+                    f"divide it over fewer devices (trainer.mesh.axes)."
+                )
 
     def parts_of(self, axis: str) -> int:
         """Over how many parts of the mesh a named axis of activations is divided."""
@@ -238,12 +253,10 @@ class Partitioning:
         processes = self.process_share(self.parts_of(BATCH_AXIS)).count
 
         def share(named: NamedArray) -> NamedArray:
-            axes = tuple(
-                axis.resize(axis.size * processes) if axis.name == BATCH_AXIS else axis for axis in named.axes
-            )
+            axes = [a.resize(a.size * processes) if a.name == BATCH_AXIS else a for a in named.axes]
             local, shape = np.asarray(named.array), tuple(axis.size for axis in axes)
             sharding = self._batch_sharding(axes)
-            return NamedArray(jax.make_array_from_process_local_data(sharding, local, shape), axes)
+            return NamedArray(jax.make_array_from_process_local_data(sharding, local, shape), tuple(axes))
 
         return jax.tree.map(share, batch, is_leaf=is_named_array)
 
@@ -259,17 +272,8 @@ class Partitioning:
 
         return jax.tree.map(shape, batch, is_leaf=is_named_array)
 
-    def _check_mapped_once(self, physical: str) -> None:
-        names = [f"`{name}`" for name, over in self.compute_mapping.items() if physical in over]
-        if len(names) > 1:
-            raise ConfigError(
-                f"trainer.mesh.compute_mapping maps {', '.join(names)} to `{physical}`, and an array has two "
-                f"of these axes. An axis of the mesh divides one axis of an array: map one of them to "
-                f"another axis of trainer.mesh.axes, or leave it out."
-            )
-
     def _batch_sharding(self, axes: Sequence[Axis]) -> NamedSharding:
-        return NamedSharding(self.mesh, self._spec(axes, self.compute_mapping, "compute_mapping"))
+        return NamedSharding(self.mesh, self._spec(axes, "compute_mapping"))
 
     def _map(self, fn: Any, tree: T) -> T:
         """Applies `fn(array, sharding)` to every array of a state."""
@@ -283,10 +287,9 @@ class Partitioning:
 
         return jax.tree.map(each, tree, is_leaf=is_named_array)
 
-    def _spec(
-        self, axes: Sequence[Axis], mapping: Mapping[str, tuple[str, ...]], table: str
-    ) -> PartitionSpec:
+    def _spec(self, axes: Sequence[Axis], table: str) -> PartitionSpec:
         """Over what each axis is divided. An axis of the mesh goes to the first axis mapped to it."""
+        mapping: Mapping[str, tuple[str, ...]] = getattr(self, table)
         sizes = {axis.name: axis.size for axis in axes}
         physical: dict[str, tuple[str, ...]] = {}
         for name in filter(sizes.__contains__, mapping):
@@ -316,13 +319,6 @@ class Partitioning:
         return math.prod(self.mesh.shape[name] for name in physical)
 
 
-def _axes_of_layers(tree: Any) -> Iterator[str]:
-    """The names of the axes along which layers are stacked. A stack in a layer is one of experts."""
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Stacked | BlockSeq)):
-        if isinstance(node, Stacked):
-            yield node.Layers.name
-
-
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """The axes of the mesh and their sizes on this many devices.
 
@@ -337,17 +333,3 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
             f"size{'' if multiple else ', or give one axis -1 for all remaining devices'}."
         )
     return {name: devices // fixed if size == -1 else size for name, size in config.axes.items()}
-
-
-def _committed(tree: Any) -> Any:
-    """The tree with its arrays committed to where they are; no copy."""
-
-    def commit(leaf: Any) -> Any:
-        is_traced = isinstance(leaf, jax.core.Tracer)
-        return jax.device_put(leaf, leaf.sharding) if eqx.is_array(leaf) and not is_traced else leaf
-
-    return jax.tree.map(commit, tree)
-
-
-def _as_tuples(mapping: Mapping[str, list[str] | str]) -> dict[str, tuple[str, ...]]:
-    return {name: tuple(ensure_tuple(physical)) for name, physical in mapping.items()}

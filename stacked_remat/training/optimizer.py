@@ -9,26 +9,12 @@ import jax
 import optax
 from haliax import NamedArray
 
-from .optimizer_config import (
-    AdafactorConfig,
-    AdamWConfig,
-    ConstantSchedule,
-    CosineSchedule,
-    LinearSchedule,
-    LionConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    SgdConfig,
-    WarmupStableDecaySchedule,
-)
+from . import optimizer_config as configs
 from .precision import in_float32
 from .trainer_config import FloatName
 
-_AxisNames = tuple[str, ...]
 
-
-def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+def learning_rate_schedule(config: configs.OptimizerConfig, num_steps: int) -> optax.Schedule:
     """The learning rate by step, from 0: linear during the warm-up, then `config.schedule`.
 
     The rate grows by the same amount from step to step, first from zero, and the step after the warm-up is
@@ -44,15 +30,37 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Sch
             f"is not more: lower optimizer.warmup (below 1 it is a share of all steps), or raise "
             f"trainer.num_steps."
         )
-    after = _after_warmup(config.schedule, config.learning_rate, num_steps - steps, num_steps)
-    if not steps:
-        return after
-    warmup = optax.linear_schedule(config.learning_rate / (steps + 1), config.learning_rate, steps)
-    return optax.join_schedules([warmup, after], [steps])
+    highest, left = config.learning_rate, num_steps - steps
+    falls = max(1, left - 1)  # from the first of these steps to the last
+    match config.schedule:
+        case configs.ConstantSchedule():
+            after = optax.constant_schedule(highest)
+        case configs.CosineSchedule(ratio):
+            after = optax.cosine_decay_schedule(highest, falls, alpha=ratio)
+        case configs.LinearSchedule(ratio):
+            after = optax.linear_schedule(highest, highest * ratio, falls)
+        case configs.WarmupStableDecaySchedule(ratio, fraction):
+            decay = max(1, round(fraction * num_steps))
+            if decay > left:
+                raise ValueError(
+                    f"optimizer.schedule.decay_fraction = {fraction} takes {decay} steps of decay, but the "
+                    f"warm-up leaves {left} of trainer.num_steps = {num_steps}: lower it or optimizer.warmup."
+                )
+            falls = max(1, min(decay, left - 1))  # from the last step at the highest rate to the last of all
+            down = optax.linear_schedule(highest, highest * ratio, falls)
+            after = optax.join_schedules([optax.constant_schedule(highest), down], [max(0, left - 1 - falls)])
+        case other:
+            raise TypeError(f"No schedule is registered for {type(other).__name__}.")
+    warmup = optax.linear_schedule(highest / (steps + 1), highest, steps)
+    return optax.join_schedules([warmup, after], [steps]) if steps else after
 
 
 def build_optimizer(
-    config: OptimizerConfig, num_steps: int, *, state_dtype: FloatName = "float32", eps_root: float = 0.0
+    config: configs.OptimizerConfig,
+    num_steps: int,
+    *,
+    state_dtype: FloatName = "float32",
+    eps_root: float = 0.0,
 ) -> optax.GradientTransformation:
     """Clipping, the update of `config`'s optimizer, weight decay, and the learning rate by step.
 
@@ -74,77 +82,35 @@ def build_optimizer(
     return in_float32(optax.chain(*chain), state_dtype)
 
 
-def _after_warmup(schedule: ScheduleConfig, highest: float, steps: int, num_steps: int) -> optax.Schedule:
-    """The learning rate by step after the warm-up, which leaves `steps` of the run's `num_steps`."""
-    falls = max(1, steps - 1)  # from the first of these steps to the last
-    match schedule:
-        case ConstantSchedule():
-            return optax.constant_schedule(highest)
-        case CosineSchedule():
-            return optax.cosine_decay_schedule(highest, falls, alpha=schedule.min_lr_ratio)
-        case LinearSchedule():
-            return optax.linear_schedule(highest, highest * schedule.min_lr_ratio, falls)
-        case WarmupStableDecaySchedule():
-            return _constant_then_linear(schedule, highest, steps, num_steps)
-    raise TypeError(f"No schedule is registered for {type(schedule).__name__}.")
-
-
-def _constant_then_linear(
-    schedule: WarmupStableDecaySchedule, highest: float, steps: int, num_steps: int
-) -> optax.Schedule:
-    decay = max(1, round(schedule.decay_fraction * num_steps))
-    if decay > steps:
-        raise ValueError(
-            f"optimizer.schedule.decay_fraction = {schedule.decay_fraction} takes {decay} steps of decay, "
-            f"but the warm-up leaves {steps} of trainer.num_steps = {num_steps}: lower it or "
-            f"optimizer.warmup."
-        )
-    falls = max(1, min(decay, steps - 1))  # from the last step at the highest rate to the last of all
-    down = optax.linear_schedule(highest, highest * schedule.min_lr_ratio, falls)
-    return optax.join_schedules([optax.constant_schedule(highest), down], [max(0, steps - 1 - falls)])
-
-
-def _direction(config: OptimizerConfig, eps_root: float) -> optax.GradientTransformation:
+def _direction(config: configs.OptimizerConfig, eps_root: float) -> optax.GradientTransformation:
     """From gradients to updates, before weight decay and the learning rate."""
     match config:
-        case AdamWConfig():
+        case configs.AdamWConfig():
             return optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, eps_root)
-        case LionConfig():
+        case configs.LionConfig():
             return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
-        case AdafactorConfig():
-            return _adafactor(config)
-        case MuonConfig():
-            return _muon(config)
-        case SgdConfig():
+        case configs.AdafactorConfig():
+            least, threshold = config.min_factored_dim, config.clipping_threshold
+            return optax.chain(
+                optax.scale_by_factored_rms(decay_rate=config.decay_rate, min_dim_size_to_factor=least),
+                optax.identity() if threshold is None else optax.clip_by_block_rms(threshold),
+                optax.scale_by_param_block_rms() if config.scale_by_parameter else optax.identity(),
+            )
+        case configs.MuonConfig():
+            muon = optax.contrib.muon(
+                1.0,
+                ns_steps=config.newton_schulz_steps,
+                beta=config.momentum,
+                eps=config.epsilon,
+                adam_b1=config.beta1,
+                adam_b2=config.beta2,
+                muon_weight_dimension_numbers=functools.partial(_matrices, left_out=config.adamw_axes),
+                consistent_rms=config.update_rms,
+            )
+            return optax.chain(muon, optax.scale(-1.0))  # like optax's aliases, it negates by its rate
+        case configs.SgdConfig():
             return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
     raise TypeError(f"No optimizer is registered for {type(config).__name__}.")
-
-
-def _adafactor(config: AdafactorConfig) -> optax.GradientTransformation:
-    chain = [
-        optax.scale_by_factored_rms(
-            decay_rate=config.decay_rate, min_dim_size_to_factor=config.min_factored_dim
-        )
-    ]
-    if config.clipping_threshold is not None:
-        chain.append(optax.clip_by_block_rms(config.clipping_threshold))
-    if config.scale_by_parameter:
-        chain.append(optax.scale_by_param_block_rms())
-    return optax.chain(*chain)
-
-
-def _muon(config: MuonConfig) -> optax.GradientTransformation:
-    muon = optax.contrib.muon(
-        1.0,
-        ns_steps=config.newton_schulz_steps,
-        beta=config.momentum,
-        eps=config.epsilon,
-        adam_b1=config.beta1,
-        adam_b2=config.beta2,
-        muon_weight_dimension_numbers=functools.partial(_matrices, left_out=config.adamw_axes),
-        consistent_rms=config.update_rms,
-    )
-    return optax.chain(muon, optax.scale(-1.0))  # like every optax alias, it negates by its learning rate
 
 
 def _is_decayed(parameters: Any) -> Any:
@@ -163,14 +129,11 @@ def _is_norm(node: Any) -> bool:
     if not type(node).__name__.lower().endswith("norm"):
         return False
     children = jax.tree.leaves(node, is_leaf=lambda part: part is not node and isinstance(part, eqx.Module))
-    return not any(isinstance(child, eqx.Module) and not _is_state(child) for child in children)
+    layers = (one for one in children if isinstance(one, eqx.Module))
+    return all(isinstance(one, eqx.nn.StateIndex) for one in layers)
 
 
-def _is_state(node: Any) -> bool:
-    return isinstance(node, eqx.nn.StateIndex)
-
-
-def _matrices(parameters: Any, left_out: _AxisNames) -> Any:
+def _matrices(parameters: Any, left_out: tuple[str, ...]) -> Any:
     """For each leaf the dimensions of its matrices, or None if it is not one."""
 
     def is_linear(node: Any) -> bool:
@@ -185,7 +148,7 @@ def _matrices(parameters: Any, left_out: _AxisNames) -> Any:
     return jax.tree.map(dimensions, parameters, is_leaf=is_linear)
 
 
-def _matrix_of(linear: Any, left_out: _AxisNames) -> optax.contrib.MuonDimensionNumbers | None:
+def _matrix_of(linear: Any, left_out: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
     if not isinstance(linear.weight, NamedArray):  # Equinox: [..., out, in]
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     names = [axis.name for axis in linear.weight.axes]

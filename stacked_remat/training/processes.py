@@ -39,12 +39,9 @@ def check_distributed(distributed: bool | str | Mapping[str, Any]) -> None:
 def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
     """Connects this process to the others of its run, before JAX looks for devices.
 
-    Args:
-        distributed: `off` (or False, as YAML reads it) for this process alone; `auto` for
-            `jax.distributed.initialize()` where JAX finds a cluster of several processes (Slurm, Open MPI,
-            Kubernetes, Cloud TPU); or the arguments of `jax.distributed.initialize`.
-
-    JAX itself ends a process that can't connect in time, or later finds that another one is gone.
+    `off` (or False, as YAML reads it) is for this process alone; `auto` for `jax.distributed.initialize()`
+    where JAX finds a cluster of several processes; a mapping has its arguments. JAX itself ends a process
+    that can't connect in time, or later finds that another one is gone.
 
     Raises:
         ConfigError: JAX can't connect, with its reason.
@@ -70,11 +67,7 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
 
 
 def check_one_process(command: str) -> None:
-    """Refuses a command under a launcher of several processes, each of which would do all of its work.
-
-    Raises:
-        ConfigError: this is one of several processes.
-    """
+    """Refuses a command under a launcher of several processes, each of which would do all of its work."""
     if (count := max(cluster_size() or 1, jax.process_count())) > 1:
         raise ConfigError(f"{command} is for one process, and this is one of {count}: start it alone.")
 

@@ -14,7 +14,7 @@ import yaml
 from .._files import replaced_whole
 from .._messages import shortened
 from ..ghost import LOG_FOLDER
-from .config_tree import plain, read_config_file
+from .config_tree import leaves, plain, read_config_file
 from .errors import ConfigError
 from .processes import of_all
 
@@ -133,14 +133,12 @@ class RunFolder:
 
     def _delete_results(self) -> None:
         """Deletes all results, or none if one is a symbolic link."""
-        results = self._results()
-        for path in results:
-            if path.is_symlink():
-                raise ConfigError(
-                    f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
-                    f"deletes nothing outside the run folder. Remove the link, or give this run a folder of "
-                    f"its own with --trainer.run_dir. Nothing was deleted."
-                )
+        for path in filter(Path.is_symlink, results := self._results()):
+            raise ConfigError(
+                f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
+                f"deletes nothing outside the run folder. Remove the link, or give this run a folder of "
+                f"its own with --trainer.run_dir. Nothing was deleted."
+            )
         for path in results:  # the config first: without it, the rest is refused and not resumed
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -155,11 +153,7 @@ _WAYS_OUT = (
 def lock_run_folder(root: Path, mark: str = "") -> Iterator[None]:
     """Locks a run's folder, which is made if needed. The system releases the lock of a process that dies.
 
-    On file systems without locks it only writes the mark.
-
-    Args:
-        root: the folder.
-        mark: a text for `has_mark` in the other processes of the run.
+    On file systems without locks it only writes the mark, for `has_mark` in the other processes of the run.
 
     Raises:
         FileExistsError: another process has locked it.
@@ -185,21 +179,14 @@ def lock_run_folder(root: Path, mark: str = "") -> Iterator[None]:
 
 def has_mark(root: Path, mark: str) -> bool:
     """Whether this process sees in the folder the mark with which another one has locked it."""
-    try:
-        return (root / _LOCK).read_text() == mark
-    except FileNotFoundError:
-        return False
+    return (root / _LOCK).exists() and (root / _LOCK).read_text() == mark
 
 
 def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
-    """Checks that all processes of a run have the same config, except for what each has of its own.
-
-    Args:
-        config: the config as a tree of entries.
-        fix: what to do where configs differ.
+    """Refuses configs of the processes of a run that differ in more than what each has of its own.
 
     Raises:
-        ConfigError: keys differ; the message names them, and is the same in all processes.
+        ConfigError: names the keys, and ends with `fix`; the same in all processes.
     """
     first, *others = of_all(dict(config))
     lines = [
@@ -208,11 +195,8 @@ def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
         for key, there, here in _differing(first, other, _OWN)
     ]
     if lines:
-        raise ConfigError(
-            "the processes of this run have different configs:\n  "
-            + shortened(lines, "\n  ", most=8)
-            + f"\n{fix}"
-        )
+        listed = shortened(lines, "\n  ", most=8)
+        raise ConfigError(f"the processes of this run have different configs:\n  {listed}\n{fix}")
 
 
 def config_changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -224,19 +208,11 @@ def _differing(
     one: Mapping[str, Any], other: Mapping[str, Any], free: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The keys with different values in two configs, except for some and what is below them; both values."""
-    there, here = dict(_flat(one, ())), dict(_flat(other, ()))
+    there, here = ({".".join(map(str, path)): own for path, own in leaves(tree)} for tree in (one, other))
     for key in sorted({*there, *here}):
         values = there.get(key, _ABSENT), here.get(key, _ABSENT)
         if values[0] != values[1] and not any(key == each or key.startswith(f"{each}.") for each in free):
             yield key, *values
-
-
-def _flat(entries: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key, value in entries.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, (*path, str(key)))
-        else:
-            yield ".".join((*path, str(key))), value
 
 
 @contextlib.contextmanager

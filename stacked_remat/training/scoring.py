@@ -10,7 +10,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from haliax import NamedArray
 from haliax.util import is_named_array
 from jaxtyping import Array
@@ -20,19 +19,7 @@ from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
 from .evaluation import counted_targets
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
-from .step import (
-    FusedOptimizer,
-    LossFunction,
-    Metrics,
-    RandomLoss,
-    TrainState,
-    apply_gradients,
-    marks,
-    of_microbatches,
-    of_whole_batch,
-    share_of_objective,
-)
-from .trainer_config import TrainerConfig
+from .step import FusedOptimizer, Metrics, RandomLoss, TrainState, TrainStep, marks, of_whole_batch
 
 ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[tuple[NamedArray, Array], Metrics]]
 """From (model, batch) to a pair, and metrics.
@@ -96,27 +83,20 @@ class Scoring:
 
 @final
 class StepScorer:
-    """Does the scored steps of a run, and logs their scores; the arguments are those of `train`.
+    """Does the scored steps of a run in place of `step`, and logs their scores.
 
     Raises:
-        ValueError: the steps have a `RandomLoss` or a `FusedOptimizer`.
+        ValueError: the step has a `RandomLoss` or a `FusedOptimizer`.
 
     Memory: of a scored step, that of another step, one array more for each trained one, and what `grad_dot`
     takes.
     """
 
-    def __init__(
-        self,
-        scoring: Scoring,
-        config: TrainerConfig,
-        loss_function: LossFunction | RandomLoss,
-        optimizer: optax.GradientTransformation | FusedOptimizer,
-        partitioning: Partitioning | None = None,
-    ):
-        if isinstance(loss_function, RandomLoss) or isinstance(optimizer, FusedOptimizer):
+    def __init__(self, scoring: Scoring, step: TrainStep):
+        if isinstance(step.loss_function, RandomLoss) or isinstance(step.optimizer, FusedOptimizer):
             raise ValueError("Scored steps take neither a RandomLoss nor a FusedOptimizer: leave them out.")
-        self._scoring, self._config, self._partitioning = scoring, config, partitioning
-        self._loss_function, self._optimizer = loss_function, optimizer
+        self._scoring, self._ordinary = scoring, step
+        self._partitioning = step.partitioning or Partitioning.one_device()
         self._add = eqx.filter_jit(
             lambda data, so_far: self._add_direction(data, so_far), donate="all-except-first"
         )
@@ -141,9 +121,7 @@ class StepScorer:
             self._is_checked = True
         direction = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), state.trained)
         for one in self._scoring.validation:
-            part = one.held_out.batch(one.index)
-            if self._partitioning is not None:
-                part = self._partitioning.shard_batch(part)
+            part = self._partitioning.shard_batch(one.held_out.batch(one.index))
             direction = self._add((state.trained, state.frozen, part, jnp.asarray(one.weight)), direction)
         state, metrics, self._found = self._step((batch, direction), state)
         return state, metrics
@@ -179,36 +157,25 @@ class StepScorer:
     def _scored_step(
         self, data: tuple[TokenBatch, Any], state: TrainState
     ) -> tuple[TrainState, Metrics, "_BatchScores"]:
-        """`train_step` for a batch and a direction, a tree like the trained arrays, with scores."""
-        batch, direction = data
-        update, dtype, scoring = self._config.update, self._config.precision.gradients, self._scoring
-        shard = self._partitioning.shard_weights if self._partitioning is not None else lambda tree: tree
-        model = eqx.combine(shard(state.trained), state.frozen)
+        """The step for a batch and a direction, a tree like the trained arrays, with scores."""
+        (batch, direction), step = data, self._ordinary
+        model = eqx.combine(step.shard(state.trained), state.frozen)
         options = {"direction": direction, "reduction": "sum", "trainable": marks(state.trained)}
+        ordinary = step.gradients_of(state)
 
-        def compute(part: TokenBatch, share: Any, _: Any) -> tuple[Any, Metrics, _BatchScores]:
+        def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, _BatchScores]:
             gradients, metrics, scores = self._scored_part(part, share, model, options)
-            if scoring.auxiliary == "left_out":  # the compiler leaves out what gives only the gradients above
+            if self._scoring.auxiliary == "left_out":
+                # The compiler leaves out what gives only the gradients above.
+                gradients, metrics, _ = ordinary(part, share, index)
+            return step.shard(gradients), metrics, scores
 
-                def whole(trained: Any) -> tuple[Array, Metrics]:
-                    objective, metrics = self._loss_function(eqx.combine(shard(trained), state.frozen), part)
-                    return share_of_objective(objective, metrics, share, update.microbatches), metrics
-
-                gradients, metrics = eqx.filter_grad(whole, has_aux=True)(state.trained)
-            return gradients, metrics, scores
-
-        gradients, metrics, scores = of_microbatches(
-            compute, state.trained, batch, dtype, update.microbatches
-        )
-        if update.microbatches > 1:
+        after, metrics, scores = step.by(compute, batch, state)
+        if step.microbatches > 1:
             scores = jax.tree.map(_put_together, scores)
-        skip = update.on_nonfinite == "skip"
-        after, metrics = apply_gradients(
-            state, shard(gradients), metrics, self._optimizer, skip_nonfinite=skip
-        )
-        of_example = scoring.config.token_mean == "example"
+        of_example = self._scoring.config.token_mean == "example"
         factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
-        return shard(after), metrics, jax.tree.map(lambda array: array * factors, scores)
+        return after, metrics, jax.tree.map(lambda array: array * factors, scores)
 
     def _scored_part(
         self, part: TokenBatch, share: Any, model: Any, options: dict[str, Any]
@@ -218,7 +185,7 @@ class StepScorer:
         auxiliary_of = scoring.auxiliary_of if scoring.auxiliary == "included" else None
         coupled = None
         if auxiliary_of is not None:
-            coupled = lambda sums: auxiliary_of(model, sums)[0] / self._config.update.microbatches  # noqa: E731
+            coupled = lambda sums: auxiliary_of(model, sums)[0] / self._ordinary.microbatches  # noqa: E731
 
         def of_examples(model: Any, one: TokenBatch) -> Any:
             (each, sums), metrics = scoring.losses(model, one)
@@ -234,7 +201,7 @@ class StepScorer:
 
             def of_model(trained: Any) -> tuple[Array, Metrics]:
                 loss, metrics = auxiliary_of(eqx.combine(trained, frozen), sums)
-                return loss / self._config.update.microbatches, metrics
+                return loss / self._ordinary.microbatches, metrics
 
             # The gradients so far are by the sums alone, and the loss may depend on the model besides.
             own, more = eqx.filter_grad(of_model, has_aux=True)(trained)

@@ -23,22 +23,16 @@ class StopSignals:
 
     The system then ends it, whatever the process does; nothing is cleaned up. Does nothing outside the main
     thread, where Python handles no signals.
+
+    Attributes:
+        received: name of the first signal received, or None.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
-        """Handles nothing until it is entered.
-
-        Args:
-            at_once: whether the first signal raises `Interrupted` in the main thread, until `defer`.
-        """
+        """`at_once`: whether the first signal raises `Interrupted` in the main thread, until `defer`."""
         self._at_once = at_once
-        self._received: str | None = None
+        self.received: str | None = None
         self._before: dict[int, Any] = {}
-
-    @property
-    def received(self) -> str | None:
-        """Name of the first signal received, or None."""
-        return self._received
 
     def defer(self) -> None:
         """From now on the first signal only asks to stop."""
@@ -57,10 +51,10 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if self._received is not None:
+        if self.received is not None:
             return
         if sys.stdout is not None and sys.stdout.isatty():
             os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # which a progress bar hides
-        self._received = signal.Signals(number).name
+        self.received = signal.Signals(number).name
         if self._at_once:
-            raise Interrupted(self._received)
+            raise Interrupted(self.received)

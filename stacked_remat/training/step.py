@@ -1,9 +1,8 @@
 """A training step as a pure function of a batch and a state."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -19,6 +18,7 @@ from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
 from .trainer_config import TrainerConfig
 
+T = TypeVar("T")
 Metrics: TypeAlias = dict[str, Array]
 """Named scalars, or arrays of one number per layer."""
 
@@ -125,128 +125,146 @@ class TrainState(eqx.Module):
         return eqx.combine(self.trained, self.frozen)
 
 
-def build_step(
-    config: TrainerConfig,
-    *,
-    loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation | FusedOptimizer,
-    partitioning: Partitioning | None = None,
-) -> Callable[[TokenBatch, TrainState], tuple[TrainState, Metrics]]:
-    """`train_step` with the settings of a config."""
-    return functools.partial(
-        train_step,
-        loss_function=loss_function,
-        optimizer=optimizer,
-        microbatches=config.update.microbatches,
-        gradient_dtype=config.precision.gradients,
-        skip_nonfinite=config.update.on_nonfinite == "skip",
-        partitioning=partitioning,
-    )
+Compute: TypeAlias = Callable[[TokenBatch, Any, Any], tuple[Any, Metrics, Any]]
+"""From a microbatch, its share of the batch's weights and its number to gradients, metrics and more."""
 
 
-def train_step(
-    batch: TokenBatch,
-    state: TrainState,
-    *,
-    loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation | FusedOptimizer,
-    microbatches: int = 1,
-    gradient_dtype: DTypeLike = jnp.float32,
-    skip_nonfinite: bool = False,
-    partitioning: Partitioning | None = None,
-) -> tuple[TrainState, Metrics]:
-    """Updates the state by the gradient of the loss on `batch`.
+class TrainStep(eqx.Module):
+    """A function from a batch and a state to the next state, by the gradient of the loss on the batch.
 
-    Frozen arrays get neither gradients nor optimizer state. Compile it with the state donated, so that it is
-    updated in place: `eqx.filter_jit(functools.partial(train_step, ...), donate="all-except-first")`.
+    It also returns the loss function's metrics (before the step) with `grad_norm` (before clipping) and, with
+    `skip_nonfinite`, `skips`. Frozen arrays get neither gradients nor optimizer state. Compile it with the
+    state donated, so that it is updated in place: `eqx.filter_jit(step, donate="all-except-first")`.
 
-    Args:
-        batch: the step's data.
-        state: the state before the step.
+    Attributes:
         loss_function: the loss to minimise.
-        optimizer: the optimizer that `state` was initialised with.
+        optimizer: the optimizer that the state was initialised with.
         microbatches: number of equal parts of the batch that are processed one after the other.
         gradient_dtype: dtype in which gradients are added up.
         skip_nonfinite: whether a step with a loss or gradient that is not finite changes only `step` and
             `skips`.
         partitioning: the sharding of weights, gradients and optimizer state; must be active while the step
-            is traced.
-
-    Returns:
-        The next state, and the loss function's metrics (before the step) with `grad_norm` (before clipping)
-        and, with `skip_nonfinite`, `skips`.
+            is traced. One device if not given.
 
     Raises:
         ValueError: a `FusedOptimizer` with microbatches or `skip_nonfinite`.
 
     Memory: the model's, and with microbatches one more copy of the trained arrays in `gradient_dtype`.
     """
-    key = jax.random.fold_in(state.key, state.step)
-    shard = partitioning.shard_weights if partitioning is not None else lambda tree: tree
-    if isinstance(optimizer, FusedOptimizer):
-        if microbatches > 1 or skip_nonfinite:
+
+    loss_function: LossFunction | RandomLoss
+    optimizer: optax.GradientTransformation | FusedOptimizer
+    microbatches: int = 1
+    gradient_dtype: DTypeLike = jnp.float32
+    skip_nonfinite: bool = False
+    partitioning: Partitioning | None = None
+
+    @staticmethod
+    def of(config: TrainerConfig, **others: Any) -> "TrainStep":
+        """The step with the settings of a config, and the loss, optimizer and partitioning."""
+        return TrainStep(
+            microbatches=config.update.microbatches,
+            gradient_dtype=config.precision.gradients,
+            skip_nonfinite=config.update.on_nonfinite == "skip",
+            **others,
+        )
+
+    def __check_init__(self) -> None:
+        if isinstance(self.optimizer, FusedOptimizer) and (self.microbatches > 1 or self.skip_nonfinite):
             raise ValueError(
                 "A fused update has changed the weights before all gradients are known: it takes neither "
                 "microbatches nor skip_nonfinite."
             )
-        after, metrics = _fused_step(loss_function, optimizer, batch, state, key, gradient_dtype, shard)
-        return shard(after), metrics
 
-    def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, None]:
-        own = key if microbatches == 1 else jax.random.fold_in(key, index)
+    def __call__(self, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics]:
+        """The next state, and the metrics."""
+        if isinstance(self.optimizer, FusedOptimizer):
+            return self._fused(batch, state, self.optimizer)
+        after, metrics, _ = self.by(self.gradients_of(state), batch, state)
+        return after, metrics
 
-        def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
-            model = eqx.combine(shard(trained), state.frozen)  # which shards the gradients too
-            objective, metrics = _of_model(loss_function)(model, part, own)
-            return share_of_objective(objective, metrics, share, microbatches), metrics
+    def shard(self, tree: T) -> T:
+        """A tree of weights, gradients or optimizer state, sharded."""
+        return tree if self.partitioning is None else self.partitioning.shard_weights(tree)
 
-        return *eqx.filter_grad(share_of_loss, has_aux=True)(state.trained), None
+    def loss(self, model: Any, batch: TokenBatch, key: PRNGKeyArray) -> tuple[Array, Metrics]:
+        """What the loss function returns."""
+        if isinstance(self.loss_function, RandomLoss):
+            return self.loss_function.function(model, batch, key)
+        return self.loss_function(model, batch)
 
-    gradients, metrics, _ = of_microbatches(compute, state.trained, batch, gradient_dtype, microbatches)
-    after, metrics = apply_gradients(state, gradients, metrics, optimizer, skip_nonfinite=skip_nonfinite)
-    return shard(after), metrics
+    def gradients_of(self, state: TrainState) -> Compute:
+        """The gradients of each microbatch's part of the batch's objective.
 
+        The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the
+        weights.
+        """
+        key, count = jax.random.fold_in(state.key, state.step), self.microbatches
 
-def apply_gradients(
-    state: TrainState,
-    gradients: Any,
-    metrics: Metrics,
-    optimizer: optax.GradientTransformation,
-    *,
-    skip_nonfinite: bool = False,
-) -> tuple[TrainState, Metrics]:
-    """The state after a step whose gradients are known, and the metrics that `train_step` returns."""
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.trained)
-    metrics = {**metrics, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
-    after = _after(state, _updated(state.trained, updates), optimizer_state)
-    if skip_nonfinite:
-        after = _unless_nonfinite(after, state, metrics)
-        metrics["skips"] = after.skips
-    return after, metrics
+        def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, None]:
+            own = key if count == 1 else jax.random.fold_in(key, index)
 
+            def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
+                model = eqx.combine(self.shard(trained), state.frozen)  # which shards the gradients too
+                objective, metrics = self.loss(model, part, own)
+                if count > 1:
+                    objective = metrics["loss"] * share + (objective - metrics["loss"]) / count
+                return objective, metrics
 
-def _fused_step(
-    loss_function: LossFunction | RandomLoss,
-    optimizer: FusedOptimizer,
-    batch: TokenBatch,
-    state: TrainState,
-    key: PRNGKeyArray,
-    dtype: DTypeLike,
-    shard: Callable[[Any], Any],
-) -> tuple[TrainState, Metrics]:
-    is_trained = marks(state.trained)
-    step = fused_update(
-        _of_model(loss_function),
-        optimizer.optimizer,
-        trainable=is_trained,
-        has_aux=True,
-        max_grad_norm=optimizer.max_grad_norm,
-        gradient_dtype=dtype,
-    )
-    before: Any = state.optimizer_state
-    result = step(eqx.combine(shard(state.trained), state.frozen), before, batch, key)
-    after = _after(state, eqx.filter(result.model, is_trained), result.state)
-    return after, {**result.value[1], "grad_norm": result.grad_norm}
+            return *eqx.filter_grad(share_of_loss, has_aux=True)(state.trained), None
+
+        return compute
+
+    def by(self, compute: Compute, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics, Any]:
+        """The next state and the metrics by these gradients, and what else is computed for microbatches."""
+        gradients, metrics, found = self._of_microbatches(compute, batch, state.trained)
+        updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state, state.trained)  # pyright: ignore[reportAttributeAccessIssue]
+        metrics = {**metrics, "grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32))}
+        add = lambda leaf, update: (leaf.astype(update.dtype) + update).astype(leaf.dtype)  # noqa: E731
+        trained = jax.tree.map(add, state.trained, updates)
+        after = _after(state, trained, optimizer_state)
+        if self.skip_nonfinite:
+            after = _unless_nonfinite(after, state, metrics)
+            metrics["skips"] = after.skips
+        return self.shard(after), metrics, found
+
+    def _of_microbatches(self, compute: Compute, batch: TokenBatch, trained: Any) -> tuple[Any, Metrics, Any]:
+        """The gradients and metrics of a batch, whose row `i * count + n` is row `i` of microbatch `n`."""
+        count, dtype = self.microbatches, self.gradient_dtype
+        if count == 1:
+            gradients, metrics, found = compute(batch, 1.0, 0)
+            return optax.tree.cast(gradients, dtype), metrics, found
+        parts = _split(batch, count)
+        total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
+
+        def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics, Any]]:
+            part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)
+            share = hax.sum(part.weights).scalar() / total
+            gradients, metrics, found = compute(part, share, index)
+            summed = jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients)
+            return summed, (share, metrics, found)
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained)
+        gradients, (shares, metrics, found) = jax.lax.scan(add, zeros, jnp.arange(count))
+        return gradients, of_whole_batch(metrics, shares), found
+
+    def _fused(
+        self, batch: TokenBatch, state: TrainState, optimizer: FusedOptimizer
+    ) -> tuple[TrainState, Metrics]:
+        is_trained, before = marks(state.trained), state.optimizer_state
+        step = fused_update(
+            self.loss,
+            optimizer.optimizer,
+            trainable=is_trained,
+            has_aux=True,
+            max_grad_norm=optimizer.max_grad_norm,
+            gradient_dtype=self.gradient_dtype,
+        )
+        model = eqx.combine(self.shard(state.trained), state.frozen)
+        key = jax.random.fold_in(state.key, state.step)
+        result = step(model, before, batch, key)  # pyright: ignore[reportArgumentType]
+        after = _after(state, eqx.filter(result.model, is_trained), result.state)
+        return self.shard(after), {**result.value[1], "grad_norm": result.grad_norm}
 
 
 def marks(trained: Any) -> Any:
@@ -265,61 +283,6 @@ def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:
     )
 
 
-_Loss: TypeAlias = Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
-
-
-def _of_model(loss_function: LossFunction | RandomLoss) -> _Loss:
-    """The loss as a function of a model, a batch and a key."""
-    if isinstance(loss_function, RandomLoss):
-        return loss_function.function
-    return lambda model, batch, key: loss_function(model, batch)
-
-
-def of_microbatches(
-    compute: Callable[[TokenBatch, Any, Any], tuple[Any, Metrics, Any]],
-    trained: Any,
-    batch: TokenBatch,
-    dtype: DTypeLike,
-    count: int,
-) -> tuple[Any, Metrics, Any]:
-    """The gradients and the metrics of a batch, and what else is found for each of its microbatches.
-
-    Args:
-        compute: from a microbatch, its share of the batch's weights and its number to its part of the
-            gradients, its metrics and anything.
-        trained: the trained arrays.
-        batch: row `i * count + n` is row `i` of microbatch `n`.
-        dtype: in which gradients are added up.
-        count: of microbatches.
-    """
-    if count == 1:
-        gradients, metrics, found = compute(batch, 1.0, 0)
-        return optax.tree.cast(gradients, dtype), metrics, found
-    parts = _split(batch, count)
-    total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
-
-    def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics, Any]]:
-        part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)
-        share = hax.sum(part.weights).scalar() / total
-        gradients, metrics, found = compute(part, share, index)
-        summed = jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients)
-        return summed, (share, metrics, found)
-
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), trained)
-    gradients, (shares, metrics, found) = jax.lax.scan(add, zeros, jnp.arange(count))
-    return gradients, of_whole_batch(metrics, shares), found
-
-
-def share_of_objective(objective: Array, metrics: Metrics, share: Array, count: int) -> Array:
-    """A microbatch's part of the batch's objective.
-
-    The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the weights.
-    """
-    if count == 1:
-        return objective
-    return metrics["loss"] * share + (objective - metrics["loss"]) / count
-
-
 def of_whole_batch(metrics: Metrics, shares: Array) -> Metrics:
     """The metrics of a batch from those of its microbatches, `[microbatch, ...]`."""
     means = {name: jnp.mean(values, axis=0) for name, values in metrics.items()}
@@ -327,12 +290,9 @@ def of_whole_batch(metrics: Metrics, shares: Array) -> Metrics:
 
 
 def _split(batch: TokenBatch, count: int) -> TokenBatch:
-    """The batch with a leading axis of microbatches.
+    """The batch with a leading axis of microbatches, equal in rows.
 
     Rows go to the microbatches in turn, so that rows that are sharded over devices stay on their devices.
-
-    Raises:
-        ValueError: the microbatches can't have equal numbers of rows.
     """
 
     def split(leaf: Any) -> Any:
@@ -346,13 +306,6 @@ def _split(batch: TokenBatch, count: int) -> TokenBatch:
         return leaf.unflatten_axis(BATCH_AXIS, axes).rearrange((_MICROBATCH, ...))
 
     return jax.tree.map(split, batch, is_leaf=is_named_array)
-
-
-def _updated(trained: Any, updates: Any) -> Any:
-    """Adds the updates in their dtype and rounds to the parameters' dtype."""
-    return jax.tree.map(
-        lambda leaf, update: (leaf.astype(update.dtype) + update).astype(leaf.dtype), trained, updates
-    )
 
 
 def _unless_nonfinite(after: TrainState, before: TrainState, metrics: Metrics) -> TrainState:

@@ -1,7 +1,5 @@
 """Tests that training adapters has no gradients and no optimizer state of frozen weights."""
 
-import functools
-
 import equinox as eqx
 import haliax as hax
 import jax
@@ -14,7 +12,7 @@ from haliax import Axis
 from stacked_remat import Stacked
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.memory import report
-from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, TrainState, train_step
+from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, TrainState, TrainStep
 
 from ..blocks import with_remat3
 from .stacks import filled
@@ -61,7 +59,7 @@ def loss(stack, batch):
     return value, {"loss": value}
 
 
-STEP = functools.partial(train_step, loss_function=loss, optimizer=ADAM)
+STEP = TrainStep(loss, ADAM)
 
 
 def first_batch():

@@ -11,7 +11,7 @@ from haliax import Axis
 from models.decoder.decoder import Decoder
 from models.lm import next_token_loss
 from models.run_state import with_adapters
-from stacked_remat.training import Partitioning, TokenBatch, TrainState, train_step
+from stacked_remat.training import Partitioning, TokenBatch, TrainState, TrainStep
 
 from .random_weights import random_weights
 
@@ -44,8 +44,7 @@ def first_state(config, remat, lora=None):
 
 def gradient_step(partitioning, microbatches=1):
     """A step whose change of the weights is the gradient."""
-    return functools.partial(
-        train_step,
+    return TrainStep(
         loss_function=next_token_loss,
         optimizer=optax.sgd(-1.0),
         microbatches=microbatches,

@@ -22,7 +22,7 @@ from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat.lora import LoraConfig
 from stacked_remat.memory import count_flops
 from stacked_remat.ops import backends_taken
-from stacked_remat.training import DataConfig, MeshConfig, Partitioning, TrainerConfig, build_step
+from stacked_remat.training import DataConfig, MeshConfig, Partitioning, TrainerConfig, TrainStep
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -99,7 +99,7 @@ def test_every_version_of_jax_counts_the_same_arithmetic(kind):
     """JAX 0.10.2 and 0.12 trace custom derivatives and checkpoints in other ways."""
     config = dataclasses.replace(config_of(kind), remat="nested")
     partitioning = Partitioning.of(config.trainer.mesh, jax.devices()[:1])
-    step = build_step(
+    step = TrainStep.of(
         config.trainer,
         loss_function=next_token_loss,
         optimizer=run_optimizer(config),

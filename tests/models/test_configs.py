@@ -15,7 +15,7 @@ from models.hf_io.formats import config_to_hf
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
-from stacked_remat.training import Partitioning, build_step, parse_config
+from stacked_remat.training import Partitioning, TrainStep, parse_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
 CONFIGS = sorted(FOLDER.glob("**/*.yaml"))
@@ -91,7 +91,7 @@ def test_a_model_of_its_kind_can_be_trained_from_random_and_from_published_weigh
     assert dataclasses.replace(taken, **sparse) == alone.model
 
     partitioning = Partitioning.of(alone.trainer.mesh, jax.devices()[:1])
-    step = build_step(
+    step = TrainStep.of(
         alone.trainer,
         loss_function=next_token_loss,
         optimizer=run_optimizer(alone),

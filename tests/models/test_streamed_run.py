@@ -33,8 +33,8 @@ from stacked_remat.training import (
     Partitioning,
     TokenBatch,
     TrainerConfig,
+    TrainStep,
     UpdateConfig,
-    build_step,
 )
 from stacked_remat.training.array_layout import arrays_by_name
 
@@ -92,7 +92,7 @@ def trained(config):
     partitioning = Partitioning.of(config.trainer.mesh)
     Candidate(config).check_applies()
     optimizer = run_optimizer(config)
-    step = build_step(
+    step = TrainStep.of(
         config.trainer, loss_function=next_token_loss, optimizer=optimizer, partitioning=partitioning
     )
     run: Any = jax.jit(lambda batch, state: step(batch, state), donate_argnums=1)

@@ -18,14 +18,12 @@ from stacked_remat.training import (
     Scoring,
     SgdConfig,
     TokenBatch,
-    TrainerConfig,
     TrainState,
+    TrainStep,
     build_optimizer,
-    train_step,
     validation_batches,
 )
 from stacked_remat.training.scoring import StepScorer
-from stacked_remat.training.trainer_config import UpdateConfig
 
 from .next_byte import NextByte, next_byte, next_byte_loss
 from .token_batches import held_out_of
@@ -56,8 +54,7 @@ def scorer_of(folder, held_out, microbatches=1, **settings):
     validation = validation_batches(config.validation, *held_out)
     decode = lambda tokens: " ".join(map(str, tokens))  # noqa: E731
     scoring = Scoring(config, example_losses, "none", validation, decode, ScoreLog(folder))
-    trainer = TrainerConfig(update=UpdateConfig(microbatches=microbatches))
-    return StepScorer(scoring, trainer, next_byte_loss, OPTIMIZER)
+    return StepScorer(scoring, TrainStep(next_byte_loss, OPTIMIZER, microbatches))
 
 
 def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path):
@@ -69,8 +66,7 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path):
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
     state = TrainState.init(eqx.tree_at(lambda model: model.table, next_byte(VOCAB), table), OPTIMIZER)
     batch = batch_of(1)
-    options = {"loss_function": next_byte_loss, "optimizer": OPTIMIZER, "microbatches": 2}
-    expected, metrics = eqx.filter_jit(train_step)(batch, state, **options)
+    expected, metrics = eqx.filter_jit(TrainStep(next_byte_loss, OPTIMIZER, 2))(batch, state)
     gradient = jax.jit(jax.grad(lambda table, batch: next_byte_loss(NextByte(table), batch)[0]))
     direction = jnp.zeros_like(table)
     for name, share in (("a", 0.25), ("b", 0.75)):
@@ -113,4 +109,4 @@ def test_what_cannot_be_scored_is_refused(tmp_path):
         (next_byte_loss, FusedOptimizer(OPTIMIZER)),
     ):
         with pytest.raises(ValueError, match="neither a RandomLoss nor a FusedOptimizer"):
-            StepScorer(scoring, TrainerConfig(), loss, optimizer)
+            StepScorer(scoring, TrainStep(loss, optimizer))

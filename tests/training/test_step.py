@@ -15,18 +15,22 @@ from stacked_remat.training import (
     RandomLoss,
     TrainerConfig,
     TrainState,
+    TrainStep,
     UpdateConfig,
-    build_step,
-    train_step,
 )
-from stacked_remat.training.precision import in_float32
 
 from .next_byte import NextByte, next_byte, next_byte_loss
 from .token_batches import held_out_of
 
 BATCHES = held_out_of(np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16), 8, 4)
 SGD = optax.sgd(0.5)
-compiled_step = eqx.filter_jit(train_step)
+
+
+@eqx.filter_jit
+def compiled_step(batch, state, **options):
+    return TrainStep(**options)(batch, state)
+
+
 STEP = functools.partial(compiled_step, loss_function=next_byte_loss, optimizer=SGD)
 
 
@@ -62,7 +66,7 @@ def test_a_step_follows_the_negative_gradient():
 
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2, "skip_nonfinite": True}], ids=str)
 def test_the_compiled_step_updates_the_state_in_place(options):
-    step = functools.partial(train_step, loss_function=next_byte_loss, optimizer=SGD, **options)
+    step = TrainStep(next_byte_loss, SGD, **options)
     compiled = eqx.filter_jit(step, donate="all-except-first")
     state, batch = TrainState.init(next_byte(5), SGD), jax.device_put(BATCHES.batch(0))
     expected, _ = STEP(batch, state)
@@ -155,11 +159,11 @@ def test_a_step_is_built_as_the_config_says(dtype, count):
         return updates, state
 
     spy = optax.GradientTransformation(lambda _: None, update)
-    step = build_step(config, loss_function=next_byte_loss, optimizer=spy)
+    step = TrainStep.of(config, loss_function=next_byte_loss, optimizer=spy)
     state = TrainState.init(random_model(), spy)
     program = eqx.filter_jit(step).lower(BATCHES.batch(0), state).as_text()
     assert seen == [jnp.dtype(dtype)] and program.count("stablehlo.exponential") == 1
-    plain = build_step(TrainerConfig(), loss_function=next_byte_loss, optimizer=spy)
+    plain = TrainStep.of(TrainerConfig(), loss_function=next_byte_loss, optimizer=spy)
     assert "skips" in eqx.filter_eval_shape(step, BATCHES.batch(0), state)[1]
     assert "skips" not in eqx.filter_eval_shape(plain, BATCHES.batch(0), state)[1]
 

@@ -18,15 +18,7 @@ _PROBE = re.compile("\ufdd2(\\d+)\ufdd3")
 
 
 def find_answers(render: Render, messages: Messages, text: str) -> dict[int, Span | None]:
-    """The first character of each answer in `text`, and the one after its end; None where it can't be found.
-
-    Args:
-        render: the chat template.
-        messages: the chat.
-        text: all of it, `render(messages, False)`.
-
-    Raises:
-        ChatTemplateError: the template refuses the messages before an answer.
+    """Where each answer begins in `text`, all of the chat, and the place after its end; None if not found.
 
     Cost: runs the template twice for each answer, and twice more for each that is written otherwise in `text`
         than at the end of a chat.
@@ -52,12 +44,7 @@ def _find_answer(
 ) -> Span | None:
     """An answer that the template writes otherwise in the whole chat than at the end of one.
 
-    Args:
-        render: the template.
-        messages: the chat.
-        at: the number of the answer's message.
-        probed: the text of the chat, and the end of each content.
-        bare: the same where the contents of answers are empty.
+    `probed` is the whole chat, and `bare` one in which the contents of answers are empty.
     """
     text, ends = probed
     before, prompted = render(messages[:at], False), render(messages[:at], True)
@@ -107,13 +94,7 @@ _Probed: TypeAlias = tuple[str, dict[int, int]]
 
 
 def _probe(render: Render, messages: Messages, bare: bool) -> _Probed:
-    """Render with a probe at the end of each content that is a text.
-
-    Args:
-        render: the template.
-        messages: the chat.
-        bare: whether the content of answers is the probe alone.
-    """
+    """Render with a probe behind each content that is a text, or with `bare` in place of those of answers."""
     probes = []
     for at, message in enumerate(messages):
         content, probe = message.get("content"), f"\ufdd2{at}\ufdd3"

@@ -50,17 +50,13 @@ class SourceFile:
 
 
 def find_files(paths: Sequence[str], key: str) -> tuple[SourceFile, ...]:
-    """The files that `paths` match, each once, sorted by name.
+    """The files that paths, globs, folders or URLs match, each once, sorted by name.
 
     A path that exists on this machine is that file or folder, even with letters of a glob in it. Hidden files
     and folders are left out of folders and globs. Broken links, pipes and the like are skipped.
 
-    Args:
-        paths: files, globs or folders; local or URLs.
-        key: the config key of the paths, for errors.
-
     Raises:
-        DataError: a path matches no file, or its file system can't be opened.
+        DataError: a path matches no file, or its file system can't be opened; names the config key of paths.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:

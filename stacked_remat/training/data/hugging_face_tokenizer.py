@@ -35,7 +35,22 @@ class HuggingFaceTokenizer(Tokenizer):
         chat_date: str | None = None,
     ):
         self._name = name
-        self._tokenizer = _parse(name, definition)
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise DataError(
+                f"data.tokenizer = {name!r} needs the tokenizers package, which is not installed: "
+                f"pip install 'stacked_remat[data]'."
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # which is the class of the package's errors
+            raise DataError(
+                f"The tokenizer.json of data.tokenizer = {name!r} can't be read: {error}. Get it again, or "
+                f"use another tokenizer."
+            ) from error
+        self._tokenizer.no_truncation()  # a tokenizer.json may contain a length to cut or pad to
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         specials = {}
@@ -43,13 +58,20 @@ class HuggingFaceTokenizer(Tokenizer):
             text = token.get("content") if isinstance(token, Mapping) else token
             if key.endswith("_token") and isinstance(text, str) and text:
                 specials[key] = text
-        self.end = _find_end(name, specials.get("eos_token"), vocabulary)
+        end = specials.get("eos_token")
+        ends = [vocabulary[one] for one in (_USUAL_ENDS if end is None else (end,)) if one in vocabulary]
+        if not ends:
+            raise DataError(
+                f"data.tokenizer = {name!r} has no end-of-text token: "
+                + (f"its `eos_token` {end!r} is not in the vocabulary." if end else "it has no `eos_token`.")
+                + ' Put a tokenizer_config.json beside it with {"eos_token": "<one of its tokens>"}.'
+            )
+        self.end = ends[0]
         self.begin = vocabulary.get(specials.get("bos_token", ""))
         self._begin = self.begin if config.get("add_bos_token") else None
         self._template = None if template is None else ChatTemplate(template, specials, chat_date)
-        parts = [definition, self._begin, self.end, template, specials]
-        dated = [] if chat_date is None else [chat_date]
-        self.fingerprint = hashlib.sha256(json.dumps(parts + dated, sort_keys=True).encode()).hexdigest()
+        parts = [definition, self._begin, self.end, template, specials, *([chat_date] if chat_date else [])]
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, with none added at its ends."""
@@ -96,35 +118,3 @@ def _in_answers(chat: RenderedChat, offsets: Sequence[tuple[int, int]]) -> Count
     for first, stop in chat.answers:
         counted |= (starts < stop) & (first < ends)  # a token may include a space before the answer
     return counted
-
-
-def _parse(name: str, definition: str) -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise DataError(
-            f"data.tokenizer = {name!r} needs the tokenizers package, which is not installed: "
-            f"pip install 'stacked_remat[data]'."
-        ) from error
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(definition)
-    except Exception as error:  # which is the class of the package's errors
-        raise DataError(
-            f"The tokenizer.json of data.tokenizer = {name!r} can't be read: {error}. Get it again, or use "
-            f"another tokenizer."
-        ) from error
-    tokenizer.no_truncation()  # a tokenizer.json may contain a length to cut or pad to
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _find_end(name: str, end: str | None, vocabulary: Mapping[str, int]) -> int:
-    candidates = _USUAL_ENDS if end is None else (end,)
-    for candidate in candidates:
-        if candidate in vocabulary:
-            return vocabulary[candidate]
-    raise DataError(
-        f"data.tokenizer = {name!r} has no end-of-text token: "
-        + (f"its `eos_token` {end!r} is not in the vocabulary." if end else "it has no `eos_token`.")
-        + ' Put a tokenizer_config.json beside it with {"eos_token": "<one of its tokens>"}.'
-    )

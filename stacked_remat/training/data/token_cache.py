@@ -23,8 +23,8 @@ from ..errors import DataError
 from ..progress import ConsoleProgress
 from .chat_template import ChatTemplateError, RenderedChat
 from .files import SourceFile
+from .packing import TokenizedDocuments
 from .records import Message, Record, RecordFormat, place_of, read_records
-from .tokenized import TokenizedDocuments
 from .tokenizers import Counted, Tokenizer, Tokens
 
 _FORMAT = 4  # of the files of a cache
@@ -94,15 +94,10 @@ def open_token_cache(
 ) -> CachedTokens:
     """The tokens of the request's files, from the cache or tokenized now.
 
-    After a kill the next call resumes where the state was last saved, with the same result. One process at a
-    time builds; others wait. The folder's name has a hash of the tokenizer and of the files' addresses, sizes
-    and times (or other versions of their file system), so that any change builds a new cache.
-
-    Args:
-        request: what to tokenize.
-        cache_dir: a local folder; the cache is a folder in it.
-        progress: shows the progress.
-        save_tokens: tokens after which the state is saved.
+    After a kill the next call resumes where the state was last saved, which is after every `save_tokens`,
+    with the same result. One process at a time builds; others wait. The folder's name has a hash of the
+    tokenizer and of the files' addresses, sizes and times (or other versions of their file system), so that
+    any change builds a new cache.
 
     Raises:
         DataError: a file or a record can't be read, the cache can't be written or is damaged, or there is no

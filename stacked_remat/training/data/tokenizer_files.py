@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from ..._files import read_json_fields
 from ..errors import DataError
@@ -29,10 +28,16 @@ def load_tokenizer(name: str, chat_date: str | None = None) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
-    files = _files(name)
-    config = {**_fields(name, files.get(_SPECIAL_TOKENS)), **_fields(name, files.get(_CONFIG))}
-    own = files.get(_TEMPLATE)
-    template = _template(config.get("chat_template")) if own is None else _text(own)
+    files, config = _files(name), {}
+    for file in (_SPECIAL_TOKENS, _CONFIG):
+        try:
+            config |= read_json_fields(files[file]) if file in files else {}
+        except (OSError, ValueError) as error:
+            raise DataError(f"data.tokenizer = {name!r}: {error}") from error
+    template = _text(files[_TEMPLATE]) if _TEMPLATE in files else config.get("chat_template")
+    if isinstance(template, list):  # of several
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    template = template if isinstance(template, str) else None
     return HuggingFaceTokenizer(name, _text(files[_TOKENIZER]), config, template, chat_date)
 
 
@@ -69,20 +74,6 @@ def _files(name: str) -> dict[str, Path]:
             f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
         )
     return found
-
-
-def _template(entry: Any) -> str | None:
-    """The chat template of a tokenizer's config, where it may be one of several."""
-    if isinstance(entry, list):
-        entry = {one["name"]: one["template"] for one in entry}.get("default")
-    return entry if isinstance(entry, str) else None
-
-
-def _fields(name: str, path: Path | None) -> dict[str, Any]:
-    try:
-        return {} if path is None else read_json_fields(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.tokenizer = {name!r}: {error}") from error
 
 
 def _text(path: Path) -> str:

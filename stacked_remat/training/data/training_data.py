@@ -11,10 +11,9 @@ from ..errors import DataError
 from ..progress import ConsoleProgress
 from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
 from .files import SourceFile, find_files, standard_library_files
-from .packing import PackedDocuments
+from .packing import PackedDocuments, TokenizedDocuments
 from .records import RecordFormat
 from .token_cache import CachedTokens, CacheRequest, open_token_cache
-from .tokenized import TokenizedDocuments
 from .tokenizers import Tokenizer
 
 

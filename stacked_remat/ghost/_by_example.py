@@ -10,16 +10,7 @@ from jax import lax
 
 from .._scan.marks import raw_array
 from ._examples import Examples
-from ._losses import (
-    Loss,
-    Objective,
-    Reduction,
-    check_size,
-    errors_of_one_example,
-    leaves_with_paths,
-    with_jax_arrays,
-    without_marks,
-)
+from ._losses import Loss, Objective, Reduction, Task, leaves_with_paths
 from ._probed import Scoring
 from ._traced import rounding, trace
 
@@ -57,9 +48,8 @@ def check_examples(
 
     Cost: two forward passes over the batch. Not within `jax.jit`, where `grad_dot` has `check`.
     """
-    objective = Objective("mean", tokens, coupled, has_aux)
-    given = model, without_marks(per_example_loss), with_jax_arrays(batch), objective
-    alone, whole, most = eqx.filter_jit(losses_alone)(*given)
+    task = Task.of(model, per_example_loss, batch, Objective("mean", tokens, coupled, has_aux))
+    alone, whole, most = eqx.filter_jit(losses_alone)(task)
     differences = np.abs(np.asarray(alone) - np.asarray(whole))
     if not (differences > most).any():
         return
@@ -70,31 +60,21 @@ def check_examples(
     )
 
 
-def losses_alone(
-    model: Any, per_example_loss: Loss, batch: Any, objective: Objective
-) -> tuple[Any, Any, Any]:
+def losses_alone(task: Task) -> tuple[Any, Any, Any]:
     """The losses of examples alone, those in the batch, and by how much they may differ.
 
     Losses are often differences of larger numbers: small ones may differ by a tenth of what a loss of 1 may.
     """
-    whole, most, shapes = _in_batch(model, per_example_loss, batch, objective)
-    examples = Examples.of(batch, objective.examples(shapes))
+    traced, objective = trace(task.of_model, task.model, task.batch), task.objective
+    whole = objective.of_examples(task.returned(task.params))
+    most = rounding(traced.closed.jaxpr) * (jnp.max(jnp.abs(whole)) + 0.1)
+    examples = Examples.of(task.batch, objective.examples(traced.shapes))
 
     def one(_: None, example: Any) -> list[Any]:
-        with errors_of_one_example():
-            returned = per_example_loss(model, example)
-        check_size(objective.parts(returned)[0])
-        return [objective.of_examples(returned)[0]]
+        return [objective.of_examples(task.of_example(task.model, example))[0]]
 
     (alone,) = examples.map(one)
     return alone, whole, most
-
-
-def _in_batch(model: Any, per_example_loss: Loss, batch: Any, objective: Objective) -> tuple[Any, Any, Any]:
-    """The losses in the batch, by how much they may differ, and the types of what the function returns."""
-    traced = trace(per_example_loss, model, batch)
-    whole = objective.of_examples(per_example_loss(model, batch))
-    return whole, rounding(traced.closed.jaxpr) * (jnp.max(jnp.abs(whole)) + 0.1), traced.shapes
 
 
 def checked_apart(found: Any, alone: Any, whole: Any, most: Any) -> Any:
@@ -103,9 +83,7 @@ def checked_apart(found: Any, alone: Any, whole: Any, most: Any) -> Any:
     return eqx.error_if(found, jnp.any(jnp.abs(alone - whole) > most), message)
 
 
-def one_at_a_time(
-    scoring: Scoring, params: Any, static: Any, per_example_loss: Loss, batch: Any, objective: Objective
-) -> tuple[tuple[Any, None], Any, dict[str, Any], dict[str, Any]]:
+def one_at_a_time(scoring: Scoring) -> tuple[tuple[Any, None], Any, dict[str, Any], dict[str, Any]]:
     """The loss, its gradients, and the dot products and squared norms of every example's.
 
     Runs forward and backward for one example after the other, and adds up the gradients: the arithmetic of
@@ -115,15 +93,14 @@ def one_at_a_time(
         The dot products and squares have `[layers, batch]` or `[batch]`, of the gradients of the examples'
         own losses.
     """
-    examples = Examples.of(batch, scoring.Batch)
-    scale = 1.0 / objective.scale(scoring.Batch.size)
+    task = scoring.task
+    examples, params = Examples.of(task.batch, scoring.Batch), task.params
+    scale = 1.0 / task.objective.scale(scoring.Batch.size)
 
     def example(total: Any, number: Any) -> tuple[Any, Any]:
         def loss(params: Any) -> Any:
-            with errors_of_one_example():
-                returned = per_example_loss(eqx.combine(params, static), examples.take(number))
-            check_size(objective.parts(returned)[0])
-            return objective.reduced(returned)[0]
+            model = eqx.combine(params, task.static)
+            return task.objective.reduced(task.of_example(model, examples.take(number)))[0]
 
         value, found = jax.value_and_grad(loss)(params)
         by_path = dict(leaves_with_paths(found))
@@ -143,7 +120,7 @@ def one_at_a_time(
     gradients = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, summed)
     dots, squares, losses = jax.tree.map(lambda array: jnp.moveaxis(array, 0, -1), found)
     if scoring.Batch.size > 1:
-        whole, most, _ = _in_batch(eqx.combine(params, static), per_example_loss, batch, objective)
+        _, whole, most = losses_alone(task)
         value, dots, squares = checked_apart((value, dots, squares), losses, whole, most)
     return (value, None), gradients, dots, squares
 

@@ -75,10 +75,8 @@ class Examples:
     def map(self, fn: Callable[[Any, Any], list[Any]], each: Any = None, out_axes: Any = 0) -> list[Any]:
         """The arrays that a function of one example returns, of all examples together.
 
-        Args:
-            fn: of one example's part of `each`, and a batch of it alone.
-            each: arrays with the examples in front.
-            out_axes: 0 for results with the examples in front, None for those that are the same for all.
+        It takes one example's part of `each`, arrays with the examples in front, and a batch of it alone.
+        With 0 in `out_axes` results have the examples in front; those with None are the same for all.
         """
 
         def one(each: Any, arrays: list[Any]) -> list[Any]:
@@ -93,13 +91,9 @@ class Examples:
         return each_example(self.Batch, self.over)
 
     def joined(self, one: Any, array: Any, axis: int | None, summed: bool) -> Any:
-        """A result of `map` as the loss function returns it for the whole batch.
+        """A result of `map`, perhaps summed over the examples, as the loss function returns it.
 
-        Args:
-            one: the type of the result of one example, perhaps named.
-            array: of all examples, or the same for all.
-            axis: of `array`: 0 for that of the examples, None if it has none.
-            summed: whether it is to be summed over the examples.
+        `one` is its type for one example, and `axis` that of the examples in `array`, None if it has none.
         """
         if axis is None or summed:
             array = jnp.sum(array, 0) if summed else array

@@ -14,17 +14,7 @@ from .._scan.marks import raw_array
 from .._sweep.derivative_errors import not_differentiable
 from ._by_example import checked_apart, dot, losses_alone, one_at_a_time
 from ._found import GradDots
-from ._losses import (
-    Loss,
-    Objective,
-    Reduction,
-    directions,
-    leaves_with_paths,
-    reduced_loss,
-    trained_mask,
-    with_jax_arrays,
-    without_marks,
-)
+from ._losses import Loss, Objective, Reduction, Task, directions, leaves_with_paths
 from ._probed import Scoring, in_one_pass, probed_leaves
 from ._totals import of_documents, of_losses
 
@@ -51,9 +41,8 @@ def val_direction(
     Returns:
         A tree like the model, None where nothing is trained.
     """
-    objective = Objective(reduction, tokens)
-    loss, params = reduced_loss(model, per_example_loss, val_batch, objective, trainable)
-    return jax.grad(loss)(params)
+    task = Task.of(model, per_example_loss, val_batch, Objective(reduction, tokens), trainable)
+    return jax.grad(task.loss)(task.params)
 
 
 def grad_dot(
@@ -148,30 +137,30 @@ def grad_dot(
     objective = Objective(reduction, tokens, coupled, has_aux)
     is_total = granularity == "total" and not norms
     _check_options(granularity, check, norms, objective, is_total, (example_ids, Examples))
-    params, static = eqx.partition(model, trained_mask(model, trainable))
-    batch = with_jax_arrays(batch)
-    per_example_loss = without_marks(per_example_loss)
-    losses = eqx.filter_eval_shape(per_example_loss, model, batch)
-    scoring = Scoring(probed_leaves(model), directions(params, direction), objective.examples(losses))
-    given = params, static, per_example_loss, batch, objective
+    task = Task.of(model, per_example_loss, batch, objective, trainable)
+    losses = eqx.filter_eval_shape(task.returned, task.params)
+    along = directions(task.params, direction)
+    scoring = Scoring(task, probed_leaves(model), along, objective.examples(losses))
     if is_total:
-        (value, aux), gradients, along = of_losses(*given, scoring.direction)
+        (value, aux), gradients, along = of_losses(task, scoring.direction)
         total = NamedArray(objective.of_examples(along, is_loss=True), (scoring.Batch,))
         if example_ids is not None and Examples is not None:
             own = objective.parts(losses)[0]
             total = of_documents(along, own, example_ids, Examples, of_mean=tokens == "mean")
-        return gradients, _found(scoring, params, loss=value, aux=aux, total=total)
+        return gradients, _found(scoring, loss=value, aux=aux, total=total)
     if norms:
-        (value, aux), gradients, scores, squares = one_at_a_time(scoring, *given)
+        (value, aux), gradients, scores, squares = one_at_a_time(scoring)
     else:
-        (value, aux), gradients, scores = _in_one_pass(scoring, *given)
+        (value, aux), gradients, scores = in_one_pass(scoring)
+        given = [leaf for leaf in jax.tree.leaves((task, scoring.direction)) if eqx.is_inexact_array(leaf)]
+        scores = {path: not_differentiable(score, _NO_DERIVATIVES, given) for path, score in scores.items()}
         squares = None
         if check is not False and scoring.Batch.size > 1:
-            scores = checked_apart(scores, *losses_alone(model, per_example_loss, batch, objective))
+            scores = checked_apart(scores, *losses_alone(task))
     scores = _checked(scoring, gradients, scores, objective.scale(scoring.Batch.size), check)
     every = scoring.named(scores)
     grouped, total = _grouped(scoring, granularity, every), _total(every, scoring.Batch)
-    found = _found(scoring, params, loss=value, aux=aux, scores=grouped, total=total)
+    found = _found(scoring, loss=value, aux=aux, scores=grouped, total=total)
     if squares is None:
         return gradients, found
     every = scoring.named(squares)
@@ -180,22 +169,11 @@ def grad_dot(
     return gradients, dataclasses.replace(found, norms=of_groups, total_norm=norm)
 
 
-def _found(scoring: Scoring, params: Any, **found: Any) -> GradDots:
+def _found(scoring: Scoring, **found: Any) -> GradDots:
     arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
     squares = sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))
-    found |= {"direction_norm": jnp.sqrt(squares)} | scoring.sizes(params)
+    found |= {"direction_norm": jnp.sqrt(squares)} | scoring.sizes()
     return GradDots(**({"scores": {}, "norms": None, "total_norm": None} | found))
-
-
-def _in_one_pass(
-    scoring: Scoring, params: Any, static: Any, loss: Loss, batch: Any, objective: Objective
-) -> Any:
-    """As `in_one_pass`, with an error for derivatives of the scores, which would be wrong."""
-    value, gradients, scores = in_one_pass(scoring, params, static, loss, batch, objective)
-    given = jax.tree.leaves((params, static, batch, scoring.direction))
-    arrays = [leaf for leaf in given if eqx.is_inexact_array(leaf)]
-    scores = {path: not_differentiable(score, _NO_DERIVATIVES, arrays) for path, score in scores.items()}
-    return value, gradients, scores
 
 
 _NO_DERIVATIVES = (
@@ -247,12 +225,12 @@ def _grouped(scoring: Scoring, granularity: str, scores: dict[str, NamedArray]) 
 def _checked(
     scoring: Scoring, gradients: Any, scores: dict[str, Any], scale: float, check: bool | float
 ) -> dict[str, Any]:
-    """The scores, with an error at run time unless they add up.
+    """The scores of the examples' own losses, with an error at run time unless they add up.
 
     Args:
         scoring: see there.
         gradients: of the reduced loss.
-        scores: of the examples' own losses.
+        scores: by path.
         scale: of these, by their parts in the reduced loss.
         check: see `grad_dot`.
     """

@@ -21,13 +21,8 @@ _ELEMENTWISE = frozenset(
 def layers_of(node: Any, weight: Weight, layers: int | None) -> int | None:
     """The dimension of a node that has the layers of a weight, each of the same layer alone.
 
-    Args:
-        node: depends on the weight.
-        weight: an array of a stack, or any other.
-        layers: its dimension of layers, None if it has none.
-
-    Returns:
-        None for a weight without layers. `MIXED` for any equation that isn't known to keep layers apart.
+    Of the weight it is `layers`, None for one without. `MIXED` for any equation that isn't known to keep
+    layers apart.
     """
     found: dict[int, list[int | None]] = {}
 

@@ -108,19 +108,53 @@ def _pair(returned: Any, option: str) -> Any:
     return returned
 
 
-def reduced_loss(
-    model: Any, per_example_loss: Loss, batch: Any, objective: Objective, trainable: Any
-) -> tuple[Callable[[Any], Any], Any]:
-    """The reduced loss of a batch as a function of the trained arrays, and these arrays."""
-    params, static = eqx.partition(model, trained_mask(model, trainable))
-    per_example_loss = without_marks(per_example_loss)
+class Task(eqx.Module):
+    """The loss of a model on a batch, as a function of the arrays that are trained.
 
-    def loss(params: Any) -> Any:
-        returned = per_example_loss(eqx.combine(params, static), batch)
-        objective.examples(returned)
-        return objective.reduced(returned)[0]
+    Attributes:
+        params: the model with None in place of what is not trained.
+        static: the model with None in place of these arrays.
+        of_model: `per_example_loss`, of a batch that may have marks.
+        batch: its arrays are JAX's.
+        objective: how to read what the loss function returns.
+    """
 
-    return loss, params
+    params: Any
+    static: Any
+    of_model: Loss
+    batch: Any
+    objective: Objective
+
+    @staticmethod
+    def of(
+        model: Any, per_example_loss: Loss, batch: Any, objective: Objective, trainable: Any = True
+    ) -> "Task":
+        """The task of a user's arguments."""
+        params, static = eqx.partition(model, trained_mask(model, trainable))
+        batch = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, batch)
+        return Task(params, static, without_marks(per_example_loss), batch, objective)
+
+    @property
+    def model(self) -> Any:
+        """All of it."""
+        return eqx.combine(self.params, self.static)
+
+    def returned(self, params: Any) -> Any:
+        """What the loss function returns."""
+        return self.of_model(eqx.combine(params, self.static), self.batch)
+
+    def loss(self, params: Any) -> Any:
+        """The reduced loss."""
+        returned = self.returned(params)
+        self.objective.examples(returned)
+        return self.objective.reduced(returned)[0]
+
+    def of_example(self, model: Any, example: Any) -> Any:
+        """What the loss function returns for a batch of one example."""
+        with errors_of_one_example():
+            returned = self.of_model(model, example)
+        check_size(self.objective.parts(returned)[0])
+        return returned
 
 
 def trained_mask(model: Any, trainable: Any) -> Any:
@@ -173,11 +207,6 @@ def directions(params: Any, direction: Any) -> dict[str, Any]:
     if not given:
         raise ValueError("direction has no array: there is nothing to score.")
     return given
-
-
-def with_jax_arrays(batch: Any) -> Any:
-    """The batch with arrays of JAX in place of NumPy's."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def without_marks(per_example_loss: Loss) -> Loss:

@@ -18,7 +18,7 @@ from .._stacked import Stacked
 from ..lora._paths import dotted
 from ._examples import Examples
 from ._interpret import Interpreter
-from ._losses import Loss, Objective, check_size, errors_of_one_example, leaves_with_paths
+from ._losses import Task, leaves_with_paths
 from ._traced import Traced, arrays_of, has_small_range, trace
 from ._weights import Along, Value, Weight, settled
 
@@ -68,11 +68,13 @@ class Scoring:
     """What is scored.
 
     Attributes:
+        task: the loss and the batch.
         leaves: the arrays of the model, by their paths.
         direction: the arrays of the direction by their paths.
         Batch: the axis of the examples.
     """
 
+    task: Task
     leaves: dict[str, ProbedLeaf]
     direction: dict[str, Any]
     Batch: Axis
@@ -106,26 +108,24 @@ class Scoring:
             found.append(Value(array, Weight(array, along) if along else None))
         return found + [Value(array, depends=True) for array in arrays_of(example)]
 
-    def sizes(self, params: Any) -> dict[str, dict[str, int]]:
+    def sizes(self) -> dict[str, dict[str, int]]:
         """How many numbers the arrays hold that are scored, and those that are trained and not scored."""
         found: dict[str, dict[str, int]] = {"covered": {}, "uncovered": {}}
-        for path, leaf in leaves_with_paths(eqx.filter(params, eqx.is_inexact_array)):
+        for path, leaf in leaves_with_paths(self.task.params):
             covered = "covered" if path in self.direction else "uncovered"
             found[covered][self.leaves[path].shown] = raw_array(leaf).size
         return found
 
 
-def in_one_pass(
-    scoring: Scoring, params: Any, static: Any, per_example_loss: Loss, batch: Any, objective: Objective
-) -> tuple[tuple[Any, Any], Any, dict[str, Any]]:
+def in_one_pass(scoring: Scoring) -> tuple[tuple[Any, Any], Any, dict[str, Any]]:
     """The loss and what comes with it, its gradients, and the scores: the cotangents of the probes."""
-    examples = Examples.of(batch, scoring.Batch)
+    task, objective = scoring.task, scoring.task.objective
+    examples = Examples.of(task.batch, scoring.Batch)
 
     def loss(params: Any, probes: dict[str, Any]) -> tuple[Any, Any]:
-        model, notes = eqx.combine(params, static), Notes()
-        with noting(notes), errors_of_one_example():
-            one = trace(per_example_loss, model, examples.first)
-        check_size(objective.parts(one.shapes)[0])
+        model, notes = eqx.combine(params, task.static), Notes()
+        with noting(notes):
+            one = trace(task.of_example, model, examples.first)
         # What comes beside the losses may be the same for all examples, as the model itself.
         of_loss = len(jax.tree.leaves(one.shapes[0] if objective.has_aux else one.shapes))
         of_model = len(one.closed.consts) + len(arrays_of(model))
@@ -150,7 +150,7 @@ def in_one_pass(
 
     with examples.alone():
         run = jax.value_and_grad(loss, (0, 1), has_aux=True)
-        found, (gradients, scores) = run(params, scoring.probes())
+        found, (gradients, scores) = run(task.params, scoring.probes())
     scale = objective.scale(scoring.Batch.size)
     return found, gradients, {path: score.T * scale for path, score in scores.items()}
 

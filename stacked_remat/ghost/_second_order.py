@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ._losses import Loss, Objective, Reduction, reduced_loss
+from ._losses import Loss, Objective, Reduction, Task
 
 
 def hessian_vector_product(
@@ -34,10 +34,8 @@ def hessian_vector_product(
 
     Cost: the derivative of the gradient in forward mode, which holds no gradient beside it.
     """
-    objective = Objective(reduction, tokens)
-    loss, params = reduced_loss(model, per_example_loss, batch, objective, trainable)
-
-    return jax.jvp(jax.grad(loss), (params,), (vector,))[1]
+    task = Task.of(model, per_example_loss, batch, Objective(reduction, tokens), trainable)
+    return jax.jvp(jax.grad(task.loss), (task.params,), (vector,))[1]
 
 
 def shapley_direction(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -12,33 +11,22 @@ from jax.core import eval_jaxpr
 from .._messages import axes_text
 from .._noted import Notes, noting
 from .._scan.marks import is_named, raw_array
-from ._losses import Loss, Objective
+from ._losses import Task
 from ._traced import trace
 from ._weights import without_rules
 
 
-def of_losses(
-    params: Any,
-    static: Any,
-    per_example_loss: Loss,
-    batch: Any,
-    objective: Objective,
-    direction: dict[str, Any],
-) -> tuple[tuple[Any, Any], Any, Any]:
+def of_losses(task: Task, direction: dict[str, Any]) -> tuple[tuple[Any, Any], Any, Any]:
     """The loss and what comes with it, its gradients, and the derivatives of the losses as returned."""
-
-    def returned(params: Any) -> Any:
-        return per_example_loss(eqx.combine(params, static), batch)
-
-    found, gradients = jax.value_and_grad(lambda params: objective.reduced(returned(params)), has_aux=True)(
-        params
-    )
+    objective, params = task.objective, task.params
+    reduced = jax.value_and_grad(lambda params: objective.reduced(task.returned(params)), has_aux=True)
+    found, gradients = reduced(params)
     given = jtu.tree_map_with_path(
         lambda path, leaf: _direction_of(leaf, direction.get(jtu.keystr(path))), params, is_leaf=is_named
     )
 
     def losses(params: Any) -> Any:
-        return raw_array(objective.parts(returned(params))[0]).astype(jnp.float32)
+        return raw_array(objective.parts(task.returned(params))[0]).astype(jnp.float32)
 
     with noting(Notes(_without_rules)):
         _, along = jax.jvp(losses, (params,), (given,))
@@ -66,14 +54,7 @@ def _without_rules(fn: Any) -> Any:
 
 
 def of_documents(along: Any, losses: Any, ids: Any, Documents: Axis, *, of_mean: bool) -> NamedArray:
-    """The sums, or means, of the derivatives of tokens' losses by document.
-
-    Args:
-        along: derivatives, of the shape of the losses.
-        losses: as the loss function returns them, or their type.
-        ids: the number of the document of each loss; those outside of `Documents` are left out.
-        Documents: the axis of the documents.
-        of_mean: whether the loss of a document is the mean of its tokens'.
+    """The sums, or means, of the derivatives of tokens' losses by document, of which `ids` has the numbers.
 
     Raises:
         ValueError: there is not one id for each loss.

@@ -184,10 +184,7 @@ class _Meeting:
 def deposit(results: list[Any], along: Along, tangents: Tangents) -> list[Any]:
     """The results as they are; the backward pass adds the score to the cotangent of the probe.
 
-    Args:
-        results: arrays that depend on a weight.
-        along: a direction of this weight.
-        tangents: of the results along a direction. Traced here, and evaluated in the backward pass.
+    `tangents` gives those of the results along a direction. Traced here, and evaluated in the backward pass.
     """
     closed = jax.make_jaxpr(tangents)(along.direction)
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.invars, *closed.jaxpr.constvars])

@@ -166,8 +166,7 @@ def log_folder(run: Path) -> Path:
     """The folder of a run's log: `ghost/` of a run folder, or the folder itself.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ScoreLogError: it has no log in it, or one without rows.
+        FileNotFoundError, ScoreLogError: there is no such folder, or no log in it.
     """
     if not run.is_dir():
         raise FileNotFoundError(f"There is no run folder {run}. Name the one of the run (trainer.run_dir).")
@@ -189,15 +188,9 @@ def read_scores(
     leaves: Iterable[str] | None = None,
     examples: Iterable[str] | None = None,
 ) -> Any:
-    """Some columns and rows of a log, as a `pyarrow.Table`.
+    """Some columns and rows of a log, as a `pyarrow.Table`; all rows of what is not given.
 
-    Args:
-        folder: what `log_folder` returned.
-        columns: the columns to read.
-        steps: the first and the last step; all if not given.
-        layer: of the rows; all if not given.
-        leaves: their paths; all if not given.
-        examples: their ids; all if not given.
+    `steps` are the first and the last one, `layer` a number, `leaves` paths, and `examples` ids.
 
     Raises:
         ScoreLogError: a file is damaged; names it.

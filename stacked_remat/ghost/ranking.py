@@ -30,10 +30,8 @@ class ExampleRanking(NamedTuple):
 def rank_examples(folder: Path, normalize: str = "step", **selected: Any) -> ExampleRanking:
     """The examples of a log by their mean score over the steps that scored them.
 
-    Args:
-        folder: of the log.
-        normalize: a key of `NORMALIZATIONS`.
-        selected: which rows, as `read_scores` takes it. Those without a finite score are left out.
+    `normalize` is a key of `NORMALIZATIONS`, `selected` which rows, as `read_scores` takes it. Rows without a
+    finite score are left out.
 
     Raises:
         ScoreLogError: no row is selected, or norms are asked for and were not logged.
@@ -66,12 +64,7 @@ def rank_examples(folder: Path, normalize: str = "step", **selected: Any) -> Exa
 
 
 def print_examples(folder: Path, count: int, normalize: str, *, best: bool, **selected: Any) -> None:
-    """Prints the examples with the highest scores, or the lowest, with their text.
-
-    Raises:
-        ImportError: rich is not installed; names the extra.
-        ScoreLogError: what `rank_examples` raises.
-    """
+    """Prints the examples with the highest scores, or the lowest, with their text."""
     ranked = rank_examples(folder, normalize, **selected)
     numbers = np.arange(len(ranked.ids))
     chosen = (numbers if best else numbers[::-1])[:count]
@@ -92,10 +85,6 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
     """Prints the share of the scores of each layer, and of the leaves with the largest shares.
 
     Every step counts the same. Sums are of scores, divided by the sum of all absolute scores.
-
-    Raises:
-        ImportError: rich is not installed; names the extra.
-        ScoreLogError: no row is selected.
     """
     table = _finite(folder, ["step", "layer", "leaf", "score"], selected)
     scores = table["score"].to_numpy().astype(np.float64)

@@ -120,7 +120,11 @@ class Checkpoints:
 
         self.wait()
         chosen, rest = self._divided(state)
-        arrays = {name: _data(array) for name, array in arrays_by_name(chosen).items() if array.size}
+        arrays = {
+            name: jax.random.key_data(array) if is_key(array) else array
+            for name, array in arrays_by_name(chosen).items()
+            if array.size
+        }
         if self._unsaved is None:
             self._unsaved = digests(rest)
         run = {
@@ -325,10 +329,6 @@ def _kept(config: CheckpointConfig) -> Any:
         hours = datetime.timedelta(hours=config.keep_every_hours)
         policies.append(managers.EveryNSeconds(max(1, round(hours.total_seconds()))))
     return managers.AnyPreservationPolicy(policies)
-
-
-def _data(array: Any) -> Any:
-    return jax.random.key_data(array) if is_key(array) else array
 
 
 def _target(array: Any) -> jax.ShapeDtypeStruct:

@@ -43,14 +43,17 @@ def _rows(config_class: Any, prefix: str, instance: Any = None) -> Iterator[str]
     sections = []
     for field in dataclasses.fields(config_class):
         hint, dotted, meaning = hints[field.name], f"{prefix}{field.name}", meanings.get(field.name, "")
-        value = _default(field) if instance is None else getattr(instance, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = default if instance is None else getattr(instance, field.name)
         if (named := named_section_class(hint)) is not None:
             sections.append(_section(named, f"{dotted}.NAME", meaning, {}))
         elif (section := section_class(hint)) is not None:
             sections.append(_section(section, dotted, meaning, value))
         else:
-            default = "required" if value is dataclasses.MISSING else f"default `{_written(value)}`"
-            yield _wrapped(f"- `{dotted}` {type_name(hint)}, {default}: {meaning}".rstrip(": "))
+            encoded = None if value is dataclasses.MISSING else draccus.encode(value)
+            written = encoded if isinstance(encoded, str) else json.dumps(encoded)
+            given = "required" if value is dataclasses.MISSING else f"default `{written}`"
+            yield _wrapped(f"- `{dotted}` {type_name(hint)}, {given}: {meaning}".rstrip(": "))
     yield from sections
 
 
@@ -90,16 +93,6 @@ def _wrapped(text: str) -> str:
     indent = "  " if text.startswith("- ") else ""
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, **options)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _written(value: Any) -> str:
-    """A value as one would write it in the file."""
-    encoded = draccus.encode(value)
-    return encoded if isinstance(encoded, str) else json.dumps(encoded)
 
 
 def _description(config_class: Any) -> list[str]:

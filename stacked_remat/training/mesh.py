@@ -35,7 +35,7 @@ _HOST = "pinned_host"
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Partitioning:
     """A mesh of devices and the named axes that are sharded over it. Does nothing on a single device.
 

@@ -148,13 +148,8 @@ class LargestOfAll:
         sharding = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
         own = np.full(jax.local_device_count(), number, np.int32)
         before = self._before
-        self._before = _largest(jax.make_array_from_process_local_data(sharding, own))
+        self._before = jax.jit(jnp.max)(jax.make_array_from_process_local_data(sharding, own))
         return 0 if before is None else int(before.addressable_data(0))
-
-
-@jax.jit
-def _largest(numbers: jax.Array) -> jax.Array:
-    return jnp.max(numbers)
 
 
 @contextlib.contextmanager

@@ -126,8 +126,11 @@ class ConsoleProgress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)
         elif step % self._line_every == 0 or step == self._num_steps or self._first_done is None:
-            left = self._seconds_left(step)
-            shown = f"loss {loss:.3f}" if left is None else f"{status}  {left:.0f} s left"
+            shown = f"loss {loss:.3f}"
+            if self._first_done is not None:
+                first, then = self._first_done
+                left = (time.monotonic() - then) / (step - first) * (self._num_steps - step)
+                shown = f"{status}  {left:.0f} s left"
             self.message(f"step {step}/{self._num_steps}  {shown}")
         if self._first_done is None:
             self._first_done = (step, time.monotonic())
@@ -145,9 +148,3 @@ class ConsoleProgress:
             self._bar = RichBar(*columns, console=self._console, expand=True)
             self._bar.start()
             self._bar.add_task("", **task)
-
-    def _seconds_left(self, step: int) -> float | None:
-        if self._first_done is None:
-            return None
-        first, then = self._first_done
-        return (time.monotonic() - then) / (step - first) * (self._num_steps - step)

@@ -171,8 +171,8 @@ class StepScorer:
             return step.shard(gradients), metrics, scores
 
         after, metrics, scores = step.by(compute, batch, state)
-        if step.microbatches > 1:
-            scores = jax.tree.map(_put_together, scores)
+        if step.microbatches > 1:  # `[microbatch, ..., row]`
+            scores = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1).reshape(*x.shape[1:-1], -1), scores)
         of_example = self._scoring.config.token_mean == "example"
         factors = _batch_over_own_weights(batch) if of_example else jnp.ones(())
         return after, metrics, jax.tree.map(lambda array: array * factors, scores)
@@ -196,7 +196,8 @@ class StepScorer:
         each, sums, metrics = found.aux
         metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
         if auxiliary_of is not None:
-            sums = jax.tree.map(_over_batch, sums, is_leaf=is_named_array)
+            add = lambda leaf: hax.sum(leaf, BATCH_AXIS) if is_named_array(leaf) else jnp.sum(leaf, 0)  # noqa: E731
+            sums = jax.tree.map(add, sums, is_leaf=is_named_array)
             trained, frozen = eqx.partition(model, options["trainable"])
 
             def of_model(trained: Any) -> tuple[Array, Metrics]:
@@ -223,21 +224,12 @@ class _BatchScores(eqx.Module):
     norms: dict[str, Array] | None = None
 
 
-def _over_batch(leaf: Any) -> Any:
-    return hax.sum(leaf, BATCH_AXIS) if is_named_array(leaf) else jnp.sum(leaf, axis=0)
-
-
 def _weight(batch: TokenBatch) -> Array:
     return jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
 
 
 def _arrays(by_path: dict[str, NamedArray]) -> dict[str, Array]:
     return {path: named.rearrange((..., BATCH_AXIS)).array for path, named in by_path.items()}
-
-
-def _put_together(parts: Array) -> Array:
-    """`[..., batch]` from `[microbatch, ..., row]`, in the order of the batch."""
-    return jnp.moveaxis(parts, 0, -1).reshape(*parts.shape[1:-1], -1)
 
 
 def _batch_over_own_weights(batch: TokenBatch) -> Array:
@@ -247,40 +239,25 @@ def _batch_over_own_weights(batch: TokenBatch) -> Array:
 
 
 def named_examples(batch: TokenBatch, decode: Callable[[np.ndarray], str]) -> tuple[list[str], list[str]]:
-    """The ids and the texts of a batch's examples, as logs of scores have them."""
-    rows = _rows(batch)
-    return [_id(row) for row in rows], [_text(row, decode) for row in rows]
+    """The ids and the texts of a batch's examples, as logs of scores have them.
 
-
-def _rows(batch: TokenBatch) -> list[dict[str, np.ndarray]]:
-    """The arrays of each row, on the host, without padding at the end."""
+    Ids are hashes, the same in every epoch and run. Texts are of one document after the other.
+    """
     arrays = {
         name: np.asarray(named.rearrange((BATCH_AXIS, POSITION_AXIS)).array)
         for name, named in vars(batch).items()
         if named is not None
     }
-    rows = []
-    for index in range(len(arrays["tokens"])):
-        row = {name: array[index] for name, array in arrays.items()}
-        used = np.flatnonzero(row.get("documents", np.ones_like(row["tokens"])))
-        rows.append({name: array[: used[-1] + 1 if used.size else 0] for name, array in row.items()})
-    return rows
-
-
-def _id(row: dict[str, np.ndarray]) -> str:
-    """A hash of an example: the same in every epoch, and in every run."""
-    digest = hashlib.sha256()
-    for name in ("tokens", "targets", "weights", "documents"):
-        digest.update(row[name].tobytes() if name in row else b"none")
-    return digest.hexdigest()[:16]
-
-
-def _text(row: dict[str, np.ndarray], decode: Callable[[np.ndarray], str]) -> str:
-    """The text of an example, its documents one after the other with the last target of each."""
-    tokens, targets = row["tokens"], row["targets"]
-    documents = row.get("documents", np.zeros_like(tokens))
-    ends = np.flatnonzero(np.diff(documents, append=-1)) + 1
-    parts = np.split(tokens, ends[:-1])
-    return "\n".join(
-        decode(np.append(part, targets[end - 1])) for part, end in zip(parts, ends, strict=False)
-    )
+    ids, texts = [], []
+    for index, tokens in enumerate(arrays["tokens"]):
+        used = np.flatnonzero(arrays["documents"][index]) if "documents" in arrays else [len(tokens) - 1]
+        stop = used[-1] + 1 if len(used) else 0  # padding follows
+        row = {name: array[index, :stop] for name, array in arrays.items()}
+        digest = hashlib.sha256()
+        for name in ("tokens", "targets", "weights", "documents"):
+            digest.update(row[name].tobytes() if name in row else b"none")
+        ids.append(digest.hexdigest()[:16])
+        ends = np.flatnonzero(np.diff(row.get("documents", np.zeros(stop)), append=-1)) + 1
+        parts = zip(np.split(row["tokens"], ends[:-1]), row["targets"][ends - 1], strict=False)
+        texts.append("\n".join(decode(np.append(part, target)) for part, target in parts))
+    return ids, texts

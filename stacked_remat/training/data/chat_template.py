@@ -91,8 +91,15 @@ class ChatTemplate:
         """
         marked = self._run(messages, False)
         if _BEGIN in marked:
-            return _without_marks(marked)
-        answers = find_answers(self._render, messages, marked)
+            text, found = "", []
+            for number, piece in enumerate(_MARKS.split(marked)):
+                if number % 2:
+                    found.append((len(text), len(text) + len(piece)))
+                text += piece
+            return RenderedChat(text, tuple(found))
+        answers = find_answers(
+            lambda some, prompt: self.render(some, add_generation_prompt=prompt), messages, marked
+        )
         lost = [at for at, answer in answers.items() if answer is None]
         if lost:
             raise ChatTemplateError(
@@ -101,9 +108,6 @@ class ChatTemplate:
                 f"{{% generation %}} and {{% endgeneration %}}"
             )
         return RenderedChat(marked, tuple(answer for answer in answers.values() if answer is not None))
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        return self.render(messages, add_generation_prompt=add_generation_prompt)
 
     def _run(
         self,
@@ -141,15 +145,6 @@ class ChatTemplate:
                 f"another tokenizer."
             )
         return text
-
-
-def _without_marks(marked: str) -> RenderedChat:
-    text, answers = "", []
-    for number, piece in enumerate(_MARKS.split(marked)):
-        if number % 2:
-            answers.append((len(text), len(text) + len(piece)))
-        text += piece
-    return RenderedChat(text, tuple(answers))
 
 
 @functools.lru_cache(maxsize=8)
@@ -194,10 +189,6 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = _as_json
+    # Plain JSON; Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     return environment
-
-
-def _as_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Plain JSON; Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)

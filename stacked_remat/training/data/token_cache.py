@@ -24,7 +24,7 @@ from ..progress import ConsoleProgress
 from .chat_template import ChatTemplateError, RenderedChat
 from .files import SourceFile
 from .packing import TokenizedDocuments
-from .records import Message, Record, RecordFormat, place_of, read_records
+from .records import Record, RecordFormat, place_of, read_records
 from .tokenizers import Counted, Tokenizer, Tokens
 
 _FORMAT = 4  # of the files of a cache
@@ -107,7 +107,9 @@ def open_token_cache(
     folder = cache_dir.expanduser() / f"{request.name}-{digest}"
     try:
         if not _read_state(folder, request).complete:
-            with _locked(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / _LOCK).open("w") as file:  # until this process ends, at the latest
+                fcntl.flock(file, fcntl.LOCK_EX)
                 _build(request, folder, progress, save_tokens)
         return _open(request, folder)
     except OSError as error:  # errors of reading are DataErrors already
@@ -117,15 +119,6 @@ def open_token_cache(
         ) from error
     finally:
         progress.stop()
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Waits until no other process builds here. The system releases the lock of a process that dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _read_state(folder: Path, request: CacheRequest) -> CacheState:
@@ -251,7 +244,11 @@ class _Writer:
         """The text to tokenize, or why there is none."""
         place, problem, text = place_of(file, record.number), record.problem, record.content or ""
         try:
-            text = text if isinstance(text, str) else _render(self._request, text)
+            if not isinstance(text, str):
+                template = self._request.tokenizer.chat_template
+                in_full = template.render_with_answers if self._request.answers_only else template.render
+                rendered = in_full(text)
+                text = RenderedChat(rendered) if isinstance(rendered, str) else rendered
             (text if isinstance(text, str) else text.text).encode("utf-8")
         except ChatTemplateError as error:
             problem = f"{place} does not fit the chat template: {error}"
@@ -260,13 +257,6 @@ class _Writer:
         if problem is not None and self._request.on_malformed == "error":
             raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
         return text if isinstance(text, str | RenderedChat) else "", problem
-
-
-def _render(request: CacheRequest, messages: Sequence[Message]) -> RenderedChat:
-    template = request.tokenizer.chat_template
-    if request.answers_only:
-        return template.render_with_answers(messages)
-    return RenderedChat(template.render(messages))
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[tuple[Tokens, Counted | None]]:

@@ -147,9 +147,7 @@ class Candidate:
     def report(self) -> MemoryReport:
         """The memory of the step; costs one compilation."""
         with self.partitioning.activations():
-            return report(
-                self._train_step, *self.shapes, donate="state", target=self.target, cache=self.cache
-            )
+            return report(self.train_step, *self.shapes, donate="state", target=self.target, cache=self.cache)
 
     def plan(
         self,
@@ -174,7 +172,7 @@ class Candidate:
 
             def step(batch: TokenBatch, state: TrainState) -> Any:
                 # The same arrays under this policy.
-                return self._train_step(batch, jax.tree.unflatten(structure, jax.tree.leaves(state)))
+                return self.train_step(batch, jax.tree.unflatten(structure, jax.tree.leaves(state)))
 
             return step
 
@@ -241,7 +239,7 @@ class Candidate:
         try:
             with self.partitioning.active():
                 if self.config.trainer.update.fused:  # has rules of its own for the loss
-                    eqx.filter_eval_shape(self._train_step, batch, state)
+                    eqx.filter_eval_shape(self.train_step, batch, state)
                 else:
                     eqx.filter_eval_shape(self.config.loss, state.model, batch)
         except UnsupportedCallError as error:  # other errors are the model's, whose traceback is wanted
@@ -253,7 +251,8 @@ class Candidate:
         return find_target(self.target).sizes_host_arguments or self.partitioning.mesh.size == 1
 
     @functools.cached_property
-    def _train_step(self) -> Callable[..., Any]:
+    def train_step(self) -> TrainStep:
+        """The step itself."""
         return TrainStep.of(
             self.config.trainer,
             loss_function=self.config.loss,

@@ -27,7 +27,6 @@ from models.run_config import LmRunConfig
 from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import (
     initial_state,
-    run_optimizer,
     saved_arrays,
     state_shapes,
 )
@@ -126,8 +125,7 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
         began, first = time.monotonic(), int(state.step)
         result = train(
             state,
-            loss_function=config.loss,
-            optimizer=run_optimizer(config),
+            step.train_step,
             schedule=learning_rate_schedule(config.optimizer, config.trainer.num_steps),
             training=data.training,
             evaluators=evaluators,
@@ -135,7 +133,6 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
             outputs=RunOutputs(folder, checkpoints, trackers, progress),
             position=position,
             should_stop=_asked_to_stop(stop),
-            partitioning=partitioning,
             scoring=scoring,
         )
     _conclude(result, folder, progress)

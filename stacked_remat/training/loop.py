@@ -1,5 +1,6 @@
 """The training loop around the pure step: batches, evaluation, checkpoints, metrics and progress."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -16,8 +17,8 @@ from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
-from .step import FusedOptimizer, LossFunction, Metrics, RandomLoss, TrainState, TrainStep
-from .throughput import Clock, ProfilerWindow, peak_memory_bytes, training_flops
+from .step import LossFunction, Metrics, RandomLoss, TrainState, TrainStep
+from .throughput import Clock, peak_memory_bytes, training_flops
 from .trackers import Tracker
 from .trainer_config import TrainerConfig
 
@@ -82,9 +83,8 @@ class RunOutputs:
 
 def train(
     state: TrainState,
+    step: TrainStep,
     *,
-    loss_function: LossFunction | RandomLoss,
-    optimizer: optax.GradientTransformation | FusedOptimizer,
     schedule: optax.Schedule,
     training: TokenStream,
     evaluators: Mapping[str, Callable[[Any], float]],
@@ -92,15 +92,14 @@ def train(
     outputs: RunOutputs,
     position: Position | None = None,
     should_stop: Callable[[], str | None] = lambda: None,
-    partitioning: Partitioning | None = None,
     scoring: Scoring | None = None,
 ) -> TrainingResult:
     """Trains up to step `config.num_steps`; evaluates before, after, and every `config.eval_every` steps.
 
     Args:
         state: the state to start from; its buffers are donated.
-        loss_function: the loss to minimise.
-        optimizer: the gradient transformation that `state` was initialised with.
+        step: has the loss, the optimizer that `state` was initialised with, and the sharding, which must be
+            active.
         schedule: the learning rate by step, for the log.
         training: batches to train on.
         evaluators: for each held-out set by name, a function from the model to its loss, which is logged as
@@ -110,7 +109,6 @@ def train(
         position: the position of `state`, if it comes from a checkpoint.
         should_stop: called after every step and after the evaluation that follows it; the text that it
             returns, such as the name of a signal, ends the run after a checkpoint.
-        partitioning: the sharding of the state and of batches; must be active.
         scoring: how the examples of some steps are scored; the weights are updated as without. It takes
             neither a `RandomLoss` nor a `FusedOptimizer`.
 
@@ -118,13 +116,11 @@ def train(
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
             skipped.
     """
-    parts: Any = {"loss_function": loss_function, "optimizer": optimizer, "partitioning": partitioning}
-    step = TrainStep.of(config, **parts)
     compiled = eqx.filter_jit(step, donate="all-except-first")
     scorer = None if scoring is None else StepScorer(scoring, step)
-    shard = (partitioning or Partitioning.one_device()).shard_batch
+    shard = (step.partitioning or Partitioning.one_device()).shard_batch
+    last_traced = (config.profiler.start_step or 0) + config.profiler.num_steps - 1
     report = _Report(config, schedule, evaluators, outputs, position)
-    profiler = ProfilerWindow(config.profiler, outputs.folder.profile)
     done, stopped_by = 0, None
     if position is None:
         report.evaluate(0, state.model)
@@ -133,12 +129,14 @@ def train(
         done = position.step
     if done < config.num_steps:
         batch = shard(training.next())
-        report.prepare(loss_function, state, batch)
+        report.prepare(step.loss_function, state, batch)
     outputs.progress.start(config.num_steps, done)
-    try:
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as tracing:
+        closing.callback(outputs.progress.stop)
         while done < config.num_steps and stopped_by is None:
             done += 1
-            profiler.before_step(done)
+            if done == config.profiler.start_step:
+                tracing.enter_context(jax.profiler.trace(str(outputs.folder.profile)))
             scores = scorer if scorer is not None and scorer.is_due(done) else None
             state, metrics = (compiled if scores is None else scores.step)(batch, state)
             used, data = batch, training.get_state()
@@ -147,7 +145,8 @@ def train(
             report.step(done, metrics, used)
             if scores is not None:
                 scores.log(done, used)
-            profiler.after_step(done)
+            if done == last_traced:
+                tracing.close()
             asked = should_stop()
             if done == config.num_steps or (config.eval_every and done % config.eval_every == 0):
                 report.evaluate(done, state.model)
@@ -155,9 +154,6 @@ def train(
             stopped_by = asked if done < config.num_steps else None
             now = Position(done, data, report.before, report.after, report.skipped)
             report.save(state, now, scorer, is_last=bool(stopped_by) or done == config.num_steps)
-    finally:
-        outputs.progress.stop()
-        profiler.stop()
     return TrainingResult(state, report.before, report.after, stopped_by)
 
 

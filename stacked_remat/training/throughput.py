@@ -1,4 +1,4 @@
-"""Throughput of a run: time per step, tokens per second, model FLOPs, peak memory, and traces."""
+"""Throughput of a run: time per step, tokens per second, model FLOPs and peak memory."""
 
 import contextlib
 import re
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +15,6 @@ import jax
 from ..memory import count_flops
 from .batches import TokenBatch
 from .step import LossFunction, RandomLoss
-from .trainer_config import ProfilerConfig
 
 
 class Clock:
@@ -113,35 +112,3 @@ def peak_resident_bytes() -> int:
             return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-@final
-class ProfilerWindow:
-    """Traces the steps of a config into a folder that TensorBoard and Perfetto read.
-
-    A run that resumes after the first of these steps has no trace.
-    """
-
-    def __init__(self, config: ProfilerConfig, folder: Path):
-        self._first = config.start_step
-        self._last = (config.start_step or 0) + config.num_steps - 1
-        self._folder = folder
-        self._running = False
-
-    def before_step(self, step: int) -> None:
-        """Starts the trace if this is its first step."""
-        if step == self._first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(str(self._folder))
-            self._running = True
-
-    def after_step(self, step: int) -> None:
-        """Ends the trace if this was its last step; its results must have been waited for."""
-        if step == self._last:
-            self.stop()
-
-    def stop(self) -> None:
-        """Ends the trace, finished or not."""
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()

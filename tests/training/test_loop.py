@@ -18,6 +18,7 @@ from stacked_remat.training import (
     Tracker,
     TrainerConfig,
     TrainState,
+    TrainStep,
     UpdateConfig,
     build_optimizer,
     held_out_evaluators,
@@ -96,8 +97,9 @@ def run(
     try:
         return train(
             state,
-            loss_function=RandomLoss(noisy_loss) if noise else loss_function,
-            optimizer=optimizer,
+            TrainStep.of(
+                trainer, loss_function=RandomLoss(noisy_loss) if noise else loss_function, optimizer=optimizer
+            ),
             schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
             training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
             evaluators=evaluators,

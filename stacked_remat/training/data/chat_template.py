@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 from ..errors import DataError
+from ..extra import optional
 from .chat_answers import find_answers
 
 # Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
@@ -151,10 +152,8 @@ class ChatTemplate:
 def _compiled(source: str) -> Any:
     try:
         return _environment().from_string(source)
-    except ImportError as error:
-        raise DataError(
-            "Chat templates need jinja2, which is not installed: pip install 'stacked_remat[data]'."
-        ) from error
+    except DataError:
+        raise
     except Exception as error:  # Jinja also evaluates constants while it compiles
         raise DataError(
             f"The tokenizer's chat template is not valid Jinja, line {getattr(error, 'lineno', 1)}: "
@@ -164,12 +163,10 @@ def _compiled(source: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    import jinja2.exceptions
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
+    names = ("jinja2", "jinja2.ext", "jinja2.nodes", "jinja2.sandbox")
+    jinja2, ext, nodes, sandbox = (optional(name, "A chat template") for name in names)
 
-    class Generation(jinja2.ext.Extension):
+    class Generation(ext.Extension):
         """The tags that some templates put around the assistant's answers."""
 
         tags = {"generation"}
@@ -177,16 +174,16 @@ def _environment() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
             return f"{_BEGIN}{caller()}{_END}"
 
     def refuse(message: str) -> None:
-        raise jinja2.exceptions.TemplateError(message)
+        raise jinja2.TemplateError(message)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
     environment.globals["raise_exception"] = refuse
     # Plain JSON; Jinja's own filter escapes HTML.

@@ -8,6 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from ..errors import DataError
+from ..extra import optional
 from .chat_template import ChatTemplate, RenderedChat
 from .tokenizers import Counted, Tokenizer, Tokens
 
@@ -35,13 +36,7 @@ class HuggingFaceTokenizer(Tokenizer):
         chat_date: str | None = None,
     ):
         self._name = name
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise DataError(
-                f"data.tokenizer = {name!r} needs the tokenizers package, which is not installed: "
-                f"pip install 'stacked_remat[data]'."
-            ) from error
+        tokenizers = optional("tokenizers", f"data.tokenizer = {name!r}")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         except Exception as error:  # which is the class of the package's errors

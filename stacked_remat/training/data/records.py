@@ -13,6 +13,7 @@ import fsspec
 import fsspec.compression
 
 from ..errors import DataError
+from ..extra import optional
 from .files import SourceFile
 
 Message: TypeAlias = dict[str, Any]
@@ -137,16 +138,11 @@ def _read_jsonl(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Nu
 
 
 def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            f"Reading {file.place} needs pyarrow, which is not installed: pip install 'stacked_remat[data]'."
-        ) from error
+    names = ("pyarrow", "pyarrow.parquet")
+    pyarrow, parquet = (optional(name, f"Reading {file.place}") for name in names)
     with _stored(file) as stored:
         try:
-            table = pyarrow.parquet.ParquetFile(stored)
+            table = parquet.ParquetFile(stored)
         except pyarrow.ArrowException as error:
             raise DataError(f"{file.place} is not a Parquet file: {error}") from None
         columns = [name for name in (how.text_key, how.messages_key) if name in table.schema_arrow.names]

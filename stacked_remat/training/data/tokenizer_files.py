@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..._files import read_json_fields
 from ..errors import DataError
+from ..extra import optional
 from .hugging_face_tokenizer import HuggingFaceTokenizer
 from .tokenizers import ByteTokenizer, Tokenizer
 
@@ -61,7 +62,17 @@ def _files(name: str) -> dict[str, Path]:
     elif path.is_dir():
         folder, own = path, {}
     elif _HUB_NAME.fullmatch(name) and not name.endswith(".json"):
-        folder, own = _fetched(name), {}
+        hub = optional("huggingface_hub", f"data.tokenizer = {name!r}")
+        repository, _, revision = name.partition("@")
+        try:  # from the Hub or its local cache
+            options = {"revision": revision or None, "allow_patterns": _FILES}
+            folder, own = Path(hub.snapshot_download(repository, **options)), {}
+        except (OSError, ValueError) as error:  # those of the client are one or the other
+            raise DataError(
+                f"data.tokenizer = {name!r} is not a local folder or file, and could not be fetched from the "
+                f"Hugging Face Hub: {error}. Check the name and the network, log in with `hf auth login` for "
+                f"a gated one, or give a local folder."
+            ) from error
     else:
         raise DataError(
             f"data.tokenizer = {name!r} is neither `byte`, nor a folder or tokenizer.json that exists, nor a "
@@ -83,26 +94,3 @@ def _text(path: Path) -> str:
         raise DataError(f"Can't read {path} of data.tokenizer: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} of data.tokenizer is not UTF-8 text: {error}. Get it again.") from error
-
-
-def _fetched(name: str) -> Path:
-    """The folder of a repository's files of the tokenizer, from the Hub or its local cache."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise DataError(
-            f"data.tokenizer = {name!r} is a name on the Hugging Face Hub, which needs huggingface_hub: "
-            f"pip install 'stacked_remat[data]'."
-        ) from error
-    repository, _, revision = name.partition("@")
-    try:
-        found = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=_FILES
-        )
-    except (OSError, ValueError) as error:  # those of the client are one or the other
-        raise DataError(
-            f"data.tokenizer = {name!r} is not a local folder or file, and could not be fetched from the "
-            f"Hugging Face Hub: {error}. Check the name and the network, log in with `hf auth login` for a "
-            f"gated one, or give a local folder."
-        ) from error
-    return Path(found)

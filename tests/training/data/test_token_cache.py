@@ -1,6 +1,7 @@
 """Tests of stacked_remat/training/data/token_cache.py."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -127,7 +128,8 @@ def test_one_process_builds_and_others_wait(folder, tmp_path):
     (state,) = cache.glob("*/state.json")
     state.rename(tmp_path / "state.json")  # as if the other were not done
     waiting = threading.Thread(target=lambda: found.append(build(folder, cache, progress)))
-    with token_cache._locked(state.parent):
+    with (state.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         waiting.start()
         waiting.join(timeout=0.2)
         assert waiting.is_alive()

@@ -65,7 +65,7 @@ def read_config_file(location: str) -> dict[Key, Any]:
     Raises:
         ConfigError: a file can't be read, includes itself, or is not a mapping; names those that lead to it.
     """
-    tree = _read(_File(_beside("", location)))
+    tree = _File(_beside("", location)).value()
     if not isinstance(tree, dict):
         got = "is empty" if tree is None else f"holds {shown(tree)}"
         raise ConfigError(f"The config file {location} {got}; it must hold a mapping of keys to values.")
@@ -94,7 +94,7 @@ def set_key(tree: dict[Key, Any], dotted: str, text: str) -> None:
         tree = tree[key]
     tree.pop(last, None)
     try:
-        tree[last] = _parsed(text, _File(""))
+        tree[last] = _Loader(text, _File("")).get_single_data()
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`
@@ -135,26 +135,22 @@ class _File:
         found = _File(location, f", included by {by}{self.chain}", includers)
         if location in includers:
             raise ConfigError(f"A config file can't include itself: {location}{found.chain}.")
-        return _read(found)
+        return found.value()
 
-
-def _read(file: _File) -> Any:
-    location = file.location
-    try:
-        with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
-            text = stream.read().decode("utf-8-sig")  # pyright: ignore[reportAttributeAccessIssue]
-        return _parsed(text, file)
-    except ConfigError:
-        raise
-    except Exception as error:  # file systems raise what their clients do
-        problem = str(error) or type(error).__name__
-        if isinstance(error, OSError):
-            problem = f"{error.strerror or problem}. Check the path and its permissions."
-        raise ConfigError(f"Can't read the config file {location}{file.chain}: {problem}") from error
-
-
-def _parsed(text: str, file: _File) -> Any:
-    return _Loader(text, file).get_single_data()
+    def value(self) -> Any:
+        """What the file holds."""
+        location = self.location
+        try:
+            with fsspec.open(location, "rb") if "://" in location else open(location, "rb") as stream:
+                text = stream.read().decode("utf-8-sig")  # pyright: ignore[reportAttributeAccessIssue]
+            return _Loader(text, self).get_single_data()
+        except ConfigError:
+            raise
+        except Exception as error:  # file systems raise what their clients do
+            problem = str(error) or type(error).__name__
+            if isinstance(error, OSError):
+                problem = f"{error.strerror or problem}. Check the path and its permissions."
+            raise ConfigError(f"Can't read the config file {location}{self.chain}: {problem}") from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -181,10 +177,11 @@ class _Loader(yaml.SafeLoader):
         tree: dict[Key, Any] = {}
         merged: list[Any] = []
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _error("a key must be text", key)
-            if key.value in lines:
-                raise _error(f"the key {key.value!r} is given twice: line {lines[key.value]}", key)
+            problem = "" if isinstance(key, yaml.ScalarNode) else "a key must be text"
+            if not problem and key.value in lines:
+                problem = f"the key {key.value!r} is given twice: line {lines[key.value]}"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
             found = self.construct_object(value, deep=True)
             if key.tag == "tag:yaml.org,2002:merge":
@@ -210,10 +207,6 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
     list("-+.0123456789"),
 )
-
-
-def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _beside(including: str, name: str) -> str:

@@ -1,5 +1,6 @@
 """Dtypes in which weights and optimizer state are stored; arithmetic on them is in float32."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -15,14 +16,16 @@ T = TypeVar("T")
 
 def cast_parameters(model: T, dtype: FloatName) -> T:
     """The model with its floating-point arrays in `dtype`; arrays of fewer bits are not widened."""
-    wanted = jnp.dtype(dtype)
+    return _cast(model, dtype, lambda bytes_: bytes_ >= jnp.dtype(dtype).itemsize)
+
+
+def _cast(tree: T, dtype: FloatName, wanted: Callable[[int], bool]) -> T:
+    """The tree with its floating-point arrays of some sizes of numbers in `dtype`."""
 
     def cast(leaf: Any) -> Any:
-        if eqx.is_inexact_array(leaf) and leaf.dtype.itemsize >= wanted.itemsize:
-            return leaf.astype(wanted)
-        return leaf
+        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) and wanted(leaf.dtype.itemsize) else leaf
 
-    return jax.tree.map(cast, model)
+    return jax.tree.map(cast, tree)
 
 
 def in_float32(
@@ -34,24 +37,17 @@ def in_float32(
     dtypes. Updates are float32.
     """
 
+    def widened(tree: T) -> T:
+        return _cast(tree, "float32", lambda bytes_: bytes_ < 4)
+
     def init(params: Any) -> Any:
-        return _stored(optimizer.init(_widened(params)), params, storage)
+        return _stored(optimizer.init(widened(params)), params, storage)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        steps, after = optimizer.update(_widened(updates), _widened(state), _widened(params))
+        steps, after = optimizer.update(widened(updates), widened(state), widened(params))
         return steps, _stored(after, updates, storage)
 
     return optax.GradientTransformation(init, update)
-
-
-def _widened(tree: Any) -> Any:
-    """Casts the floating-point arrays of fewer than 32 bits to float32."""
-
-    def widen(leaf: Any) -> Any:
-        narrow = eqx.is_inexact_array(leaf) and leaf.dtype.itemsize < 4
-        return leaf.astype(jnp.float32) if narrow else leaf
-
-    return jax.tree.map(widen, tree)
 
 
 def _stored(state: Any, parameters: Any, dtype: DTypeLike) -> Any:

@@ -21,21 +21,20 @@ _ALIASES = [
 NO_PRESETS: RematPresets = MappingProxyType({})
 
 
-def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanCheckpointPolicy:
+def remat_policy(
+    value: RematEntry, presets: RematPresets = NO_PRESETS, key: str = "remat"
+) -> ScanCheckpointPolicy:
     """The policy of a `remat` config entry.
 
     Args:
         value: an alias (`true`, `false`, `nested`, ...), the name of a preset, or a mapping of
             `ScanCheckpointPolicy`'s fields.
         presets: the model's named policies.
+        key: of the entry, for errors.
 
     Raises:
         ValueError: an unknown alias or field, or fields that contradict each other.
     """
-    return _policy(value, presets, "remat")
-
-
-def _policy(value: RematEntry, presets: RematPresets, key: str) -> ScanCheckpointPolicy:
     if not isinstance(value, Mapping):
         try:
             return presets[value] if value in presets else resolve_policy(value)  # pyright: ignore[reportArgumentType]
@@ -52,7 +51,7 @@ def _policy(value: RematEntry, presets: RematPresets, key: str) -> ScanCheckpoin
             )
     first = value.get("first_policy")
     if isinstance(first, str | Mapping):
-        value = {**value, "first_policy": _policy(first, presets, f"{key}.first_policy")}
+        value = {**value, "first_policy": remat_policy(first, presets, f"{key}.first_policy")}
     try:
         return ScanCheckpointPolicy(**value)
     except TypeError as error:  # a config may hold values of any type

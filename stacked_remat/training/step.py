@@ -100,7 +100,7 @@ class TrainState(eqx.Module):
 
         Args:
             model: any tree.
-            optimizer: the optimizer that `train_step` will use.
+            optimizer: the optimizer of the step.
             trainable: which arrays are trained; all floating-point arrays by default.
             key: for random numbers in the steps; `jax.random.key(0)` by default.
 

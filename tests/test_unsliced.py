@@ -58,7 +58,7 @@ def mixtures():
 
 @pytest.mark.parametrize(
     "remat",
-    with_remat3(policies("True", "nested, offload", "first layers", "names", "recompute", "False")),
+    with_remat3(policies("True", "nested, offload", "first layers", "recompute")),
 )
 def test_fields_that_are_not_sliced_are_read_from_the_stack_and_their_gradients_summed_there(remat):
     (blocks, x, choice), want = mixtures()

@@ -21,11 +21,13 @@ from stacked_remat import (
 )
 from stacked_remat._placement import compiled_for
 
-from .blocks import POLICIES, with_remat3
+from .blocks import POLICIES, policies, with_remat3
 from .random_arrays import normal
 
 N = 5
-WITH_VISITORS = {name: policy for name, policy in POLICIES.items() if name != "recompute"}
+WITH_VISITORS = policies(
+    "False", "offload", "nested", "max_carries", "names offloaded", "nested, offload, names", "first layers"
+)
 Layers, Batch, Embed = hax.Axis("layers", N), hax.Axis("batch", 2), hax.Axis("embed", 4)
 
 

@@ -119,21 +119,6 @@ def workplace(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def output_of_two(workplace):
-    """What two processes print that make the run `two`."""
-    status, shown = ended(start(workplace, 2, run="two"))
-    assert status == [0, 0], shown
-    return shown
-
-
-@pytest.mark.deep
-def test_two_processes_train_as_one(workplace, output_of_two):
-    first, second = output_of_two
-    assert_same_run(workplace / "two", workplace / "one")
-    assert "held-out loss after 12 steps" in first and "step" not in second
-
-
 @pytest.mark.deep
 def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     started = start(workplace, 2, "--trainer.num_steps", "4000")
@@ -207,11 +192,12 @@ def test_configs_are_compared_again_with_the_policies_that_auto_found(monkeypatc
 
 
 @pytest.mark.deep
-def test_tensor_parallelism_over_processes_reads_the_same_rows_in_all(workplace):
+def test_processes_that_divide_rows_and_weights_train_as_one(workplace):
     mesh = "{axes: {data: 2, model: 2}, compute_mapping: {batch: data}, param_mapping: {expert_dim: model}}"
     status, shown = ended(start(workplace, 4, "--trainer.mesh", mesh, run="mesh"))
     assert status == [0] * 4, shown
     assert_same_run(workplace / "mesh", workplace / "one")
+    assert "held-out loss after 12 steps" in shown[0] and "step" not in "".join(shown[1:])
 
 
 @pytest.mark.deep

@@ -35,7 +35,8 @@ class Examples:
     @staticmethod
     def of(batch: Any, Batch: Axis) -> "Examples":
         """Named arrays with the axis, and plain ones with its size as first dimension, have examples."""
-        leaves, tree = jax.tree.flatten(batch, is_leaf=_is_named_or_marked)
+        is_leaf = lambda leaf: is_named(leaf) or isinstance(leaf, Marked)  # noqa: E731
+        leaves, tree = jax.tree.flatten(batch, is_leaf=is_leaf)
         dimensions = [_dimension(leaf, Batch) for leaf in leaves]
         return Examples(leaves, tree, dimensions, Batch, mesh_axes(Batch))
 
@@ -111,7 +112,3 @@ def _dimension(leaf: Any, Batch: Axis) -> int | None:
     if is_named(leaf):
         return next((at for at, axis in enumerate(leaf.axes) if axis.name == Batch.name), None)
     return 0 if eqx.is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == Batch.size else None
-
-
-def _is_named_or_marked(leaf: Any) -> bool:
-    return is_named(leaf) or isinstance(leaf, Marked)

@@ -225,14 +225,9 @@ def _grouped(scoring: Scoring, granularity: str, scores: dict[str, NamedArray]) 
 def _checked(
     scoring: Scoring, gradients: Any, scores: dict[str, Any], scale: float, check: bool | float
 ) -> dict[str, Any]:
-    """The scores of the examples' own losses, with an error at run time unless they add up.
+    """The scores of the examples' own losses by path, with an error at run time unless they add up.
 
-    Args:
-        scoring: see there.
-        gradients: of the reduced loss.
-        scores: by path.
-        scale: of these, by their parts in the reduced loss.
-        check: see `grad_dot`.
+    `gradients` are of the reduced loss, and `scale` of the scores by their parts in it.
     """
     if check is False:
         return scores

@@ -42,8 +42,8 @@ class ProbedLeaf:
 
 def probed_leaves(model: Any) -> dict[str, ProbedLeaf]:
     """A model's arrays, by their paths as `jax.tree_util.keystr` writes them."""
-    found = {}
-    for at, node in jtu.tree_leaves_with_path(model, is_leaf=_is_named_or_stack):
+    found, is_leaf = {}, lambda node: is_named(node) or isinstance(node, Stacked | BlockSeq)
+    for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_leaf):
         Layers = node.Layers if isinstance(node, Stacked) else None
         depth = next((n for kind, n in ((Stacked, 1), (BlockSeq, 2)) if isinstance(node, kind)), None)
         for keys, leaf in jtu.tree_leaves_with_path(node, is_leaf=is_named):
@@ -51,10 +51,6 @@ def probed_leaves(model: Any) -> dict[str, ProbedLeaf]:
             shown, group = dotted(model, path), dotted(model, (*at, *keys[:depth]))
             found[jtu.keystr(path)] = ProbedLeaf(shown, group, Layers, _dimension(leaf, Layers))
     return found
-
-
-def _is_named_or_stack(node: Any) -> bool:
-    return is_named(node) or isinstance(node, Stacked | BlockSeq)
 
 
 def _dimension(leaf: Any, Layers: Axis | None) -> int | None:

@@ -66,7 +66,9 @@ def rounding(jaxpr: Any) -> Any:
     unless the program asks for more.
     """
     own = max(float(jnp.finfo(dtype).eps) for dtype in _dtypes(jaxpr))
-    is_lower = any(map(_has_default_precision, _equations(jaxpr)))
+    high = jax.lax.Precision.HIGHEST
+    precisions = [equation.params.get("precision", high) for equation in _equations(jaxpr)]
+    is_lower = any(one is None or jax.lax.Precision.DEFAULT in jax.tree.leaves(one) for one in precisions)
     elsewhere = max(own, float(jnp.finfo(jnp.bfloat16).eps)) if is_lower else own
     # A power below 1 leaves room for many roundings in high precision, and for few in low.
     return jax.lax.platform_dependent(cpu=lambda: own**0.75, default=lambda: elsewhere**0.75)
@@ -82,11 +84,6 @@ def _dtypes(jaxpr: Any) -> set[Any]:
     atoms = [atom for equation in _equations(jaxpr) for atom in (*equation.invars, *equation.outvars)]
     dtypes = {atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")}
     return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)} or {jnp.dtype("float32")}
-
-
-def _has_default_precision(equation: Any) -> bool:
-    precision = equation.params.get("precision", jax.lax.Precision.HIGHEST)
-    return precision is None or jax.lax.Precision.DEFAULT in jax.tree.leaves(precision)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

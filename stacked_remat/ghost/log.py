@@ -116,7 +116,7 @@ class ScoreLog:
     _last: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        import_pyarrow()
+        pyarrow = import_pyarrow()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.resumed_after is None:
             if shards := _shards(self.folder):
@@ -127,10 +127,14 @@ class ScoreLog:
             return
         self._last = self.resumed_after
         for shard in _shards(self.folder):
-            if _first_step(shard) > self.resumed_after:
+            if int(shard.stem.rpartition("-")[2]) > self.resumed_after:  # its first step
                 shard.unlink()
             else:
-                _drop_later_steps(shard, self.resumed_after)
+                with _named(shard):
+                    table = pyarrow.parquet.read_table(shard, schema=_schema())
+                kept = table.filter(pyarrow.compute.field("step") <= self.resumed_after)
+                if kept.num_rows < table.num_rows:
+                    _write(kept, shard)
 
     def append(self, found: StepScores) -> None:
         """Adds the rows of a step; they are in a file after the next `flush`, or when there are many.
@@ -255,15 +259,6 @@ def _write(table: Any, path: Path) -> None:
         import_pyarrow().parquet.write_table(table, unfinished, compression="zstd")
 
 
-def _drop_later_steps(shard: Path, last: int) -> None:
-    pyarrow = import_pyarrow()
-    with _named(shard):
-        table = pyarrow.parquet.read_table(shard, schema=_schema())
-    kept = table.filter(pyarrow.compute.field("step") <= last)
-    if kept.num_rows < table.num_rows:
-        _write(kept, shard)
-
-
 @contextlib.contextmanager
 def _named(shard: Path) -> Iterator[None]:
     """Turns what pyarrow raises for a file into an error that names it."""
@@ -278,7 +273,3 @@ def _named(shard: Path) -> Iterator[None]:
 
 def _shards(folder: Path) -> list[Path]:
     return sorted(folder.glob(_PATTERN))
-
-
-def _first_step(shard: Path) -> int:
-    return int(shard.stem.rpartition("-")[2])

@@ -108,7 +108,14 @@ class TrainState(eqx.Module):
             ValueError: no array is trainable, or one that is not of floating-point numbers.
         """
         trained, frozen = eqx.partition(model, trainable)
-        _check_differentiable(trained)
+        if not jax.tree.leaves(trained):
+            raise ValueError("Nothing of the model is trainable: `trainable` selects no leaf.")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+            if not eqx.is_inexact_array(leaf):
+                raise ValueError(
+                    f"model{jax.tree_util.keystr(path)} can't be trained: {leaf!r} is not a floating-point "
+                    "array. Leave it out of `trainable`."
+                )
         is_fused = isinstance(optimizer, FusedOptimizer)
         return TrainState(
             jnp.zeros((), jnp.int32),
@@ -224,8 +231,15 @@ class TrainStep(eqx.Module):
         trained = jax.tree.map(add, state.trained, updates)
         after = _after(state, trained, optimizer_state)
         if self.skip_nonfinite:
-            after = _unless_nonfinite(after, state, metrics)
-            metrics["skips"] = after.skips
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            trained, optimizer_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (after.trained, after.optimizer_state),
+                (state.trained, state.optimizer_state),
+            )
+            metrics["skips"] = jnp.where(finite, 0, state.skips + 1)
+            kept = {"trained": trained, "optimizer_state": optimizer_state, "skips": metrics["skips"]}
+            after = dataclasses.replace(after, **kept)
         return self.shard(after), metrics, found
 
     def _of_microbatches(self, compute: Compute, batch: TokenBatch, trained: Any) -> tuple[Any, Metrics, Any]:
@@ -306,26 +320,3 @@ def _split(batch: TokenBatch, count: int) -> TokenBatch:
         return leaf.unflatten_axis(BATCH_AXIS, axes).rearrange((_MICROBATCH, ...))
 
     return jax.tree.map(split, batch, is_leaf=is_named_array)
-
-
-def _unless_nonfinite(after: TrainState, before: TrainState, metrics: Metrics) -> TrainState:
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-    trained, optimizer_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
-        (after.trained, after.optimizer_state),
-        (before.trained, before.optimizer_state),
-    )
-    skips = jnp.where(finite, 0, before.skips + 1)
-    return dataclasses.replace(after, trained=trained, optimizer_state=optimizer_state, skips=skips)
-
-
-def _check_differentiable(trained: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(trained)
-    if not leaves:
-        raise ValueError("Nothing of the model is trainable: `trainable` selects no leaf.")
-    for path, leaf in leaves:
-        if not eqx.is_inexact_array(leaf):
-            raise ValueError(
-                f"model{jax.tree_util.keystr(path)} can't be trained: {leaf!r} is not a floating-point "
-                "array. Leave it out of `trainable`."
-            )

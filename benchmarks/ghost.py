@@ -1,13 +1,11 @@
 """What gradient dot products cost beside the plain gradient: FLOPs and memory compiled, time measured.
 
     python -m benchmarks.ghost memory --target h200
-    python -m benchmarks.ghost flops
     python -m benchmarks.ghost time
 
 `memory` compiles loss and gradients of Qwen3-30B-A3B with adapters (that of `benchmarks.qwen3_context`) for a
 device that need not be attached, with `nested`, without and with the scores of every adapter's array, and
 those of small decoders with `remat=True`, all weights trained or adapters alone.
-`flops` counts the products of the small decoders.
 `time` runs a step of a small decoder on this machine: plain, with scores, and `jax.vmap` of per-example
 gradients, in turns. Each writes `results/ghost_<what>.json`.
 """
@@ -134,20 +132,6 @@ def small(layers: str, trained: str, remat: ScanCheckpointSpec = True, hidden: i
     return model, lora_filter(model)
 
 
-@benchmark("ghost_flops")
-def flops() -> Rows:
-    """The products of the small decoders' steps."""
-    for layers, trained in SMALL:
-        model, trainable = eqx.filter_eval_shape(functools.partial(small, layers, trained))
-        batch = eqx.filter_eval_shape(random_batch, 4, 256, Vocab.size)
-        plain = jax.make_jaxpr(functools.partial(_plain, trainable=trainable))(model, batch)
-        scored = jax.make_jaxpr(functools.partial(_scored, trainable=trainable))(
-            model, batch, eqx.filter(model, trainable)
-        )
-        products = {"plain": memory.count_flops(plain).matmul, "scored": memory.count_flops(scored).matmul}
-        yield {"layers": layers, "trained": trained, **products}
-
-
 @benchmark("ghost_time")
 def of_time(repeats: int = 5) -> Rows:
     """Runs of each, in turns; other work of the machine only adds time, so the fastest count."""
@@ -166,7 +150,7 @@ def of_time(repeats: int = 5) -> Rows:
         yield {"step": name, "seconds": found}
 
 
-main = one_of(memory=of_memory, flops=flops, time=of_time)
+main = one_of(memory=of_memory, time=of_time)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 // in a frame, collects what is wrong, and writes it to the document.
 
 const wrong = [];
-const links = {};
 async function open(page, width, scheme) {
   const frame = document.body.appendChild(document.createElement("iframe"));
   frame.style = `width:${width}px;height:900px;border:0`;
@@ -37,8 +36,6 @@ async function open(page, width, scheme) {
   for (const image of inside.images) {
     if (image.loading !== "lazy" && image.complete && !image.naturalWidth) say(`no picture ${image.src}`);
   }
-  const ids = [...inside.querySelectorAll("[id]")].map((each) => each.id);
-  links[page] = { targets: [...inside.links].map((link) => link.href), ids };
   frame.remove();
 }
 (async () => {
@@ -48,5 +45,5 @@ async function open(page, width, scheme) {
     }
   }
   document.body.innerHTML = "<pre></pre>";
-  document.querySelector("pre").textContent = JSON.stringify({ wrong, links });
+  document.querySelector("pre").textContent = JSON.stringify(wrong);
 })();

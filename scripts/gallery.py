@@ -95,11 +95,9 @@ def notebook(script: Path, outputs: Sequence[str]) -> str:
     cells = []
     for number, (cell, output) in enumerate(zip(cells_of(script), outputs, strict=True)):
         made: dict[str, Any] = {"id": f"cell-{number}", "cell_type": "markdown", "metadata": {}}
-        made["source"] = (cell.text if cell.is_code else _PAGE.sub(r"\1", cell.text)).splitlines(
-            keepends=True
-        )
+        made["source"] = cell.text if cell.is_code else _PAGE.sub(r"\1", cell.text)
         if cell.is_code:
-            stream = {"output_type": "stream", "name": "stdout", "text": output.splitlines(keepends=True)}
+            stream = {"output_type": "stream", "name": "stdout", "text": output}
             made |= {"cell_type": "code", "execution_count": None, "outputs": [stream] if output else []}
         cells.append(made)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}

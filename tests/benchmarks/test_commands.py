@@ -24,7 +24,7 @@ COMMANDS = [
     (f"qwen3_context longest {CONTEXT} --step 64 --limit 64", "qwen3_moe_65k_cpu_longest_local", 2),
     (f"stack_time trace {MLP} --rounds 1 --only jax.checkpoint$", "stack_trace_cpu", 1),
     ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 11),
-    ("ghost flops", "ghost_flops", 1),
+    ("ghost time --repeats 1", "ghost_time", 3),
     (
         "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4 --chosen 2",
         "expert_layer_cpu",
@@ -44,7 +44,6 @@ STEP = ["--target", "local", "--devices", "8", "--layers", "1", "--policies", "T
 def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch, standard_promotion):
     monkeypatch.setattr("benchmarks.long_context_cpu.in_a_process", lambda fn, *args: fn(*args))
     monkeypatch.setattr("benchmarks.streaming.EXPERTS", (2, 4, 16, 8))
-    monkeypatch.setattr("benchmarks.ghost.SMALL", [("dense", "adapters")])
     monkeypatch.setattr("benchmarks.qwen3_context.LEANEST", ("nested",))
     module, *arguments = command.split(" ")
     path = importlib.import_module(f"benchmarks.{module}").main([*arguments, "--out", str(tmp_path)])

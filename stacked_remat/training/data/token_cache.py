@@ -202,32 +202,29 @@ class _Writer:
                 texts.append(text)
                 keys.append(_key(record))
         documents = _encode(self._request.tokenizer, texts)
-        self._append(documents, keys)
+        lengths = [len(tokens) for tokens, _ in documents]
+        arrays = {
+            "tokens": (tokens for tokens, _ in documents),
+            "lengths": [np.array(lengths, np.int64)],
+            "keys": [np.array(keys, np.uint64)],
+            "counted": (np.ones(len(tokens), bool) if own is None else own for tokens, own in documents),
+        }
+        for name, file in self._files.items():
+            raw = b"".join(array.tobytes() for array in arrays[name])
+            file.write(raw)
+            self._digest.update(raw)
         state, (at, record) = self._state, group[-1]
         self._state = dataclasses.replace(
             state,
             next_file=at,
             next_record=record.number + 1,
             num_documents=state.num_documents + len(documents),
-            num_tokens=state.num_tokens + sum(len(tokens) for tokens, _ in documents),
+            num_tokens=state.num_tokens + sum(lengths),
             num_empty=state.num_empty + num_empty,
             num_malformed=state.num_malformed + len(problems),
             problems=[*state.problems, *problems][:_PROBLEMS_KEPT],
         )
         return self._state
-
-    def _append(self, documents: list[tuple[Tokens, Counted | None]], keys: list[int]) -> None:
-        marks = (np.ones(len(tokens), bool) if own is None else own for tokens, own in documents)
-        arrays = {
-            "tokens": (tokens for tokens, _ in documents),
-            "lengths": [np.array([len(tokens) for tokens, _ in documents], np.int64)],
-            "keys": [np.array(keys, np.uint64)],
-            "counted": marks,
-        }
-        for name, file in self._files.items():
-            raw = b"".join(array.tobytes() for array in arrays[name])
-            file.write(raw)
-            self._digest.update(raw)
 
     def save(self, *, complete: bool = False) -> None:
         """Saves the state, once everything before it is on the disk."""

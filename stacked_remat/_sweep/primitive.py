@@ -15,23 +15,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from .._activity import is_differentiable
-from .._compat import (
-    batch_jaxpr,
-    broadcast,
-    is_concrete,
-    stacked_type,
-)
+from .._compat import batch_jaxpr, broadcast, is_concrete, stacked_type
 from .._static import PyTree, Static
 from .forward import forward, primal
-from .gradient import (
-    Mask,
-    Perturbed,
-    merge,
-    pick,
-    scatter_leaves,
-    write_gradients,
-    write_tangents,
-)
+from .gradient import Mask, Perturbed, merge, pick, scatter_leaves, write_gradients, write_tangents
 from .reverse import pull_back
 from .rules import (
     Bound,

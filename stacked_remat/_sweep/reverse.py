@@ -18,15 +18,7 @@ from .._placement import has_host_arrays, platform, to_device
 from .._remat import Kept
 from .._schedule import Run, Schedule
 from .._static import PyTree
-from .gradient import (
-    LayerPullback,
-    LeafVisit,
-    LeafVisitor,
-    Perturbed,
-    pick,
-    scatter_leaves,
-    zero_gradients,
-)
+from .gradient import LayerPullback, LeafVisit, LeafVisitor, Perturbed, pick, scatter_leaves, zero_gradients
 from .kinds import Kind
 from .slots import Arrays, Carry, Checkpoints, TripsOf, entry_at, repeat, trip_count
 from .spec import SweepSpec

@@ -15,25 +15,10 @@ from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
 from .._static import PyTree
 from .._trips import known_branches, known_trips
-from .gradient import (
-    LayerPullback,
-    Mask,
-    Perturbed,
-    merge,
-    pick,
-    with_part,
-)
+from .gradient import LayerPullback, Mask, Perturbed, merge, pick, with_part
 from .kinds import Kind, Pattern
 from .slots import Arrays, Carry, T, entry_at
-from .store import (
-    Index,
-    at_least_one,
-    empty_stack,
-    read_ahead,
-    read_layer,
-    write,
-    zeros_of,
-)
+from .store import Index, at_least_one, empty_stack, read_ahead, read_layer, write, zeros_of
 
 Checkpoint = Callable[[Callable], Callable]
 

@@ -1,5 +1,6 @@
 """Checks of a scan: its axis and options, carries that change, outputs that cannot be stacked."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,20 +97,33 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: 
             )
 
 
-def _structural_change(where: str, before: PyTree, after: PyTree) -> str:
+def _structural_change(what: str, before: PyTree, after: PyTree) -> str:
     """Where and how the structures of two trees differ."""
-    old, new = children(before), children(after)
-    if type(before) is not type(after) or (isinstance(before, tuple | list) and len(old) != len(new)):
-        return f"The {where} changes structure: {describe(before)} goes in, {describe(after)} comes out"
-    gone = [f"{where}{key} goes in and does not come out" for key in old if key not in new]
-    come = [f"{where}{key} comes out and did not go in" for key in new if key not in old]
-    if gone or come:
-        return f"The {where} changes structure: {', '.join(gone + come)}"
-    for key in old:
-        inside = [jtu.tree_structure(tree[key], is_leaf=is_named) for tree in (old, new)]
-        if inside[0] != inside[1]:
-            return _structural_change(f"{where}{key}", old[key], new[key])
-    return f"The {where} changes structure: {describe(before)} comes out with other static fields"
+    path, old, new = structural_difference(before, after) or ("", before, after)
+    where, keys = what + path, [children(node).keys() for node in (old, new)]
+    change = f"{describe(old)} goes in, {describe(new)} comes out"
+    if type(old) is type(new) and not isinstance(old, tuple | list) and keys[0] != keys[1]:
+        gone = [f"{where}{key} goes in and does not come out" for key in keys[0] - keys[1]]
+        come = [f"{where}{key} comes out and did not go in" for key in keys[1] - keys[0]]
+        change = ", ".join(sorted(gone) + sorted(come))
+    return f"The {where} changes structure: {change}"
+
+
+def structural_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """The path at which two trees have other nodes or static fields, and what is there."""
+    if jtu.tree_structure(a, is_leaf=is_named) == jtu.tree_structure(b, is_leaf=is_named):
+        return None
+    entries = [children(a), children(b)]
+    if type(a) is not type(b) or entries[0].keys() != entries[1].keys():
+        return path, a, b
+    for key, node in entries[0].items():
+        if found := structural_difference(node, entries[1][key], path + key):
+            return found
+    for field in dataclasses.fields(a) if dataclasses.is_dataclass(a) else ():
+        values = getattr(a, field.name, None), getattr(b, field.name, None)
+        if field.metadata.get("static") and values[0] != values[1]:
+            return f"{path}.{field.name}", *values
+    return path, a, b
 
 
 def children(tree: PyTree) -> dict[str, PyTree]:

@@ -1,6 +1,5 @@
 """Stacks trees along an axis: modules, and the outputs of layers."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from jax.tree_util import KeyPath
 
 from .._messages import axes_text, shown
 from .._static import PyTree
-from .checks import children, describe
+from .checks import describe, structural_difference
 from .marks import has_axis, is_array, is_named, is_split, raw_array
 
 T = TypeVar("T")
@@ -89,7 +88,7 @@ def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
         return stack_trees(leaves, axis)
 
     for number, layer in enumerate(rest, 1):
-        if found := _structural_difference(first, layer):
+        if found := structural_difference(first, layer):
             raise _unlike(found[0], number, *found[1:], what)
     return jtu.tree_map_with_path(stack, *layers, is_leaf=is_named)
 
@@ -99,23 +98,6 @@ def _may_stack(a: Any, b: Any) -> bool:
         alike = is_named(a) == is_named(b) and (is_named(b) or is_array(b))
         return alike and _form(a) == _form(b) and raw_array(a).dtype == raw_array(b).dtype
     return a is b or (type(a) is type(b) and bool(a == b))
-
-
-def _structural_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """The path at which two trees have other nodes or static fields, and what is there."""
-    if jtu.tree_structure(a, is_leaf=is_named) == jtu.tree_structure(b, is_leaf=is_named):
-        return None
-    entries = [children(a), children(b)]
-    if type(a) is not type(b) or entries[0].keys() != entries[1].keys():
-        return path, a, b
-    for key, node in entries[0].items():
-        if found := _structural_difference(node, entries[1][key], path + key):
-            return found
-    for field in dataclasses.fields(a) if dataclasses.is_dataclass(a) else ():
-        values = getattr(a, field.name, None), getattr(b, field.name, None)
-        if field.metadata.get("static") and values[0] != values[1]:
-            return f"{path}.{field.name}", *values
-    return path, a, b
 
 
 def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueError:

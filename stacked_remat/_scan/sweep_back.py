@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -133,13 +132,8 @@ def _joined(division: Division | None, of_kinds: Sequence[PyTree]) -> PyTree:
 class _Loop(NamedTuple):
     """What a sweep with a visitor carries from layer to layer, or one layer's part of it.
 
-    A list has `None` for what the visitor leaves as it is.
-
-    Attributes:
-        xs: for each split array its stack, or that of its cotangents if it belongs to an argument.
-        shared: for each shared array: the sum of its cotangents.
-        state: the arrays of the visitor's state.
-        layer_state: for each of its arrays: its stack.
+    A list has `None` for what the visitor leaves as it is. Of an argument there are cotangents, summed where
+    it is shared. The state of layers is a list for each kind; a layer has that of its own.
     """
 
     xs: list[PyTree]
@@ -165,37 +159,35 @@ def _visited(
 ) -> SweepResult:
     types = sweep._types
     states, division = _split_layer_state(types, layer_state)
-    state_stacks = [stack for _, stacks, _ in states for stack in stacks]
-    ends = itertools.accumulate((len(stacks) for _, stacks, _ in states), initial=0)
-    parts = [*itertools.starmap(slice, itertools.pairwise(ends))]  # of all these stacks, those of each kind
     arrays, static = eqx.partition(state, eqx.is_array_like)
     of_layers = types.of_layers()
 
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
-        (layout, _, shared), part = states[leaves.kind.number], parts[leaves.kind.number]
-        stacks = map(at_least_one, eqx.combine(loop.layer_state, state_stacks)[part])
+        layout, stacks, shared = states[leaves.kind.number]
+        stacks = map(at_least_one, eqx.combine(loop.layer_state[leaves.kind.number], stacks))
         entry = types.visit(leaves, layout.layer(read([*stacks], leaves.row), shared))
         state = eqx.combine(loop.state, static)
-        carry_ct, new = _new_leaves(types, layout, leaves, entry, state, _called(visitor, entry, state))
-        nothing: list[PyTree] = [None] * len(state_stacks)
-        return carry_ct, new._replace(layer_state=with_part(nothing, part, new.layer_state))
+        return _new_leaves(types, layout, leaves, entry, state, _called(visitor, entry, state))
 
     def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         carry_ct, new = visit(leaves, loop)
         # Without the barrier XLA holds a layer's internals until all is written.
-        new = lax.optimization_barrier(new)
+        new, layer_state = lax.optimization_barrier(new), [*loop.layer_state]
+        own = layer_state[leaves.kind.number]
+        layer_state[leaves.kind.number] = _written(own, leaves.row, new.layer_state)
         return carry_ct, _Loop(
             _written(loop.xs, leaves.row, new.xs),
             [old if ct is None else old + ct for old, ct in zip(loop.shared, new.shared, strict=True)],
             new.state,
-            _written(loop.layer_state, leaves.row, new.layer_state),
+            layer_state,
         )
 
     def xs_in(loop: _Loop) -> Arrays:
         return eqx.combine(eqx.filter(loop.xs, of_layers), sweep._xs)
 
     examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
-    loop = _first_loop(sweep, visit, examples, jax.tree.map(jnp.asarray, arrays), state_stacks)
+    stacks = [stacks for _, stacks, _ in states]
+    loop = _first_loop(sweep, visit, examples, jax.tree.map(jnp.asarray, arrays), stacks)
     if types.spec.length:
         swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
         carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
@@ -204,9 +196,8 @@ def _visited(
     pairs = zip(given, found, strict=True)
     trees = [((layers, *args), kwargs) for (((layers, *_), _), ((_, *args), kwargs)) in pairs]
     (layers, *args), kwargs = _joined(types.division, trees)
-    new_stacks = eqx.combine(loop.layer_state, state_stacks)
-    of_kinds = zip(states, parts, strict=True)
-    new_states = [layout.stacked(new_stacks[part], shared) for (layout, _, shared), part in of_kinds]
+    of_kinds = zip(states, eqx.combine(loop.layer_state, stacks), strict=True)
+    new_states = [layout.stacked(own, shared) for (layout, _, shared), own in of_kinds]
     return SweepResult(
         types.carry_cotangent(carry_ct),
         layers,
@@ -244,20 +235,16 @@ def _first_loop(
     visit: Callable[[LeafVisit, _Loop], tuple[Arrays, _Loop]],
     examples: list[LeafVisit],
     state: PyTree,
-    state_stacks: list[PyTree],
+    state_stacks: list[list[PyTree]],
 ) -> _Loop:
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
-    of_xs, of_shared, of_state = ([None] * len(of) for of in (sweep._xs, sweep._shared, state_stacks))
-    loop = _Loop(of_xs, of_shared, state, of_state)
+    nothing = [[None] * len(stacks) for stacks in (sweep._xs, sweep._shared, *state_stacks)]
+    loop = _Loop(nothing[0], nothing[1], state, nothing[2:])
     new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
-    xs, shared, stacks = (
-        _where_given(entries, stacks)
-        for entries, stacks in (
-            ([found.xs for found in new], sweep._xs),
-            ([found.shared for found in new], sweep._shared),
-            ([found.layer_state for found in new], [*map(jnp.asarray, state_stacks)]),
-        )
-    )
+    xs = _where_given([found.xs for found in new], sweep._xs)
+    shared = _where_given([found.shared for found in new], sweep._shared)
+    pairs = zip(new, state_stacks, strict=True)
+    stacks = [_where_given([found.layer_state], [*map(jnp.asarray, own)]) for found, own in pairs]
     of_layers, of_args = eqx.partition(xs, sweep._types.of_layers())
     xs = eqx.combine(jax.tree.map(on_mesh, of_layers), jax.tree.map(zeros_like, of_args))
     return _Loop(xs, jax.tree.map(jnp.zeros_like, shared), state, jax.tree.map(on_mesh, stacks))

@@ -12,7 +12,7 @@ from haliax import Axis
 from haliax.state_dict import StateDict, with_prefix
 from jax.tree_util import KeyPath
 
-from ._messages import entry_problems
+from ._messages import entry_problems, shortened
 from ._scan.marks import is_array, is_named, is_split, raw_array
 from ._scan.stacking import stack_trees
 from ._static import PyTree
@@ -81,11 +81,18 @@ def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix
     found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}
     problems += entry_problems(expected, found)
     count = len(templates)
+    if len(problems) == count > 0 and state_dict:
+        expects = "without a prefix" if prefix is None else f"with prefix {prefix!r}"
+        raise ValueError(
+            f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is "
+            f"{next(iter(state_dict))!r}. It was read {expects}: give the prefix that it was written with."
+        )
     too_many = sorted({index for index in _layer_indices(state_dict, prefix) if index >= count})
     problems += [f"unknown: layer {index} (the stack has {count} layers)" for index in too_many]
     if problems:
         raise ValueError(
-            f"The state dict does not fit the stack at prefix {prefix!r}:\n  " + "\n  ".join(problems)
+            f"The state dict does not fit the stack at prefix {prefix!r}:\n  "
+            + shortened(problems, "\n  ", most=8)
         )
 
 

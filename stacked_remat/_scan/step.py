@@ -83,8 +83,12 @@ class Call:
                     _note_absent_fields(error, args[0])
                 raise
             option = next((name for name in ("remat", "reverse", "unroll") if name in kwargs), None)
-            form = f"{self.verb}_via(fn" if self.takes_block else f"{self.verb}(f, axis"
-            raise TypeError(f"{problem} Write {form}, {option}=...)(...)." if option else problem) from None
+            if option and self.takes_block and self.verb == "map":
+                problem += f" vmap has no {option}=."
+            elif option:
+                form = f"{self.verb}_via(fn" if self.takes_block else f"{self.verb}(f, axis"
+                problem += f" Write {form}, {option}=...)(...)."
+            raise TypeError(problem) from None
 
     def outputs(self, result: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
         """The carry and the output, either of which may be None, from what the function returned."""

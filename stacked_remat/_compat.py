@@ -158,14 +158,13 @@ def splash_gradients(kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Arr
     """The gradients of query, key and value.
 
     Args:
-        kernel: from `make_splash_mqa`.
+        kernel: a `SplashAttentionKernel`.
         residuals: query, key, value, segments, sinks, output and log-sum-exp.
         cotangent: of the output.
     """
-    options = kernel.kwargs | {"mask_function": kernel.kwargs.get("mask_function")}
     tables = kernel.dq_mask_info, kernel.dkv_mask_info
     backward: Any = splash_attention_kernel._splash_attention_bwd
-    return backward(**options, res=(*residuals, *tables), do=cotangent)[3:6]
+    return backward(**kernel.kwargs, res=(*residuals, *tables), do=cotangent)[3:6]
 
 
 def compiled_with_text(lowered: Any, platform: str) -> tuple[Any, str]:

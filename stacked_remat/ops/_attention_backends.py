@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._compat import cudnn_attention, cudnn_attention_gradients, cudnn_is_installed
 from ._attention_blockwise import BLOCKWISE
-from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight, Sinks
+from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight, Sinks, strips_among
 from ._attention_splash import splash_block_size, splash_kernel
 from ._backends import HALVES, Backend, Call
 from ._tokamax import ATTENTION, why_not_tokamax
@@ -19,13 +19,13 @@ from ._tokamax import ATTENTION, why_not_tokamax
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall(Call):
-    """See `Call`; with `has_rows` positions are divided over devices, of which each has `position`."""
+    """See `Call`; positions are those of one device."""
 
     position: int
     head_dim: int
     has_documents: bool
     blocks: Blocks
-    has_rows: bool = False
+    among: int = 1  # devices over which positions are divided
 
 
 def attend_by_definition(
@@ -111,7 +111,7 @@ def _why_not_cudnn(call: AttentionCall) -> str | None:
         return reason
     if call.has_documents:
         return "it has no document boundaries: its statistics would take memory for documents x positions"
-    if call.has_rows:
+    if call.among > 1:
         return "the axis of positions is divided over devices, and its queries start at the first position"
     if not cudnn_is_installed():
         return "JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"
@@ -123,11 +123,11 @@ def _why_not_tokamax(call: AttentionCall) -> str | None:
 
 
 def _why_not_splash(call: AttentionCall) -> str | None:
-    if call.has_rows:
-        return "the axis of positions is divided over devices, and its table of blocks is for all queries"
     if call.head_dim > 512:
         return f"its blocks fit a TPU's vector memory for heads up to 512 wide, not {call.head_dim}"
-    size = splash_block_size(call.position, call.blocks.window, call.head_dim * call.dtype.itemsize)
+    strip = call.position // strips_among(call.among, call.position)
+    sizes = strip, call.position, call.among * call.position, call.blocks.window
+    size = splash_block_size(*sizes, call.head_dim * call.dtype.itemsize)
     return size if isinstance(size, str) else None
 
 

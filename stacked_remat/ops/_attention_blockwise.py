@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from .._sweep.store import varying_alike
 from .._trips import known_trips
-from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Sight, of_normalisation
+from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Ranges, Sight, of_normalisation
 
 _NEVER = -1e30  # finite, so that differences of two of them are not NaN
 
@@ -59,7 +59,7 @@ class _Cut(NamedTuple):
 
         With `keys_first` the keys come before the group: XLA for CPUs need not transpose them backward.
         """
-        size, (rows, starts) = self.blocks.size, self.sight
+        size, (rows, starts, _) = self.blocks.size, self.sight
         result = "bksgq" if keys_first else "bkgqs"
         scores = _einsum(f"{','.join(self.axes)}->{result}", q, k) * self.blocks.scale
         within = jnp.arange(size, dtype=jnp.int32)
@@ -74,46 +74,22 @@ class _Cut(NamedTuple):
         visible = jnp.swapaxes(visible, 1, 2)[:, None, :, None] if keys_first else visible[:, None, None]
         return jnp.where(visible, scores, _NEVER)
 
-    def overlap(self) -> Any:
-        """Whether any query of a block (row) sees any key of a block (column).
-
-        Without documents and rows it is a NumPy array, so that trip counts are known while tracing.
-        """
-        size, length = self.blocks.size, self.queries * self.blocks.size
-        column = np.arange(0, self.keys * size, size, dtype=np.int32)[None]
-        seen = self.sight.last(length)[size - 1 :: size, None] >= column
-        first = self.sight.first(length, self.blocks.window)
-        if first is not None:
-            seen = (first.reshape(len(first), -1, size).min((0, 2))[:, None] < column + size) & seen
-        return seen
+    def seen(self) -> Any:
+        """See `Sight.blocks_seen`."""
+        size = self.blocks.size
+        return self.sight.blocks_seen(self.queries * size, self.keys * size, size, self.blocks.window)
 
 
-class _Ranges(NamedTuple):
-    """Consecutive blocks, for each of some others."""
-
-    first: Int[Array, " block"]
-    last: Int[Array, " block"]  # -1 where there are none
-    total: int | None  # None if it depends on data
-
-    @staticmethod
-    def of(seen: Any) -> "_Ranges":
-        """The blocks (columns) that each block (row) sees."""
-        where = np.where if isinstance(seen, np.ndarray) else jnp.where
-        last = where(seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1)
-        first = seen.argmax(axis=1)
-        total = int((last + 1 - first).sum()) if isinstance(seen, np.ndarray) else None
-        return _Ranges(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32), total)
-
-    def loop(self, i: Array, body: Callable[[Array, Any], Any], state: Any) -> Any:
-        """`body` for the blocks of block `i`."""
-        with known_trips(self.total, len(self.first)):
-            return lax.fori_loop(self.first[i], self.last[i] + 1, body, state)
+def _over(ranges: Ranges, i: Array, body: Callable[[Array, Any], Any], state: Any) -> Any:
+    """The state after `body` for the blocks of block `i`."""
+    with known_trips(ranges.total, len(ranges.first)):
+        return lax.fori_loop(ranges.first[i], ranges.last[i] + 1, body, state)
 
 
 def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
     length, cut = query.shape[1], _Cut.of(query, key, sight, blocks)
     query, key, value = cut.padded(query, key, value)
-    ranges, (_, column) = _Ranges.of(cut.overlap()), cut.axes
+    ranges, (_, column) = Ranges.of(cut.seen()), cut.axes
     shape = (query.shape[0], *query.shape[2:4], cut.blocks.size)
 
     def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
@@ -136,7 +112,7 @@ def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -
         zeros = jnp.zeros(shape, jnp.float32)
         start = (jnp.full(shape, _NEVER, jnp.float32), zeros, jnp.zeros((*shape, q.shape[-1]), jnp.float32))
         _, start = varying_alike((q, start))
-        highest, total, sums = ranges.loop(i, key_block, start)
+        highest, total, sums = _over(ranges, i, key_block, start)
         output = jnp.moveaxis(sums / total[..., None], 3, 1).astype(query.dtype)
         return None, (output, jnp.moveaxis(highest + jnp.log(total), 3, 1))
 
@@ -150,7 +126,7 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
     kept, ct = cut.padded(of_normalisation(attended, cotangent), cotangent)
     query, key, value = cut.padded(query, key, value)
     lse = _padded(lse, cut.blocks.size, constant_values=np.inf)  # weights are zero
-    ranges = _Ranges.of(cut.overlap().T)
+    ranges = Ranges.of(cut.seen().T)
     size, (row, column) = cut.blocks.size, cut.axes
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -172,7 +148,7 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
             return query_gradient, key_gradient, value_gradient
 
         _, zeros = varying_alike((k, jnp.zeros(k.shape, jnp.float32)))
-        query_gradient, *found = ranges.loop(j, query_block, (query_gradient, zeros, zeros))
+        query_gradient, *found = _over(ranges, j, query_block, (query_gradient, zeros, zeros))
         if blocks.heads_first:
             found = [jnp.moveaxis(block, -2, 1) for block in found]
         of_key, of_value = (x.astype(key.dtype) for x in found)

@@ -29,7 +29,8 @@ class Sight(NamedTuple):
     """Which keys queries see: from where their document begins to their own position."""
 
     rows: Int[Array, " row"] | None = None  # positions of queries, ascending; None for all, in order
-    starts: Int[Array, "batch row"] | None = None  # of documents; None for one document
+    starts: Int[Array, "batch row"] | None = None  # of queries' documents; None for one document
+    of_keys: Int[Array, "batch position"] | None = None  # likewise of keys; None where `starts` is
 
     @staticmethod
     def of(documents: Documents | None, rows: Int[Array, " row"] | None = None) -> "Sight":
@@ -41,7 +42,7 @@ class Sight(NamedTuple):
             [jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1
         )
         starts = lax.cummax(jnp.where(begins, position[None], 0), axis=1)
-        return Sight(rows, starts if rows is None else jnp.take(starts, rows, axis=1))
+        return Sight(rows, starts if rows is None else jnp.take(starts, rows, axis=1), starts)
 
     def last(self, length: int) -> Any:
         """The last key that each query sees, `[row]`; a NumPy array where it is known while tracing."""
@@ -53,6 +54,35 @@ class Sight(NamedTuple):
             return self.starts
         first = (self.last(length) - (window - 1)).clip(0)[None]
         return first if self.starts is None else jnp.maximum(self.starts, first)
+
+    def blocks_seen(self, rows: int, columns: int, size: int, window: int | None) -> Any:
+        """Whether any query of a block (row) sees any key of a block (column).
+
+        Without documents and rows it is a NumPy array, so that trip counts are known while tracing.
+        """
+        column = np.arange(0, columns, size, dtype=np.int32)[None]
+        seen = self.last(rows)[size - 1 :: size, None] >= column
+        first = self.first(rows, window)
+        if first is not None:
+            seen = (first.reshape(len(first), -1, size).min((0, 2))[:, None] < column + size) & seen
+        return seen
+
+
+class Ranges(NamedTuple):
+    """Consecutive blocks, for each of some others."""
+
+    first: Int[Array, " block"]
+    last: Int[Array, " block"]  # -1 where there are none
+    total: int | None  # None if it depends on data
+
+    @staticmethod
+    def of(seen: Any) -> "Ranges":
+        """The blocks (columns) that each block (row) sees."""
+        where = np.where if isinstance(seen, np.ndarray) else jnp.where
+        last = where(seen.any(axis=1), seen.shape[1] - 1 - seen[:, ::-1].argmax(axis=1), -1)
+        first = seen.argmax(axis=1)
+        total = int((last + 1 - first).sum()) if isinstance(seen, np.ndarray) else None
+        return Ranges(jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32), total)
 
 
 @dataclass(frozen=True)
@@ -197,12 +227,18 @@ def attend_in_context(
     length, device, devices = query.shape[1], lax.axis_index(context), lax.axis_size(context)
     gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)
     key, value, documents = jax.tree.map(gather, (key, value, documents))
-    if length % devices:  # strips would be uneven
+    strips = strips_among(devices, length)
+    if strips == 1:
         rows = device * length + jnp.arange(length, dtype=jnp.int32)
         return attend(query, key, value, Sight.of(documents, rows), 1)
     # Strip j of device i becomes strip i of device j; done twice, nothing has changed.
     exchange = functools.partial(lax.all_to_all, axis_name=context, split_axis=1, concat_axis=1, tiled=True)
-    strip = length // devices
+    strip = length // strips
     starts = jnp.arange(devices, dtype=jnp.int32) * length + device * strip
     rows = (starts[:, None] + jnp.arange(strip, dtype=jnp.int32)[None, :]).reshape(-1)
-    return exchange(attend(exchange(query), key, value, Sight.of(documents, rows), devices))
+    return exchange(attend(exchange(query), key, value, Sight.of(documents, rows), strips))
+
+
+def strips_among(devices: int, positions: int) -> int:
+    """In how many strips a device has its positions; one where strips would be uneven."""
+    return 1 if positions % devices else devices

@@ -133,7 +133,7 @@ def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
     for part in range(parts):
         own, seen = slice(part * rows, (part + 1) * rows), slice((part + 1) * columns)
         some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])  # noqa: B023
-        sight = Sight(*(None if x is None else x[..., own] for x in attended.sight))
+        sight = Sight(*(None if x is None else x[..., own] for x in attended.sight[:2]))
         mask = _mask(sight, rows, blocks.window)
         found, *of_seen = _gradients(some, cotangent[:, own], mask, blocks.scale)
         of_query.append(found)

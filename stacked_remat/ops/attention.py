@@ -203,7 +203,7 @@ def _attend(
         head_dim=HeadDim.size,
         has_documents=documents is not None,
         blocks=blocks,
-        has_rows=bool(context),
+        among=math.prod(map(jax.lax.axis_size, context)),
     )
     kind = "" if blocks.window is None else f"window {blocks.window}"
     kernel = choose_backend("attention", BACKENDS, backend, call, kind)

@@ -44,13 +44,13 @@ ONE = MeshConfig({"data": 1})
 CONTEXT = MeshConfig({"context": 2}, {"position": "context"}, {"embed": "context"})
 
 
-def config_of(kind, mesh=ONE):
+def config_of(kind, mesh=ONE, seq_len=128):
     """Adapters of the decoder of two kinds of layers, and all weights of the others."""
     return LmRunConfig(
         model=MODELS[kind],
         vocab_size=257,
         lora=LoraConfig(rank=2) if kind == "gpt_oss" else None,
-        data=DataConfig(seq_len=128, batch_size=1),
+        data=DataConfig(seq_len=seq_len, batch_size=1),
         trainer=TrainerConfig(mesh=mesh),
     ).resolved()
 
@@ -82,13 +82,21 @@ def test_a_step_compiles_for_a_device_that_is_not_attached(kind, target):
     assert taken and {name.split(" ")[0] for of, name in taken.items() if "attention" in of} == {kernels}
 
 
-@pytest.mark.target("cuda")
-def test_a_step_of_divided_positions_takes_kernels():
-    pytest.importorskip("tokamax")
+@pytest.mark.parametrize(
+    ("target", "kernels"),
+    [
+        pytest.param("h200", "tokamax", marks=pytest.mark.target("cuda")),
+        pytest.param("v5p", "splash", marks=pytest.mark.target("tpu")),
+    ],
+)
+def test_a_step_of_divided_positions_takes_kernels(target, kernels):
+    if kernels == "tokamax":
+        pytest.importorskip("tokamax")
+    config = config_of("gpt_oss", CONTEXT, seq_len=512)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), backends_taken() as taken:
-        found = Candidate(config_of("gpt_oss", CONTEXT), "h200", devices=2).report()
-    kernels = {name.split(" ")[0] for of, name in taken.items() if "attention" in of}
-    assert kernels == {"tokamax"} and found.devices == 2 and found.sent > 0
+        found = Candidate(config, target, devices=2).report()
+    assert {name.split(" ")[0] for of, name in taken.items() if "attention" in of} == {kernels}
+    assert found.devices == 2 and found.sent > 0
 
 
 FLOPS = {"qwen3": 662_831_104, "qwen3_moe": 640_811_056, "gpt_oss": 526_123_056}

@@ -14,8 +14,8 @@ from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._compat import cudnn_is_installed
 from stacked_remat.ops import _attention_backends, attention, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
-from stacked_remat.ops._attention_blockwise import BLOCKWISE, _Cut, _Ranges
-from stacked_remat.ops._attention_rule import Attended, Blocks, Kernel, Sight, attend_by
+from stacked_remat.ops._attention_blockwise import BLOCKWISE, _Cut
+from stacked_remat.ops._attention_rule import Attended, Blocks, Kernel, Ranges, Sight, attend_by
 from stacked_remat.ops._backends import backends_taken, choose_backend
 
 from ..blocks import quick_jit
@@ -216,7 +216,7 @@ def check_window(one):
 def seen_blocks(documents, size, rows=None, window=None, of=lambda seen: seen):
     query = jnp.zeros((1, 16 if rows is None else len(rows), 1, 1, 1))
     cut = _Cut.of(query, jnp.zeros((1, 16, 1, 1)), Sight.of(documents, rows), Blocks(1.0, size, window))
-    found = _Ranges.of(of(cut.overlap()))
+    found = Ranges.of(of(cut.seen()))
     return [found.first.tolist(), found.last.tolist()]
 
 
@@ -318,7 +318,7 @@ def test_arguments_are_checked(change, message):
         (dict(head_dim=136), "multiples of 8 up to 128, not 136"),
         (dict(has_documents=True), "no document boundaries"),
         (dict(blocks=Blocks(1.0, 8, window=4)), None),
-        (dict(has_rows=True), "the axis of positions is divided over devices"),
+        (dict(among=2), "the axis of positions is divided over devices"),
         ({}, None),
         (dict(installed=False), r"JAX finds no cuDNN here (pip install nvidia-cudnn-cu13)"),
     ],

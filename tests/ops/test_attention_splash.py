@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat.ops import causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
-from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
-from stacked_remat.ops._attention_splash import CausalWindow, splash_block_size, splash_kernel
+from stacked_remat.ops._attention_rule import Blocks, Ranges, Sight, attend_by
+from stacked_remat.ops._attention_splash import most_seen, splash_block_size, splash_kernel, table
 
 from ..blocks import quick_jit
 
@@ -61,26 +60,20 @@ def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, doc
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
 
 
-def tables(mask, size):
-    sizes = splash.BlockSizes(size, size, None, size, size, None, size, size)
-    heads = splash.MultiHeadMask([mask] * 2)
-    kernel = splash.make_splash_mha(heads, block_sizes=sizes, head_shards=1, q_seq_shards=1)
-    return kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
-
-
-@pytest.mark.parametrize(("length", "size"), [(384, 128), (256, 256)])
 @pytest.mark.parametrize("window", [None, 1, 129, 200])
-def test_tables_of_blocks_are_those_of_jax_masks(length, size, window):
-    if window is None:
-        reference = splash.CausalMask((length, length))
-    else:
-        reference = splash.LocalMask((length, length), (window - 1, 0), 0)
-    for found, expected in zip(
-        tables(CausalWindow(length, window), size), tables(reference, size), strict=True
-    ):
-        assert found.partial_mask_blocks is expected.partial_mask_blocks is None
-        for field in ("data_next", "block_mask", "q_sequence"):
-            np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_visible_blocks_are_computed_once(window, documents):
+    sight, size = Sight.of(None if documents is None else jnp.asarray(documents[:1])), 64
+    length, slots = 256, np.arange(256)
+    first = sight.first(length, window)
+    visible = (slots <= slots[:, None]) & (slots >= (0 if first is None else np.asarray(first)[0][:, None]))
+    wanted = visible.reshape(4, size, 4, size).any((1, 3))
+    np.testing.assert_array_equal(sight.blocks_seen(length, length, size, window), wanted)
+    for seen in (wanted, wanted.T):
+        read, computed = map(np.asarray, table(Ranges.of(seen), most_seen(4, size, window)))
+        found = np.zeros_like(seen, int)
+        np.add.at(found, (np.nonzero(computed)[0], read[computed == 1]), 1)
+        np.testing.assert_array_equal(found, seen)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +85,20 @@ def test_tables_of_blocks_are_those_of_jax_masks(length, size, window):
         (262_144, None, 1024, 512),
         (524_288, None, 256, 1024),
         (1_048_576, 4096, 256, 512),
-        (100, None, 256, "a multiple of 128 positions, not 100"),
+        (100, None, 256, "a multiple of 128 consecutive positions, not 100"),
         (524_288, None, 1024, "1024 x 1024 blocks of 512 positions does not fit a TPU's scalar memory"),
         (1_048_576, None, 256, "1024 x 1024 blocks of 1024 positions does not fit"),
     ],
 )
 def test_blocks_divide_the_sequence_and_their_table_fits(position, window, row_bytes, size):
-    found = splash_block_size(position, window, row_bytes)
+    found = splash_block_size(position, position, position, window, row_bytes)
     assert found == size if isinstance(size, int) else size in found
+
+
+def test_blocks_divide_the_strips_of_a_device():
+    assert splash_block_size(384, 3072, 24_576, None, 256) == 384
+    assert splash_block_size(8192, 65_536, 2**20, None, 256) == 512
+    assert splash_block_size(8192, 65_536, 2**21, None, 256) == 1024
 
 
 @pytest.mark.parametrize(
@@ -107,10 +106,11 @@ def test_blocks_divide_the_sequence_and_their_table_fits(position, window, row_b
     [
         (dict(platform="cuda"), "it runs on TPUs, and the program is for 'cuda'"),
         (dict(dtype=jnp.dtype("float16")), "takes bfloat16 and float32, not float16"),
-        (dict(position=100), "sequences that are a multiple of 128 positions, not 100"),
+        (dict(position=100), "a multiple of 128 consecutive positions, not 100"),
         (dict(head_dim=1024), "for heads up to 512 wide, not 1024"),
         (dict(position=2**20, blocks=Blocks(1.0, 8)), "1024 x 1024 blocks of 1024 positions"),
-        (dict(has_rows=True), "the axis of positions is divided over devices"),
+        (dict(among=8), None),
+        (dict(among=16), "a multiple of 128 consecutive positions, not 64"),
         (dict(devices=4), "the compiler can't divide it among 4 devices: call it inside jax.shard_map"),
         ({}, None),
     ],

@@ -1,5 +1,7 @@
 """Attention of positions that are divided over devices is that of all positions on one."""
 
+import functools
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,10 @@ from haliax import Axis
 from jax.sharding import PartitionSpec
 
 from stacked_remat.ops import attention, causal_attention
+from stacked_remat.ops._attention_backends import BACKENDS
 from stacked_remat.ops._attention_rule import attend_in_context
+from stacked_remat.ops._attention_splash import splash_kernel
+from stacked_remat.ops._backends import Backend
 from tests.ops.test_per_device import mesh
 
 from ..random_arrays import normal
@@ -20,6 +25,8 @@ OPTIONS = {
     "window": {"window": 3},
     "in blocks": {"window": 7},
     "exact": {"backend": "exact"},
+    "splash": {},
+    "splash with a window": {"window": 150},
 }
 
 
@@ -41,25 +48,30 @@ def arguments(length):
         pytest.param("window", 12, {"pos": "data"}, marks=pytest.mark.deep),
         pytest.param("in blocks", 32, {"batch": "model", "pos": "data"}, marks=pytest.mark.deep),
         pytest.param("exact", 16, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
+        ("splash with a window", 512, {"batch": "data", "kv": "heads", "pos": "model"}),
+        pytest.param("splash", 2048, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
     ],
 )
 def test_values_and_gradients_are_those_of_one_device(option, length, mapping, monkeypatch):
     if option == "in blocks":
         monkeypatch.setattr(attention, "_BLOCKS", (2, 2))
+    if is_splash := option.startswith("splash"):
+        monkeypatch.setitem(BACKENDS, "blockwise", Backend(splash_kernel(128, interpret=True)))
     Pos, args, documents = arguments(length)
 
-    @jax.jit
-    def found(args, documents):
+    @functools.partial(jax.jit, static_argnums=2)
+    def found(args, documents, backend="auto"):
         def loss(args):
             query, key, value, sinks = args
-            options = {"documents": documents, "sinks": sinks} | OPTIONS[option]
+            options = {"documents": documents, "sinks": sinks, "backend": backend} | OPTIONS[option]
             attended = causal_attention(query, key, value, Pos, KVHeads, HeadDim, **options)
             return hax.sum(attended**2).scalar(), attended
 
         return jax.value_and_grad(loss, has_aux=True)(args)
 
-    wanted = found(args, documents)
-    with jax.set_mesh(mesh(data=4, model=2)), hax.axis_mapping(mapping):
+    axes = {"data": 2, "model": 2, "heads": 2} if is_splash else {"data": 4, "model": 2}
+    wanted = found(args, documents, "exact" if is_splash else "auto")
+    with jax.set_mesh(mesh(**axes)), hax.axis_mapping(mapping):
         got = found(hax.shard(args), hax.shard(documents))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)

@@ -17,10 +17,20 @@ from jaxtyping import Array, Bool, Int
 from .._placement import is_on_host, platform, to_device
 from .._scan.marks import LayerStack, is_array, is_named, raw_array
 from .._sweep.store import zeros_after
-from ._expert_loop import ExpertLoop, Inputs, add_at, like_inputs, masked, perturbed_part, sums_of
+from ._expert_loop import (
+    ExpertLoop,
+    Inputs,
+    add_at,
+    inputs_at,
+    like_inputs,
+    masked,
+    perturbed_part,
+    rows_at,
+    sorted_pairs,
+    sums_of,
+    tokens_of,
+)
 from .per_device import free_axis_mapping
-
-_LEAST_HALF = 32  # rows; with fewer a CPU's time is not that of the rows
 
 
 class BlockPlan(NamedTuple):
@@ -28,65 +38,40 @@ class BlockPlan(NamedTuple):
 
     expert: Int[Array, "iteration block"]
     pair: Int[Array, "iteration block row"]  # (token, choice)
-    token: Int[Array, "iteration block row"]
     real: Bool[Array, "iteration block row"]  # False for padding rows of an expert's last block
 
 
-def block_plans(choices: Int[Array, "token choice"], experts: int) -> list[BlockPlan]:
-    """The blocks; on a CPU also some of half as many rows, an expert's last one if its rows fit."""
+def block_plan(choices: Int[Array, "token choice"], experts: int) -> BlockPlan:
+    """The blocks of the experts of some choices."""
     size, at_once = sizes_of_blocks(choices.size, experts)
-    flat = choices.reshape(-1).astype(jnp.int32)
-    # Out-of-range choices are sorted last and not counted.
-    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
-    ends = jnp.cumsum(counts)
-    half = size // 2 if _skips_padding(at_once) and size >= 2 * _LEAST_HALF else 0
-    whole = -(-(counts - half) // size)  # a block of `size` has more rows than half
-    most = min(flat.size // (half + 1), (flat.size + experts * (size - half - 1)) // size)
-    parts = [(size, most, ends - counts, whole)]
-    if half:
-        rest = counts - whole * size  # at most half
-        parts.append((half, min(flat.size, experts), ends - rest, (rest > 0).astype(jnp.int32)))
-    return [_blocks(order, ends, at_once, choices.shape[1], *part) for part in parts if part[1] > 0]
-
-
-def _blocks(
-    order: Array, ends: Array, at_once: int, choices: int, size: int, most: int, firsts: Array, blocks: Array
-) -> BlockPlan:
-    """At most so many blocks of a size: `blocks` of each expert, of its rows in `order` from `firsts` on."""
+    _, order, counts = sorted_pairs(choices, experts)
+    ends, blocks = jnp.cumsum(counts), -(-counts // size)
     last_block = jnp.cumsum(blocks)
+    most = min(choices.size, (choices.size + experts * (size - 1)) // size)
     iterations = -(-most // at_once)
     at_once = -(-most // iterations)  # as even as can be: a block of padding reads an expert too
     number = jnp.arange(iterations * at_once, dtype=jnp.int32)
     # Padding repeats a row of its expert: zero times what is computed of it is zero where that is finite.
     # Where there are no blocks it is any row, and dropped.
     block = jnp.maximum(jnp.minimum(number, last_block[-1] - 1), 0)
-    ended = jnp.sum(
-        last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32
-    )  # experts before the block
-    expert = jnp.minimum(ended, len(ends) - 1)
-    first_row = firsts[expert] + (block - (last_block - blocks)[expert]) * size
+    before = jnp.sum(last_block[None, :] <= block[:, None], axis=1, dtype=jnp.int32)  # experts
+    expert = jnp.minimum(before, experts - 1)
+    first_row = (ends - counts)[expert] + (block - (last_block - blocks)[expert]) * size
     row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
     real = (row < ends[expert][:, None]) & (number < last_block[-1])[:, None]
     pair = order[jnp.maximum(jnp.minimum(row, ends[expert][:, None] - 1), 0)]
     shape = (iterations, at_once)
-    return BlockPlan(
-        expert.reshape(shape),
-        pair.reshape(*shape, size),
-        (pair // choices).reshape(*shape, size),
-        real.reshape(*shape, size),
-    )
+    return BlockPlan(expert.reshape(shape), pair.reshape(*shape, size), real.reshape(*shape, size))
 
 
 def sizes_of_blocks(pairs: int, experts: int) -> tuple[int, int]:
     """The rows of a block, and the blocks of an iteration: on a CPU, where batched products are slow, one."""
     # A CPU skips blocks that are all padding, so that devices that send each other data within an expert must
     # have the same choices.
-    size, padding, at_once = (8, 2, 1) if platform() == "cpu" else (8, 8, 8)
-    while size < 256 and size * 2 * padding * experts <= pairs:
+    on_cpu, size = platform() == "cpu", 8
+    while size < 256 and size * 2 * (min(4, size // 4) if on_cpu else 8) * experts <= pairs:
         size *= 2
-    return size, at_once
+    return size, 1 if on_cpu else 8
 
 
 class InStack(eqx.Module):
@@ -141,68 +126,60 @@ class BlockLoop(ExpertLoop):
             found = of_block(*jax.tree.map(lambda leaf: leaf[0], (weights, *rows)))
             return jax.tree.map(lambda leaf: leaf[None], found)
 
-    def forward(self, inputs: Inputs, plan: list[BlockPlan]) -> tuple[Array, Any]:
+    def forward(self, inputs: Inputs, plan: BlockPlan) -> tuple[Array, Any]:
         pairs = jax.tree.leaves(inputs.gates)[0].size
 
         def rows_of(at: BlockPlan) -> tuple[Array, Any]:
-            own = _gathered(inputs, at)
+            own = _inputs_of(inputs, at)
             kept = self.keep(own, at)
             return self.apply(own, kept, at), kept
 
         def iteration(state: tuple[Array, list[Array]], at: BlockPlan) -> tuple[Array, list[Array]]:
             out, kept = state
             rows, new = rows_of(at)
-            token, pair = (_dropped(index, at.real) for index in (at.token, at.pair))
+            pair = _dropped(at.pair, at.real)
             written = zip(kept, jax.tree.leaves(new), strict=True)
-            return add_at(out, token, rows), [old.at[pair].set(own, mode="drop") for old, own in written]
+            kept = [old.at[pair].set(own, mode="drop") for old, own in written]
+            return add_at(out, _dropped(tokens_of(inputs, at.pair), at.real), rows), kept
 
-        of_rows, of_kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan[0])))
+        of_rows, of_kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan)))
         out = jax.ShapeDtypeStruct((len(inputs.x), of_rows.shape[-1]), jnp.float32)
         kept = [jax.ShapeDtypeStruct((pairs, *one.shape[2:]), one.dtype) for one in jax.tree.leaves(of_kept)]
-        out, kept = _over_plans(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
+        out, kept = _over_blocks(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
         return out.astype(inputs.x.dtype), kept
 
-    def backward(
-        self, perturbed: Inputs, inputs: Inputs, plan: list[BlockPlan], kept: Any, ct: Array
-    ) -> Inputs:
+    def backward(self, perturbed: Inputs, inputs: Inputs, plan: BlockPlan, kept: Any, ct: Array) -> Inputs:
         def iteration(gradients: Inputs, at: BlockPlan) -> Inputs:
-            own = _gathered(inputs, at)
-            # Its axes may have the number of rows, so it has another structure in each plan.
+            own, token = _inputs_of(inputs, at), tokens_of(inputs, at.pair)
             structure = jax.tree.structure(jax.eval_shape(self.keep, own, at))
-            own_kept = jax.tree.unflatten(structure, [_rows(every, at.pair) for every in kept])
-            of_rows = masked(_rows(ct, at.token), at.real)
-            new = self.gradients(perturbed, own, own_kept, at, of_rows)
-            token, pair = (_dropped(index, at.real) for index in (at.token, at.pair))
+            own_kept = jax.tree.unflatten(structure, [rows_at(every, at.pair) for every in kept])
+            new = self.gradients(perturbed, own, own_kept, at, masked(rows_at(ct, token), at.real))
+            token, pair = (_dropped(index, at.real) for index in (token, at.pair))
             expert = _dropped(at.expert, jnp.any(at.real, axis=1))
             places = Inputs(token, jax.tree.map(lambda _: pair, inputs.gates), (expert,) * len(own.weights))
             return jax.tree.map(add_at, gradients, perturbed_part(places, perturbed), new)
 
         flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
         start = zeros_after((inputs.x, plan, ct), sums_of(perturbed, flat))
-        return like_inputs(_over_plans(plan, iteration, start), perturbed_part(inputs, perturbed))
+        return like_inputs(_over_blocks(plan, iteration, start), perturbed_part(inputs, perturbed))
 
 
-def _gathered(inputs: Inputs, at: BlockPlan) -> Inputs:
+def _inputs_of(inputs: Inputs, at: BlockPlan) -> Inputs:
     """The inputs of the blocks of one iteration."""
-    own = tuple(_experts(array, at.expert) for array in inputs.weights)
-    gates = jax.tree.map(lambda leaf: _rows(leaf.reshape(-1), at.pair), inputs.gates)
-    return Inputs(_rows(inputs.x, at.token), gates, own)
+    return inputs_at(inputs, at.pair, tuple(_experts(array, at.expert) for array in inputs.weights))
 
 
-def _skips_padding(at_once: int) -> bool:
-    return at_once == 1 and platform() == "cpu"  # GPUs copy what a conditional has
+def _over_blocks(plan: BlockPlan, iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:
+    """The state after the iterations for all blocks."""
+    # GPUs copy what a conditional has.
+    skips_padding = plan.expert.shape[1] == 1 and platform() == "cpu"
 
+    def step(state: Any, at: BlockPlan) -> tuple[Any, None]:
+        if skips_padding:
+            return lax.cond(_any_real(at.real), iteration, lambda state, _: state, state, at), None
+        return iteration(state, at), None
 
-def _over_plans(plans: list[BlockPlan], iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:
-    """The state after an iteration for the blocks of all plans."""
-
-    def unless_padding(state: Any, at: BlockPlan) -> Any:
-        return lax.cond(_any_real(at.real), iteration, lambda state, _: state, state, at)
-
-    for plan in plans:
-        run = unless_padding if _skips_padding(plan.expert.shape[1]) else iteration
-        state, _ = lax.scan(lambda state, at, run=run: (run(state, at), None), state, plan)
-    return state
+    return lax.scan(step, state, plan)[0]
 
 
 @jax.custom_batching.custom_vmap
@@ -222,14 +199,9 @@ def _experts(array: Array | InStack, numbers: Array) -> Array:
     if isinstance(array, InStack):
         return _experts(array.stack, array.first + numbers)
     if not is_on_host(array):
-        return _rows(array, numbers)
+        return rows_at(array, numbers)
     entries = [lax.dynamic_index_in_dim(array, number, keepdims=False) for number in numbers]
     return jnp.stack([to_device(entry) for entry in entries])
-
-
-def _rows(array: Array, index: Array) -> Array:
-    # All are in range. Where they may not be, XLA for CPUs compares and selects for every element.
-    return array.at[index].get(mode="promise_in_bounds")
 
 
 def _dropped(index: Array, real: Array) -> Array:

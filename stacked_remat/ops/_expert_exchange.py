@@ -18,7 +18,18 @@ from jaxtyping import Array, Bool, Int
 
 from .._sweep.store import zeros_after
 from .._trips import expected_trips
-from ._expert_loop import Inputs, add_at, like_inputs, masked, perturbed_part, sums_of
+from ._expert_loop import (
+    Inputs,
+    add_at,
+    inputs_at,
+    like_inputs,
+    masked,
+    perturbed_part,
+    rows_at,
+    sorted_pairs,
+    sums_of,
+    tokens_of,
+)
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
@@ -54,10 +65,9 @@ class _Routes(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """The pairs of one round, those that are padding among them, and their tokens."""
+    """The pairs of one round, those that are padding among them."""
 
     pair: Int[Array, "device slot"]
-    token: Int[Array, "device slot"]
     real: Bool[Array, "device slot"]
 
 
@@ -85,30 +95,22 @@ class Exchange:
         return _exchanged(self, Inputs(x, gates, tuple(weights)), self._routes(choices))
 
     def _routes(self, choices: Int[Array, "token choice"]) -> _Routes:
-        flat = choices.reshape(-1).astype(jnp.int32)
+        numbers = choices.astype(jnp.int32)
         # Out-of-range choices are sorted last and go nowhere.
-        is_none = (flat < 0) | (flat >= self.experts * self.devices)
-        device = jnp.where(is_none, self.devices, flat // self.experts)
-        counts = jnp.zeros(self.devices, jnp.int32).at[device].add(1, mode="drop")
-        rounds = -(-jnp.max(counts) // self.slots)
-        return _Routes(
-            jnp.argsort(device, stable=True).astype(jnp.int32),
-            jnp.cumsum(counts) - counts,
-            counts,
-            flat % self.experts,
-            lax.pmax(rounds, self.over),
-        )
+        _, order, counts = sorted_pairs(numbers // self.experts, self.devices)
+        rounds = lax.pmax(-(-jnp.max(counts) // self.slots), self.over)
+        return _Routes(order, jnp.cumsum(counts) - counts, counts, numbers.reshape(-1) % self.experts, rounds)
 
     def swap(self, rows: Array) -> Array:
         """`[device, slot, ...]`, what is for each device, to what is from each device. Its own inverse."""
         return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
 
-    def sent(self, routes: _Routes, choices: int, i: Array) -> _Sent:
+    def sent(self, routes: _Routes, i: Array) -> _Sent:
         """The pairs of a round."""
         slot = i * self.slots + jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         last = routes.order.shape[0] - 1
         pair = routes.order[jnp.minimum(routes.first[:, None] + slot, last)]
-        return _Sent(pair, pair // choices, slot < routes.counts[:, None])
+        return _Sent(pair, slot < routes.counts[:, None])
 
     def results(self, own: Inputs, routes: _Routes, sent: _Sent) -> Array:
         """The results of this device's experts, for rows that it gets; `own` has those that it sends."""
@@ -122,10 +124,10 @@ class Exchange:
 
     def forward(self, inputs: Inputs, routes: _Routes) -> Array:
         def one(i: Array, out: Array) -> Array:
-            sent = self.sent(routes, inputs.gates.shape[1], i)
-            rows = self.results(_gathered(inputs, sent), routes, sent)
+            sent = self.sent(routes, i)
+            rows = self.results(inputs_at(inputs, sent.pair, inputs.weights), routes, sent)
             back = self.swap(rows.reshape(self.devices, self.slots, -1))
-            return add_at(out, sent.token, masked(back, sent.real))
+            return add_at(out, tokens_of(inputs, sent.pair), masked(back, sent.real))
 
         shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
         start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
@@ -135,11 +137,11 @@ class Exchange:
 
     def backward(self, perturbed: Inputs, inputs: Inputs, routes: _Routes, cotangent: Array) -> Inputs:
         def one(i: Array, sums: Inputs) -> Inputs:
-            sent = self.sent(routes, inputs.gates.shape[1], i)
-            own = _gathered(inputs, sent)
+            sent = self.sent(routes, i)
+            own, token = inputs_at(inputs, sent.pair, inputs.weights), tokens_of(inputs, sent.pair)
             _, pullback = vjp_of_part(lambda own: self.results(own, routes, sent), own, perturbed)
-            (new,) = pullback(self.given(jnp.take(cotangent, sent.token, axis=0), sent))
-            of_x: Any = None if sums.x is None else add_at(sums.x, sent.token, new.x)
+            (new,) = pullback(self.given(rows_at(cotangent, token), sent))
+            of_x: Any = None if sums.x is None else add_at(sums.x, token, new.x)
             of_gates = None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
             pairs = zip(sums.weights, new.weights, strict=True)
             of_weights = tuple(old if old is None else old + some.astype(old.dtype) for old, some in pairs)
@@ -150,10 +152,6 @@ class Exchange:
         with expected_trips(self.even_rounds):
             gradients = lax.fori_loop(0, routes.rounds, one, start)
         return like_inputs(gradients, perturbed_part(inputs, perturbed))
-
-
-def _gathered(inputs: Inputs, sent: _Sent) -> Inputs:
-    return Inputs(jnp.take(inputs.x, sent.token, axis=0), inputs.gates.reshape(-1)[sent.pair], inputs.weights)
 
 
 def _backward(exchange: Exchange, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:

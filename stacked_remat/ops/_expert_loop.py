@@ -6,6 +6,7 @@ pairs for its sum. Choices out of range come last and are of no expert: what is 
 defined, and taken by nothing.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from .._checkpoint import checkpoint_name
 from .._placement import has_host_arrays
 from .._sweep.store import zeros_after
-from ._grouped_linear import GroupedLinear, Groups, Kernels, rows_of_tokens, sum_of_rows
+from ._grouped_linear import GroupedLinear, Groups, Kernels
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 from .per_device import free_axis_mapping
 
@@ -100,6 +101,14 @@ class ExpertLoop(ABC):
         return found
 
 
+def sorted_pairs(choices: Int[Array, "token choice"], experts: int) -> tuple[Array, Array, Array]:
+    """The expert of each (token, choice), `experts` if out of range; their order by it; how many each has."""
+    flat = choices.reshape(-1).astype(jnp.int32)
+    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
+    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
+    return flat, jnp.argsort(flat, stable=True).astype(jnp.int32), counts
+
+
 def masked(rows: Array, real: Array) -> Array:
     """The rows, `[*real.shape, ...]`, with zeros where they are not real."""
     return jnp.where(
@@ -110,6 +119,22 @@ def masked(rows: Array, real: Array) -> Array:
 def add_at(sums: Array, index: Array, rows: Array) -> Array:
     """Sums in float32 with rows added to them; those with an index beyond all are dropped."""
     return sums.at[index].add(rows.astype(jnp.float32), mode="drop")
+
+
+def rows_at(x: Array, index: Array) -> Array:
+    """The rows at indices that are all in range: otherwise XLA for CPUs compares and selects."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def inputs_at(inputs: Inputs, pair: Array, weights: tuple[Any, ...]) -> Inputs:
+    """The inputs of some (token, choice), beside some weights."""
+    of_gates = jax.tree.map(lambda leaf: rows_at(leaf.reshape(-1), pair), inputs.gates)
+    return Inputs(rows_at(inputs.x, tokens_of(inputs, pair)), of_gates, weights)
+
+
+def tokens_of(inputs: Inputs, pair: Array) -> Array:
+    """The tokens of some (token, choice)."""
+    return pair // jax.tree.leaves(inputs.gates)[0].shape[1]
 
 
 _Constants: TypeAlias = tuple[Any, tuple[Any, ...]]
@@ -164,19 +189,11 @@ def chunks_of(pairs: int, x: Array, weights: Sequence[Array]) -> int:
 def chunk_plan(choices: Int[Array, "token choice"], experts: int, chunks: int, rows_of: int) -> Groups:
     """The plan for tokens in `chunks` chunks, whose rows come in multiples of `rows_of`."""
     cut = _cut(choices.astype(jnp.int32), chunks, fill=-1)
-    flat = cut.reshape(chunks, -1)
-    flat = jnp.where((flat < 0) | (flat >= experts), experts, flat)
-    order = jnp.argsort(flat, axis=1, stable=True).astype(jnp.int32)
-    padding = ((0, 0), (0, -flat.shape[1] % rows_of))
-    chosen = jnp.pad(jnp.take_along_axis(flat, order, axis=1), padding, constant_values=experts)
-    chunk = jnp.arange(chunks, dtype=jnp.int32)[:, None]
-    return Groups(
-        jnp.pad(order, padding),
-        jnp.argsort(order, axis=1).astype(jnp.int32).reshape(cut.shape),
-        chosen,
-        jnp.zeros((chunks, experts), jnp.int32).at[chunk, chosen].add(1, mode="drop"),
-        chosen < experts,
-    )
+    expert, order, sizes = jax.vmap(functools.partial(sorted_pairs, experts=experts))(cut)
+    padding = ((0, 0), (0, -order.shape[1] % rows_of))
+    expert = jnp.pad(jnp.take_along_axis(expert, order, axis=1), padding, constant_values=experts)
+    row = jnp.argsort(order, axis=1).astype(jnp.int32).reshape(cut.shape)
+    return Groups(jnp.pad(order, padding), row, expert, sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,9 +213,9 @@ class ChunkLoop(ExpertLoop):
     def forward(self, inputs: Inputs, plan: Groups) -> tuple[Array, Any]:
         def chunk(_: None, part: Any) -> tuple[None, Any]:
             (x, gates), at = part
-            own = _rows(x, gates, inputs.weights, at)
+            own = _rows(Inputs(x, gates, inputs.weights), at)
             kept = self.keep(own, at)
-            return None, (sum_of_rows(self.apply(own, kept, at), at).astype(x.dtype), kept)
+            return None, (_sums(self.apply(own, kept, at), at).astype(x.dtype), kept)
 
         _, (out, kept) = lax.scan(chunk, None, (self._cut(plan, inputs.x, inputs.gates), plan))
         return _joined(out, inputs.x.shape[0]), kept
@@ -206,10 +223,10 @@ class ChunkLoop(ExpertLoop):
     def backward(self, perturbed: Inputs, inputs: Inputs, plan: Groups, kept: Any, ct: Array) -> Inputs:
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             (x, gates, ct), kept, at = part
-            own = _rows(x, gates, inputs.weights, at)
-            new = self.gradients(perturbed, own, kept, at, rows_of_tokens(ct, at))
-            of_x = None if new.x is None else sum_of_rows(new.x, at)
-            of_gates = jax.tree.map(lambda rows: sum_of_rows(rows, at.of_pairs), new.gates)
+            own = _rows(Inputs(x, gates, inputs.weights), at)
+            new = self.gradients(perturbed, own, kept, at, _taken(ct, at.pair // at.row.shape[1], at))
+            of_x = None if new.x is None else _sums(new.x, at)
+            of_gates = jax.tree.map(lambda rows: _pairs(rows, at), new.gates)
             of_weights = jax.tree.map(
                 lambda old, some: old + some.astype(jnp.float32), of_weights, new.weights
             )
@@ -218,15 +235,29 @@ class ChunkLoop(ExpertLoop):
         start = zeros_after((inputs.x, plan, ct), sums_of(perturbed, inputs).weights)
         parts = self._cut(plan, inputs.x, inputs.gates, ct)
         of_weights, (of_x, of_gates) = lax.scan(chunk, start, (parts, kept, plan))
-        tokens, choices = inputs.x.shape[0], plan.row.shape[2]
-        of_gates = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:1], -1, choices), of_gates)
-        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, tokens), (of_x, of_gates))
+        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, inputs.x.shape[0]), (of_x, of_gates))
         return like_inputs(Inputs(of_x, of_gates, of_weights), perturbed_part(inputs, perturbed))
 
 
-def _rows(x: Array, gates: Any, weights: tuple[Array, ...], at: Groups) -> Inputs:
-    of_pairs = jax.tree.map(lambda leaf: rows_of_tokens(leaf.reshape(-1), at.of_pairs), gates)
-    return Inputs(rows_of_tokens(x, at), of_pairs, weights)
+def _rows(inputs: Inputs, at: Groups) -> Inputs:
+    of_gates = jax.tree.map(lambda leaf: _taken(leaf.reshape(-1), at.pair, at), inputs.gates)
+    return inputs._replace(x=_taken(inputs.x, at.pair // at.row.shape[1], at), gates=of_gates)
+
+
+def _taken(x: Array, index: Array, at: Groups) -> Array:
+    """What each row has of `x`, zero for those that are not real."""
+    return jnp.take(x, jnp.where(at.real, index, len(x)), axis=0, mode="fill", fill_value=0)
+
+
+def _pairs(rows: Array, at: Groups) -> Array:
+    """The rows of each token's choices, `[token, choice, ...]`, zero for those that are not real."""
+    row = jnp.where(jnp.take(at.real, at.row, mode="clip"), at.row, len(rows))
+    return jnp.take(rows, row, axis=0, mode="fill", fill_value=0)
+
+
+def _sums(rows: Array, at: Groups) -> Array:
+    """The sum of the rows of each token, computed in float32."""
+    return jnp.sum(_pairs(rows, at), axis=1, dtype=jnp.float32).astype(rows.dtype)
 
 
 def _cut(x: Array, chunks: int, fill: int = 0) -> Array:

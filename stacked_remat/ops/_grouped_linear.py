@@ -56,12 +56,10 @@ class Groups(NamedTuple):
     row: Int[Array, "token choice"]
     expert: Int[Array, " row"]  # a number beyond the last for rows that are not real
     sizes: Sizes  # without rows that are not real
-    real: Bool[Array, " row"]
 
     @property
-    def of_pairs(self) -> "Groups":
-        """These rows as those of pairs, in place of tokens."""
-        return self._replace(row=self.row.reshape(-1, 1))
+    def real(self) -> Bool[Array, " row"]:
+        return self.expert < len(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -154,30 +152,6 @@ def megablox_kernels(interpret: bool = False) -> Kernels:
             return tgmm(x.swapaxes(0, 1), y, sizes, x.dtype, tiling, interpret=interpret)
 
     return Kernels(product, outer, _ROWS_OF_TILE)
-
-
-@jax.custom_vjp
-def rows_of_tokens(x: Float[Array, "token ..."], groups: Groups) -> Float[Array, "row ..."]:
-    """The token of each row, zero for those that are not real."""
-    token = jnp.where(groups.real, groups.pair // groups.row.shape[1], len(x))
-    return jnp.take(x, token, axis=0, mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def sum_of_rows(rows: Float[Array, "row ..."], groups: Groups) -> Float[Array, "token ..."]:
-    """The sum of the rows of each token, computed in float32, without those that are not real."""
-    row = jnp.where(jnp.take(groups.real, groups.row, mode="clip"), groups.row, len(rows))
-    pairs = jnp.take(rows, row, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(pairs, axis=1, dtype=jnp.float32).astype(rows.dtype)
-
-
-# Each is the derivative of the other.
-rows_of_tokens.defvjp(
-    lambda x, groups: (rows_of_tokens(x, groups), groups), lambda groups, ct: (sum_of_rows(ct, groups), None)
-)
-sum_of_rows.defvjp(
-    lambda x, groups: (sum_of_rows(x, groups), groups), lambda groups, ct: (rows_of_tokens(ct, groups), None)
-)
 
 
 def _rows_of_experts(x: Float[Array, "expert ..."], groups: Groups) -> Float[Array, "row ..."]:

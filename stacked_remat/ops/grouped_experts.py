@@ -23,7 +23,7 @@ from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
 from ._backends import HALVES, Backend, Call, choose_backend, devices_left_to_the_compiler, first_supported
-from ._expert_blocks import BlockLoop, InStack, block_plans, of_layer
+from ._expert_blocks import BlockLoop, InStack, block_plan, of_layer
 from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan, chunks_of
 from ._grouped_linear import Kernels, megablox_kernels
@@ -136,10 +136,10 @@ def grouped_experts(
             the call.
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block` rows, once forward, and once and its two
-    products backward; a block has 8 to 256 rows, so that padding is at most an eighth, on a CPU half, where
-    there are enough. Inputs that are not differentiated cost neither arithmetic nor memory. In products of a
-    gated MLP with gates before its last map, without padding (a sixteenth at 65,536 tokens of 8 among 128
-    experts):
+    products backward; a block has 8 to 256 rows, so that padding is at most an eighth, on a CPU a quarter,
+    where there are enough. Inputs that are not differentiated cost neither arithmetic nor memory. In products
+    of a gated MLP with gates before its last map, without padding (a sixteenth at 65,536 tokens of 8 among
+    128 experts):
 
     | | forward | backward, trained | backward, frozen | total / without recomputation, trained and frozen |
     |---|---|---|---|---|
@@ -224,7 +224,7 @@ class ExpertsCall:
             (x, choices, gates), read = rows, arrays
             if self.kernels is None or self.whole is None:
                 loop = BlockLoop(self.expert, self.saved, self.rebuild)
-                plan: Any = block_plans(choices, self.Experts.size)
+                plan: Any = block_plan(choices, self.Experts.size)
                 pairs = zip(arrays, in_stack or arrays, strict=True)
                 read = tuple(own if other is None else other for own, other in pairs)
             else:

@@ -63,8 +63,8 @@ def most_seen(blocks: int, size: int, window: int | None) -> int:
     return blocks if window is None else min(blocks, -(-(window - 1) // size) + 1)
 
 
-def splash_kernel(block_size: int | None = None, interpret: bool = False) -> Kernel:
-    """The kernels, or for tests their interpretation on the CPU; by default in blocks of `splash_block_size`.
+def splash_kernel(interpret: bool = False) -> Kernel:
+    """The kernels, or for tests their interpretation on the CPU, in blocks of `Blocks.size`.
 
     Matrix products of float32 have JAX's default precision, which on a TPU is that of bfloat16 unless
     `jax.default_matmul_precision` says otherwise.
@@ -73,15 +73,15 @@ def splash_kernel(block_size: int | None = None, interpret: bool = False) -> Ker
     scores twice; less for a window and documents. Memory: the results, a copy of each array with heads first,
     and while a forward kernel runs, 128 copies of one key head's log-sum-exp.
     """
-    options = {"block_size": block_size, "interpret": interpret}
-    return Kernel(functools.partial(_forward, **options), functools.partial(_backward, **options))
+    of = functools.partial
+    return Kernel(of(_forward, interpret=interpret), of(_backward, interpret=interpret))
 
 
 def _of_heads(
     fn: Callable[..., tuple[Array, ...]],
     sight: Sight,
     blocks: Blocks,
-    options: dict[str, Any],
+    interpret: bool,
     query: Query,
     *others: Array,
 ) -> list[Array]:
@@ -93,7 +93,7 @@ def _of_heads(
     def of_sequence(sequence: tuple[Any, tuple[Array, ...]]) -> tuple[Array, ...]:
         (starts, of_keys), heads = sequence
         own = sight._replace(starts=None if starts is None else starts[None])
-        kernel, products = _kernel_for(query, others[0].shape[1], own, blocks, **options)
+        kernel, products = _kernel_for(query, others[0].shape[1], own, blocks, interpret)
         segments = None if starts is None else splash.SegmentIds(starts, of_keys)
         return lax.map(lambda head: fn(kernel, products, segments, *head), heads)
 
@@ -102,7 +102,7 @@ def _of_heads(
 
 
 def _forward(
-    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks, **options: Any
+    query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks, interpret: bool
 ) -> tuple[Query, LogSumExp]:
     def attend(kernel: Any, products: int, segments: Any, query: Array, key: Array, value: Array) -> Any:
         # The kernels take no scale, so queries are scaled, and rounded once more.
@@ -111,11 +111,13 @@ def _forward(
             output, (lse,) = kernel(queries, key, value, segments)
         return jnp.moveaxis(output, 0, 1), lse.T
 
-    output, lse = _of_heads(attend, sight, blocks, options, query, key, value)
+    output, lse = _of_heads(attend, sight, blocks, interpret, query, key, value)
     return output, lse
 
 
-def _backward(attended: Attended, cotangent: Query, blocks: Blocks, **options: Any) -> tuple[Query, Key, Key]:
+def _backward(
+    attended: Attended, cotangent: Query, blocks: Blocks, interpret: bool
+) -> tuple[Query, Key, Key]:
     def gradients(kernel: Any, products: int, segments: Any, *head: Array) -> Any:
         query, key, value, output, cotangent, lse = head
         queries, output, cotangent = (
@@ -129,18 +131,16 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks, **options: A
 
     query, key, value, _, sight, output, lse = attended
     of_query, of_key, of_value = _of_heads(
-        gradients, sight, blocks, options, query, key, value, output, cotangent, lse
+        gradients, sight, blocks, interpret, query, key, value, output, cotangent, lse
     )
     return of_query, of_key, of_value
 
 
-def _kernel_for(
-    query: Query, columns: int, sight: Sight, blocks: Blocks, block_size: int | None, interpret: bool
-) -> tuple[Any, int]:
+def _kernel_for(query: Query, columns: int, sight: Sight, blocks: Blocks, interpret: bool) -> tuple[Any, int]:
     """The kernel of a key head, and the FLOPs of a product of its blocks, without what documents skip."""
     _, rows, _, group, head_dim = query.shape
     sizes = rows // blocks.strips, rows, columns, blocks.window, head_dim * query.dtype.itemsize
-    size = block_size or splash_block_size(*sizes)
+    size = blocks.size if interpret else splash_block_size(*sizes)
     assert isinstance(size, int), size
     seen = sight.blocks_seen(rows, columns, size, blocks.window)
     of_queries = table(Ranges.of(seen), most_seen(columns // size, size, blocks.window))

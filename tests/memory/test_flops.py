@@ -41,7 +41,7 @@ def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
     query, key = jnp.ones((2, 640, 1, 3, 8)), jnp.ones((2, 640, 1, 8))  # six heads over five blocks of 128
 
     def attend(query, key, value):
-        return attend_by(splash_kernel(128), query, key, value, Sight(), Blocks(1.0, 128, window))
+        return attend_by(splash_kernel(interpret=True), query, key, value, Sight(), Blocks(1.0, 128, window))
 
     product = 6 * 2 * blocks * 128**2 * 8
     forward = count(attend, query, key, key)

@@ -18,7 +18,7 @@ from stacked_remat.ops._attention_splash import most_seen, splash_block_size, sp
 
 from ..blocks import quick_jit
 
-INTERPRETED = splash_kernel(128, interpret=True)
+INTERPRETED = splash_kernel(interpret=True)
 DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
 
 

@@ -56,7 +56,8 @@ def test_values_and_gradients_are_those_of_one_device(option, length, mapping, m
     if option == "in blocks":
         monkeypatch.setattr(attention, "_BLOCKS", (2, 2))
     if is_splash := option.startswith("splash"):
-        monkeypatch.setitem(BACKENDS, "blockwise", Backend(splash_kernel(128, interpret=True)))
+        monkeypatch.setattr(attention, "_BLOCKS", (128, 128))
+        monkeypatch.setitem(BACKENDS, "blockwise", Backend(splash_kernel(interpret=True)))
     Pos, args, documents = arguments(length)
 
     @functools.partial(jax.jit, static_argnums=2)

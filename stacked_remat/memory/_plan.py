@@ -115,7 +115,8 @@ def compare(
             `lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)`.
         *args: its arguments, as for `report`.
         candidates: the policies, in the order they are compiled and shown.
-        target, donate: as for `report`.
+        target: as for `report`.
+        donate: as for `report`.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -172,7 +173,8 @@ def plan(
             programs): nine tenths of the device is a usual figure.
         host_budget: the same for the host memory that one device uses; None for no limit.
         candidates: the policies, in any order.
-        target, donate: as for `report`.
+        target: as for `report`.
+        donate: as for `report`.
         layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts; None
             for no search.
         streamed: from the arguments to the same arguments, or their shapes, with weights on the host, such as

@@ -11,8 +11,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from haliax import Axis
 from jax import lax
+from jax.core import Tracer
 
 from . import _placement
 from ._messages import axes_text
@@ -26,6 +28,7 @@ from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
 from ._stacked_methods import block_builder
 from ._static import PyTree
+from ._sweep.store import empty_stack, write
 
 T = TypeVar("T")
 
@@ -64,11 +67,33 @@ def init(Layers: Axis | int, Block: Any, *, remat: ScanCheckpointSpec = True) ->
             ]
 
         shapes, rest = eqx.partition(template.stacked, is_array)
-        stacked = lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=Layers.size)[1]
-        made = jtu.tree_unflatten(jtu.tree_structure(shapes), stacked)
+        made = jtu.tree_unflatten(jtu.tree_structure(shapes), _stacked_on_host(layer, arrays, Layers.size))
         return changed(template, stacked=eqx.combine(made, rest))
 
     return build_stack
+
+
+def _stacked_on_host(layer: Callable[[Any], list[PyTree]], arrays: PyTree, length: int) -> list[PyTree]:
+    """What `layer` returns for each layer's slices of `arrays`, stacked."""
+    first = layer([array[0] for array in arrays]) if length else []
+    if not length or any(isinstance(leaf, Tracer) for leaf in first):
+        return lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=length)[1]
+    stacks = [_empty(leaf, length) for leaf in first]
+    # Not compiled as one program, whose products XLA may reorder: the bits are those of Stacked.init.
+    for index in range(length):
+        leaves = layer([array[index] for array in arrays]) if index else first
+        stacks = _write(stacks, index, leaves)
+    return stacks
+
+
+def _empty(leaf: Any, length: int) -> Any:
+    if not moves_to_host(leaf.shape, leaf.dtype):
+        return empty_stack(leaf, length)
+    # From NumPy, whose zeros take no memory before they are written.
+    return jax.device_put(np.zeros((length, *leaf.shape), leaf.dtype), leaf.sharding)
+
+
+_write = jax.jit(write, donate_argnums=0)
 
 
 def to_host(model: T, *, where: Any = eqx.is_array) -> T:

@@ -204,7 +204,7 @@ def plan(
     """
     limits = Limits(parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget))
     if layers is not None:
-        what = "the number of layers of the stack, or of steps of the loop"
+        what = "the number of layers of the stack or steps of the loop"
         whole_number("layers", layers, what, "Leave it out if not known.")
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")

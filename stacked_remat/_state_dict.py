@@ -81,7 +81,7 @@ def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix
     found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}
     problems += entry_problems(expected, found)
     count = len(templates)
-    if len(problems) == count > 0 and state_dict:
+    if problems and not expected and state_dict:
         expects = "without a prefix" if prefix is None else f"with prefix {prefix!r}"
         raise ValueError(
             f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is "

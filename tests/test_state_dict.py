@@ -76,6 +76,11 @@ def test_every_problem_of_a_state_dict_is_named(Stack):
     assert "missing: h.3.bias (3,)" in message
     assert "unknown: layer 4 (the stack has 4 layers)" in message
     assert "unknown: layer 17" in message
+    wrong = {f"h.{layer}.bias": jnp.ones(5) for layer in range(4)}  # as many problems as layers
+    with pytest.raises(ValueError, match=r"mismatched: h.0.bias is \(5,\)"):
+        stack.from_state_dict(stack.to_state_dict("h") | wrong, "h")
+    with pytest.raises(ValueError, match="No key of the state dict starts with 'g.0'; one is 'h.0."):
+        stack.from_state_dict(stack.to_state_dict("h"), "g")
     number = {**stack.to_state_dict("h"), "h.0.bias": 1.0}
     with pytest.raises(ValueError, match=r"mismatched: h.0.bias is \(\), expected \(3,\)"):
         stack.from_state_dict(number, "h")

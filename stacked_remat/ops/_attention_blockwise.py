@@ -37,12 +37,18 @@ class _Cut(NamedTuple):
         queries, keys = (-(-x.shape[1] // size) for x in (query, key))
         return _Cut(dataclasses.replace(blocks, size=size), padded, queries, keys)
 
+    @property
+    def axes(self) -> tuple[str, str]:
+        """Of a block of queries, and of keys."""
+        return ("bkgqd", "bksd") if self.blocks.heads_first else ("bqkgd", "bskd")
+
     def padded(self, *arrays: Array) -> list[Array]:
         return [_padded(x, self.blocks.size) for x in arrays]
 
     def cut(self, x: Array, i: Array) -> Array:
-        """Block `i` of queries or keys; XLA for CPUs transposes scores where heads do not come first."""
-        return jnp.moveaxis(_block(x, i, self.blocks.size), 1, -2)
+        """Block `i` of queries or keys, with these axes."""
+        block = _block(x, i, self.blocks.size)
+        return jnp.moveaxis(block, 1, -2) if self.blocks.heads_first else block
 
     def of_scores(self, x: LogSumExp, i: Array) -> Array:
         """Block `i` of numbers of rows, `[batch, kv_heads, group, row]`."""
@@ -55,7 +61,7 @@ class _Cut(NamedTuple):
         """
         size, (rows, starts, _) = self.blocks.size, self.sight
         result = "bksgq" if keys_first else "bkgqs"
-        scores = _einsum(f"bkgqd,bksd->{result}", q, k) * self.blocks.scale
+        scores = _einsum(f"{','.join(self.axes)}->{result}", q, k) * self.blocks.scale
         within = jnp.arange(size, dtype=jnp.int32)
         row = (i * size + within if rows is None else _block(rows, i, size))[:, None]
         column = (j * size + within)[None, :]
@@ -83,7 +89,7 @@ def _over(ranges: Ranges, i: Array, body: Callable[[Array, Any], Any], state: An
 def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
     length, cut = query.shape[1], _Cut.of(query, key, sight, blocks)
     query, key, value = cut.padded(query, key, value)
-    ranges = Ranges.of(cut.seen())
+    ranges, (_, column) = Ranges.of(cut.seen()), cut.axes
     shape = (query.shape[0], *query.shape[2:4], cut.blocks.size)
 
     def query_block(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
@@ -96,7 +102,7 @@ def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -
             weights = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
             v = cut.cut(value, j)
-            new = _einsum("bkgqs,bksd->bkgqd", weights.astype(v.dtype), v)
+            new = _einsum(f"bkgqs,{column}->bkgqd", weights.astype(v.dtype), v)
             return (
                 new_highest,
                 total * shrink + jnp.sum(weights, axis=-1),
@@ -121,7 +127,7 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
     query, key, value = cut.padded(query, key, value)
     lse = _padded(lse, cut.blocks.size, constant_values=np.inf)  # weights are zero
     ranges = Ranges.of(cut.seen().T)
-    size = cut.blocks.size
+    size, (row, column) = cut.blocks.size, cut.axes
 
     def key_block(query_gradient: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         k, v = cut.cut(key, j), cut.cut(value, j)
@@ -131,19 +137,21 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
             q, c = cut.cut(query, i), cut.cut(ct, i)
             scores = cut.scores(q, k, i, j, keys_first=True)
             weights = jnp.exp(scores - cut.of_scores(lse, i)[:, :, None])
-            value_gradient += _einsum("bksgq,bkgqd->bksd", weights.astype(c.dtype), c)
-            of_weights = _einsum("bkgqd,bksd->bksgq", c, v)
+            value_gradient += _einsum(f"bksgq,{row}->{column}", weights.astype(c.dtype), c)
+            of_weights = _einsum(f"{row},{column}->bksgq", c, v)
             of_scores = weights * (of_weights - cut.of_scores(kept, i)[:, :, None])
             of_scores = (of_scores * blocks.scale).astype(q.dtype)
-            key_gradient += _einsum("bksgq,bkgqd->bksd", of_scores, q)
-            new = jnp.transpose(_einsum("bksd,bksgq->bkdgq", k, of_scores), (0, 4, 1, 3, 2))
+            key_gradient += _einsum(f"bksgq,{row}->{column}", of_scores, q)
+            new = jnp.transpose(_einsum(f"{column},bksgq->bkdgq", k, of_scores), (0, 4, 1, 3, 2))
             new += _block(query_gradient, i, size)
             query_gradient = lax.dynamic_update_slice_in_dim(query_gradient, new, i * size, axis=1)
             return query_gradient, key_gradient, value_gradient
 
         _, zeros = varying_alike((k, jnp.zeros(k.shape, jnp.float32)))
         query_gradient, *found = _over(ranges, j, query_block, (query_gradient, zeros, zeros))
-        of_key, of_value = (jnp.moveaxis(x, -2, 1).astype(key.dtype) for x in found)
+        if blocks.heads_first:
+            found = [jnp.moveaxis(block, -2, 1) for block in found]
+        of_key, of_value = (x.astype(key.dtype) for x in found)
         return query_gradient, (of_key, of_value)
 
     _, start = varying_alike((query, jnp.zeros(query.shape, jnp.float32)))

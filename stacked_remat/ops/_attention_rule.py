@@ -93,12 +93,15 @@ class Blocks:
         scale: factor of the scores.
         size: positions in a block of queries, and of keys, for kernels that do not choose it.
         window: how many positions a query sees, its own included; None for all before it.
+        heads_first: whether heads come before positions within blocks, so that products have the order of
+            scores: XLA for CPUs otherwise transposes scores. Others copy blocks for it.
         strips: how many equal strips the queries are; strip i is in part i of as many of all positions.
     """
 
     scale: float
     size: int
     window: int | None = None
+    heads_first: bool = False
     strips: int = 1
 
 

@@ -100,7 +100,7 @@ def causal_attention(
         return query
     factor = HeadDim.size**-0.5 if scale is None else scale
     window = None if window is None else int(window)
-    blocks = Blocks(factor, _BLOCKS[platform() == "cpu"], window)
+    blocks = Blocks(factor, _BLOCKS[platform() == "cpu"], window, heads_first=platform() == "cpu")
     names = Pos.name, KVHeads.name, HeadDim.name
 
     def of_all(*arguments: Any) -> NamedArray:

@@ -230,7 +230,7 @@ def variants() -> dict[str, Build]:
         "flax nnx.scan + nnx.remat": of_nnx(lambda f, **axes: nnx.scan(nnx.remat(f), **axes)),
         "flax nnx.remat of nnx.scan": of_nnx(lambda f, **axes: nnx.remat(nnx.scan(f, **axes))),
         "stacked_remat.nnx nested": of_nnx(remat_scan),
-        "stacked_remat.nnx offload": of_nnx(functools.partial(remat_scan, policy="offload")),
+        "stacked_remat.nnx offload": of_nnx(functools.partial(remat_scan, remat="offload")),
     }
     policies = {
         "False": False,

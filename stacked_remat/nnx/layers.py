@@ -90,7 +90,7 @@ class Stacked(nnx.Module):
     """Layers of one kind, called one after the other.
 
     ```python
-    layers = Stacked([Block(rngs=rngs) for _ in range(24)], policy="nested")
+    layers = Stacked([Block(rngs=rngs) for _ in range(24)], remat="nested")
     y = layers(x, mask)  # for layer in layers: x = layer(x, mask)
     ```
 
@@ -99,14 +99,14 @@ class Stacked(nnx.Module):
 
     Attributes:
         layers: a module whose arrays have the layers as first axis.
-        policy: what the backward pass keeps, as in `remat_scan`.
+        remat: what the backward pass keeps, as in `remat_scan`.
         length: the number of layers of a list, otherwise `None`.
         transform_metadata: as pairs.
 
     Args:
         layers: a list of modules, which are stacked, or a module made with `nnx.vmap`. A layer takes the
             carry and further arguments, and returns the next carry.
-        policy: as in `remat_scan`.
+        remat: as in `remat_scan`.
         transform_metadata: of a list, as in `stack`; of a module, what `nnx.vmap` got, by default nothing.
 
     Raises:
@@ -118,10 +118,10 @@ class Stacked(nnx.Module):
         self,
         layers: Sequence[PyTree] | nnx.Module,
         *,
-        policy: ScanCheckpointSpec = "nested",
+        remat: ScanCheckpointSpec = "nested",
         transform_metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        remat_scan(policy=policy)  # refuses an unknown one
+        remat_scan(remat=remat)  # refuses an unknown one
         is_list = isinstance(layers, Sequence | nnx.List)
         metadata = (_UNNAMED if is_list else {}) if transform_metadata is None else transform_metadata
         for layer in layers if is_list else [layers]:  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ class Stacked(nnx.Module):
                 )
         self.layers = stack(layers, transform_metadata=metadata) if is_list else layers  # type: ignore[arg-type]
         self.length = len(layers) if is_list else None  # type: ignore[arg-type]
-        self.policy: ScanCheckpointSpec = policy
+        self.remat: ScanCheckpointSpec = remat
         self.transform_metadata = tuple(metadata.items())
 
     def __call__(self, x: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -164,7 +164,7 @@ class Stacked(nnx.Module):
 
         metadata = dict(self.transform_metadata)
         axes = (nnx.Carry, 0, *jax.tree.map(_argument_axis, (args, kwargs), is_leaf=is_node))
-        options = {"length": self.length, "policy": self.policy, "transform_metadata": metadata}
+        options = {"length": self.length, "remat": self.remat, "transform_metadata": metadata}
         run = remat_scan(apply, in_axes=axes, out_axes=nnx.Carry, **options)
         return run(x, self.layers, args, kwargs)
 

@@ -24,7 +24,7 @@ _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 def remat_scan(
     f: Callable[..., Any] | None = None,
     *,
-    policy: ScanCheckpointSpec = "nested",
+    remat: ScanCheckpointSpec = "nested",
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -50,8 +50,7 @@ def remat_scan(
 
     Args:
         f: a function, or a method in the body of a class. Without it, `remat_scan` is a decorator.
-        policy: as `remat` of `stacked_remat.scan`, and named as in `nnx.remat`, since in NNX `remat` is that
-            transformation; by default `"nested"`, about √(2N) carries of N layers.
+        remat: as in `stacked_remat.scan`; by default `"nested"`, about √(2N) carries of N layers.
             `lengths=(a, b)` of Linen's `remat_scan` is `ScanCheckpointPolicy(nested=a)`.
         length: the number of layers, where nothing is split that tells it.
         reverse: from the last layer to the first.
@@ -74,7 +73,7 @@ def remat_scan(
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
     a carry. `f` is traced at each call.
     """
-    options: dict[str, Any] = {"remat": policy, "reverse": reverse, "unroll": unroll}
+    options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
     axes = Axes(in_axes, out_axes, transform_metadata)
     if length is not None and length < 0:

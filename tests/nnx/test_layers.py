@@ -29,7 +29,7 @@ def blocks():
 
 
 def test_stacked_layers_are_a_loop_over_them():
-    layers, stacked, x = blocks(), Stacked(blocks(), policy=True), jnp.ones((2, 4))
+    layers, stacked, x = blocks(), Stacked(blocks(), remat=True), jnp.ones((2, 4))
 
     def loop(layers, x, scale):
         for layer in layers:
@@ -79,7 +79,7 @@ def test_state_of_arguments_goes_from_layer_to_layer():
             x = layer(x, *args, **kwargs)
         return x
 
-    expected, found = run(nnx.List, loop), run(lambda ms: Stacked(ms, policy="nested"), Stacked.__call__)
+    expected, found = run(nnx.List, loop), run(lambda ms: Stacked(ms, remat="nested"), Stacked.__call__)
     assert found[2].default.count[...] == 6 and not jnp.array_equal(found[0][0][0], found[0][1][0])
     np.testing.assert_array_equal(found[2].default.count[...], expected[2].default.count[...])
     pairs = zip(
@@ -112,7 +112,7 @@ def test_layers_without_arrays_and_without_modules():
     for layers in (jnp.ones(3), [jnp.ones(3)], nnx.Rngs(0)):
         with pytest.raises(TypeError, match="modules with a __call__, and got a"):
             Stacked(layers)
-    for make in (lambda policy: Stacked(blocks(), policy=policy), lambda policy: remat_scan(policy=policy)):
+    for make in (lambda remat: Stacked(blocks(), remat=remat), lambda remat: remat_scan(remat=remat)):
         with pytest.raises(ValueError, match="Unknown remat policy 'nests'"):
             make("nests")
 

@@ -67,8 +67,8 @@ def trained(scan, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": ScanCheckpointPolicy(nested=np.int64(2))},
-        pytest.param({"policy": "offload", "reverse": True, "unroll": 2}, marks=pytest.mark.deep),
+        {"remat": ScanCheckpointPolicy(nested=np.int64(2))},
+        pytest.param({"remat": "offload", "reverse": True, "unroll": 2}, marks=pytest.mark.deep),
     ],
     ids=["nested", "offload, reversed"],
 )
@@ -89,7 +89,7 @@ def test_a_layer_that_runs_again_draws_the_same_numbers():
         def __init__(self, rngs):
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
-    @remat_scan(policy=ScanCheckpointPolicy(nested=3))
+    @remat_scan(remat=ScanCheckpointPolicy(nested=3))
     def forward(x, layer):
         mask = layer.dropout(jnp.ones(64))
         return x * (1 + mask), mask

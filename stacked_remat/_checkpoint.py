@@ -14,6 +14,7 @@ from jax.core import eval_jaxpr
 from jaxtyping import Array, PRNGKeyArray
 
 from ._compat import KeptApart, nothing_is_traced
+from ._messages import shown
 from ._policy import ScanCheckpointPolicy, kept_internals
 from ._remat import EVERYTHING, JaxPolicy
 from ._scan.marks import is_array
@@ -301,7 +302,8 @@ def checkpoint_name(tree: T, name: str) -> T:
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"A checkpoint name is a string; got {name!r}. The tree comes first: checkpoint_name(tree, name)."
+            f"A checkpoint name is a string; got {shown(name)}. The tree comes first: checkpoint_name(tree, "
+            "name)."
         )
     return jax.tree.map(lambda leaf: _named(leaf, name) if is_array(leaf) else leaf, tree)
 

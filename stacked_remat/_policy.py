@@ -80,7 +80,9 @@ class ScanCheckpointPolicy:
 
     def __post_init__(self):
         if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
-            raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.')
+            written = self.save_carries if isinstance(self.save_carries, str) else ""
+            alias = f" {written!r} is {ALIASES[written]!r}." if written in ALIASES else ""
+            raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.{alias}')
         kept = kept_internals(
             save_block_internals=self.save_block_internals,
             offload_block_internals=self.offload_block_internals,
@@ -234,7 +236,7 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     """
     if isinstance(spec, ScanCheckpointPolicy):
         return spec
-    if callable(spec):
+    if callable(spec) and not isinstance(spec, type):
         return ScanCheckpointPolicy(save_block_internals=spec)
     if not isinstance(spec, bool | str):
         raise TypeError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overlo
 
 import equinox as eqx
 import haliax.nn
+from equinox.nn import State
 from haliax import Axis
 from jax.core import Tracer
 
@@ -83,13 +84,19 @@ class Stacked(StackedKinds[M]):
 
     def __check_init__(self):
         what = type(self).__name__
-        if not isinstance(self.stacked, eqx.Module):
+        stacked: Any = self.stacked
+        if not isinstance(stacked, eqx.Module):
+            if isinstance(stacked, tuple) and any(isinstance(part, State) for part in stacked):
+                raise TypeError(
+                    f"{what} holds a module; got a pair of a module and its State. Write "
+                    f"eqx.nn.make_with_state({what}.init(Layers, Block))(...)."
+                )
             raise TypeError(
-                f"{what} holds a module whose arrays are stacked; got {describe(self.stacked)}. Let the "
+                f"{what} holds a module whose arrays are stacked; got {describe(stacked)}. Let the "
                 f"block be an eqx.Module, and build the stack by {what}.init(Layers, Block)(...)."
             )
         try:
-            check_stacked(self.stacked, self.Layers, Caller(what, name_in_stack))
+            check_stacked(stacked, self.Layers, Caller(what, name_in_stack))
         except ValueError as error:
             raise ValueError(f"{error} Build the stack by {what}.init(Layers, Block)(...).") from None
 
@@ -173,7 +180,10 @@ class Stacked(StackedKinds[M]):
             )
         axis = Axis(Layers, size) if isinstance(Layers, str) else Layers
         if size != axis.size:
-            raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {size}.")
+            given = f"{what} was given {size}."
+            if is_stacked:
+                given = f"the arrays of {type(layers).__name__} have {size} in front. Give a list of layers."
+            raise ValueError(f"`{axis.name}` has {axis.size} layers, but {given}")
         build: Any = cls
         if is_stacked:
             stacked = arrays_in_indices(with_axis(layers, axis), (size,))

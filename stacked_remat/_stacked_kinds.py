@@ -100,6 +100,11 @@ class StackedKinds(BlockFoldable[M]):
             ValueError: names every layer that is missing, mismatched or unknown, and arrays that all layers
                 of a stack share and that differ there.
         """
+        if not isinstance(self, StackedKinds):
+            raise TypeError(
+                "from_state_dict reads into a stack, whose layers say which arrays there are. Write "
+                "stack.from_state_dict(state_dict, prefix)."
+            )
         stacks, order = self._stacks, self._kind_of_each
         types = {name: layer_types(stacks[name]) for name in {*order}}
         layers = layers_from_state_dict([types[name] for name in order], state_dict, prefix)

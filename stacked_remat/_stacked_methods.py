@@ -11,7 +11,8 @@ from jax.core import Tracer
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_of
-from ._scan.checks import layers_axis
+from ._scan.checks import describe, layers_axis
+from ._scan.marks import is_array
 from ._static import PyTree
 
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
@@ -88,6 +89,10 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
 
 def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     """The static `init` of a block, Haliax style, or the block itself."""
+    if inspect.isclass(Block) and is_of_nnx(Block):
+        raise TypeError(
+            f"{what} builds modules of Equinox; got {Block.__name__}, one of Flax NNX. Use stacked_remat.nnx."
+        )
     kind = type(Block).__name__
     # Equinox's partial and jitted functions are modules too.
     is_block = isinstance(Block, eqx.Module) and not (
@@ -137,15 +142,30 @@ def check_options(blocks: Iterable[PyTree], verb: str, options: dict[str, Any]) 
 
 def check_modules(layers: PyTree, what: str, name: str = "layers") -> None:
     """Refuse anything but a sequence of modules."""
-    if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
-        raise TypeError(f"{what} holds a list of modules, one for each layer; got {type(layers).__name__}.")
+    takes = f"{what} holds a list of modules, one for each layer"
+    if isinstance(layers, eqx.Module):
+        raise TypeError(f"{takes}; got {type(layers).__name__}.")
+    if not isinstance(layers, Sequence):
+        raise TypeError(f"{takes}; got {no_module(layers)}")
     for i, layer in enumerate(layers):
         if not isinstance(layer, eqx.Module):
-            fix = "Build it" if isinstance(layer, type) else "Let it be an eqx.Module"
-            raise TypeError(
-                f"{what} holds a list of modules, one for each layer; {name}[{i}] is {layer!r} "
-                f"({type(layer).__name__}). {fix}."
-            )
+            raise TypeError(f"{takes}; {name}[{i}] is {no_module(layer)}")
+
+
+def no_module(value: Any) -> str:
+    """What stands in place of a module of Equinox, and what to write."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}. Build it."
+    if is_array(value):
+        return f"{describe(value)}. To loop over arrays, stack them and use fold or scan."
+    if is_of_nnx(type(value)):
+        return f"a module of Flax NNX, {type(value).__name__}. Use stacked_remat.nnx.Stacked."
+    return f"{describe(value)}. Let it be an eqx.Module."
+
+
+def is_of_nnx(kind: type) -> bool:
+    """Whether a class is that of a module of Flax NNX."""
+    return any(base.__module__.startswith("flax.nnx") for base in kind.__mro__)
 
 
 def check_layer_index(index: Any, Layers: Axis) -> int:

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from ._activity import is_differentiable
 from ._checkpoint import saving_internals
 from ._scan.arguments import argument_namer, is_unsplit_key
+from ._scan.checks import describe
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
 from ._static import PyTree
@@ -70,6 +71,8 @@ def tiled(
     given inside `fn` by `checkpoint_name` are not seen by policies outside. The method is that of ALST
     (Bekman et al. 2025).
     """
+    if not callable(fn):
+        raise TypeError(f"tiled takes a function and then an axis; got {describe(fn)}.")
     if reduce not in (None, "sum"):
         raise ValueError(f'reduce must be "sum" or None, got {reduce!r}.')
     if isinstance(axis, bool) or not isinstance(axis, int | str | Axis):

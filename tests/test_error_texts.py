@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("flax")
+pytest.importorskip("optax")
 PAGE = (Path(__file__).parents[1] / "docs/errors.md").read_text(encoding="utf-8")
 (SETUP,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 BLOCKS = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -17,6 +19,12 @@ def _entries(block):
         yield code.removeprefix(">>> "), lines
 
 
+def _text(error):
+    """What is raised, with the notes that this library adds."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "These fields" in note]
+    return " ".join(" ".join([f"{type(error).__name__}: {error}", *notes]).split())
+
+
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("block", BLOCKS, ids=re.findall(r"^## (.*)$", PAGE, re.MULTILINE))
 def test_a_mistake_says_what_the_page_says(block):
@@ -26,12 +34,12 @@ def test_a_mistake_says_what_the_page_says(block):
         if not lines:
             exec(code, names)
             continue
-        with pytest.raises((TypeError, ValueError, IndexError)) as error:
+        with pytest.raises(Exception) as error:
             exec(code, names)
-        found = f"{error.type.__name__}: {error.value}"
-        assert found.split() == " ".join(lines).split(), code
+        shown = " ".join(" ".join(lines).split())
+        assert re.fullmatch(re.escape(shown).replace("…", ".*"), _text(error.value)), code
         assert len(lines) <= 3, code
 
 
-def test_the_page_has_most_mistakes():
-    assert sum(block.count(">>> ") for block in BLOCKS) >= 80
+def test_the_page_has_the_hundred_most_likely_mistakes():
+    assert sum(len(lines) > 0 for block in BLOCKS for _, lines in _entries(block)) >= 100

@@ -204,7 +204,7 @@ class TestKeys:
             if name == "x" and key.ndim == 1:
                 continue  # two integers are recognized as a key by their name
             with pytest.raises(
-                ValueError, match=rf"{name} is a single random key.*every layer.*split\({name}, 4\)"
+                ValueError, match=rf"{name} is a single random key.*every (layer|step).*split\({name}, 4\)"
             ):
                 apply(argument, lambda x: None)
             apply(shared(argument), lambda x: None)

@@ -216,7 +216,7 @@ class TestErrors:
         assert fold(lambda carry, x: carry + x, 5)(0.0, jnp.arange(5.0)) == 10.0
 
     def test_a_size_that_is_traced(self):
-        with pytest.raises(TypeError, match="size of axis 'time' is traced.*static argument"):
+        with pytest.raises(TypeError, match="the number of layers is traced.*static argument"):
             jax.jit(lambda size: fold(lambda carry: carry, hax.Axis("time", size))(0.0))(3)
 
     @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ class TestBlockSeq:
             sequence.vmap_via(lambda block: block.value)()
 
     def test_the_blocks_are_a_list_of_modules(self):
-        with pytest.raises(TypeError, match=r"blocks\[1\] is 3 .int.. Let it be an eqx.Module"):
+        with pytest.raises(TypeError, match=r"blocks\[1\] is a value of type int. Let it be an eqx.Module"):
             BlockSeq([PlainBlock(3, key=jax.random.key(0)), 3], hax.Axis("layers", 2))
         with pytest.raises(TypeError, match="a list of modules, one for each layer; got PlainBlock"):
             BlockSeq(PlainBlock(3, key=jax.random.key(0)), Layers)  # pyright: ignore[reportArgumentType]

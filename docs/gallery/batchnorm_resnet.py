@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A residual network with BatchNorm
 #
-# Every layer keeps running statistics in an `eqx.nn.State`. The stack takes the state of the whole model as
-# any Equinox layer does, and each layer gets its own part of it. See [layers that keep state](../state.md).
+# For layers that keep state. Each has running statistics in an `eqx.nn.State`: the stack takes the state of
+# the model, and each layer gets its part. See [layers that keep state](../state.md).
 
 # %%
 import equinox as eqx

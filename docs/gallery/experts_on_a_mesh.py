@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A mixture of experts on eight devices
 #
-# Each device has two of the experts of every layer and an eighth of the tokens. Tokens travel to their
-# experts and back inside the layer; `jax.shard_map` holds the fold. The devices are virtual ones of a CPU.
+# For mixtures of experts. Each of eight devices has two experts of every layer and an eighth of the tokens,
+# which travel to their experts in the layer. `jax.shard_map` holds the fold. The devices are virtual ones.
 
 # %%
 import os

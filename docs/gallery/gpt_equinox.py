@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A GPT in plain Equinox
 #
-# Attention, an MLP, and twelve layers of them in one `Stacked`. The arrays have no names: the layers are
-# the first dimension of each. It learns two lines of verse, byte by byte.
+# For whoever writes models in Equinox: attention, an MLP, and twelve layers of them in one `Stacked`. The
+# arrays have no names; the layers are the first dimension. It learns two lines of verse, byte by byte.
 
 # %%
 import equinox as eqx

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A GPT with named axes
 #
-# The model of [a GPT in plain Equinox](gpt_equinox.py) with Haliax: dimensions have names, so there is no
-# `reshape`, no `transpose` and no `vmap`. The layers are an axis like any other.
+# For users of Haliax: the model of [a GPT in plain Equinox](gpt_equinox.py) with names for dimensions, so
+# without `reshape`, `transpose` and `vmap`. The layers are an axis like any other.
 
 # %%
 import equinox as eqx

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # The sharpest direction of a deep network
 #
-# The largest eigenvalue of the loss's Hessian says how large a step gradient descent can take: near a
-# minimum it diverges where the learning rate is above 2 divided by it. Lanczos' method needs products of
-# the Hessian with vectors alone, and `jax.jvp` of `jax.grad` gives them under every policy.
+# For whoever studies curvature. The largest eigenvalue of the loss's Hessian bounds the learning rate: near
+# a minimum gradient descent diverges above 2 divided by it. Lanczos' method needs products of the Hessian
+# with vectors alone, and `jax.jvp` of `jax.grad` gives them under every policy.
 
 # %%
 import equinox as eqx

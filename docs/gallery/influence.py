@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Influence by replay: what the loss would be without an example
 #
-# A training run is a fold of its step over the steps, so the loss after it can be differentiated by the
-# weight that each example has in each step. That is exact for the run, with its order and its optimizer,
-# where the dot product of two gradients tells of one step.
+# For whoever asks what an example did. A training run is a fold of its step, so the loss after it can be
+# differentiated by the weight of each example in each step. That is exact for the run, with its order and
+# its optimizer, where the dot product of two gradients tells of one step.
 
 # %%
 import equinox as eqx

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A key-value cache
 #
-# A stack that generates: each layer reads and writes its own part of a cache. `scan` splits the cache over
-# the layers on the way in and stacks the layers' parts on the way out, so the whole stack takes one cache
-# and returns one.
+# For generation: each layer reads and writes its own part of a cache. `scan` splits the cache over the
+# layers on the way in and stacks the layers' parts on the way out, so the whole stack takes one cache and
+# returns one.
 
 # %%
 import equinox as eqx

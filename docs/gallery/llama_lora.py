@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Fine-tune a Hugging Face Llama with LoRA
 #
-# From a folder in Hugging Face's format to adapters that PEFT loads. The model is a tiny random Llama, made
-# on the spot; for a real one, name its folder instead. This example runs in a checkout of the repository,
-# since it uses the reference models.
+# For fine-tuning: from a folder in Hugging Face's format to adapters that PEFT loads. The model is a tiny
+# random Llama, made on the spot; for a real one, name its folder. This example uses the reference models,
+# so it runs in a checkout of the repository.
 
 # %%
 import json

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A neuron, fitted to a recording
 #
-# The model of a nerve cell by Hodgkin and Huxley (1952): ions pass through three kinds of channels, two of
-# which open and close with the voltage. Which conductances explain a recorded voltage? Gradient descent finds
-# them through every time step, in the memory of a few states. See [long loops](../long-loops.md).
+# For whoever fits a simulation. In the nerve cell of Hodgkin and Huxley (1952) channels for ions open and
+# close with the voltage. Which conductances explain a recorded voltage? Gradient descent finds them through
+# every time step, in the memory of a few states. See [long loops](../long-loops.md).
 
 # %%
 import haliax as hax

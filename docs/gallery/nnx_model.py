@@ -1,8 +1,8 @@
 # %% [markdown]
 # # An NNX model
 #
-# A Flax NNX model whose layers are applied by `nnx.scan` keeps the carry of each for the backward pass.
-# With `remat_scan` in its place it keeps few, and everything else stays as it is.
+# For users of Flax NNX: a model whose layers are applied by `nnx.scan` keeps the carry of each for the
+# backward pass. With `remat_scan` in its place it keeps few, and everything else stays as it is.
 
 # %%
 import jax

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A normalizing flow, and its inverse by `reverse`
 #
-# Coupling layers map data to noise, one after the other. Samples go the other way, through the inverse of
-# each layer from the last to the first: the same stack, folded with `reverse=True`.
+# For invertible models. Coupling layers map data to noise, one after the other. Samples go the other way,
+# through the inverse of each layer from the last to the first: the same stack, with `reverse=True`.
 
 # %%
 import equinox as eqx

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A Pairformer: two carries
 #
-# The layers of protein structure models (Abramson et al. 2024, AlphaFold 3) pass on two arrays: one row for
-# each residue, and one for each pair. A carry is any tree of arrays, so both go through one fold.
+# For layers with more than one carry. Those of protein structure models (Abramson et al. 2024, AlphaFold 3)
+# pass on two arrays: one row for each residue, and one for each pair. A carry is any tree of arrays.
 
 # %%
 import equinox as eqx

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A policy with saved names, and what it costs
 #
-# Between keeping everything and recomputing everything: name values in the block, and let a policy keep
-# some of them.
+# For whoever has memory to spare, and not enough to keep everything: name values in the block, and let a
+# policy keep some of them.
 
 # %%
 import equinox as eqx

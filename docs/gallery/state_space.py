@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A state space model: a parallel scan in every layer
 #
-# S5 (Smith et al. 2023) is a deep stack whose layers each run a linear recurrence over time, all times at
-# once by `jax.lax.associative_scan`. `nested` keeps the states of all times for one layer.
+# For sequence models without attention. The layers of S5 (Smith et al. 2023) each run a linear recurrence
+# over time, all times at once by `jax.lax.associative_scan`. `nested` keeps the states of one layer.
 
 # %%
 import equinox as eqx

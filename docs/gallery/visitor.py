@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A visitor: the signal and the noise of each layer's gradient
 #
-# The backward pass reverses every layer once, with its input and the cotangent of its output. A visitor is
-# called there instead of writing gradients. This one finds how noisy each layer's gradient is over the
-# examples of a batch, and stores no gradient of the stack.
+# For whoever wants statistics of gradients. The backward pass reverses every layer once, with its input and
+# the cotangent of its output, and calls a visitor there. This one finds how noisy each layer's gradient is
+# over the examples of a batch, and stores no gradient of the stack.
 
 # %%
 import equinox as eqx

@@ -114,6 +114,12 @@ def fused_update(
     Memory: the policy's, one layer's gradient, and no copy of weights and state where these are donated.
     Compute: that of the two steps; with clipping by the global norm one more backward pass over the stacks.
     """
+    if not callable(loss) or not hasattr(optimizer, "update"):
+        got = f"{type(loss).__name__} and {type(optimizer).__name__}"
+        raise TypeError(
+            f"fused_update takes a loss function and then an optimizer of Optax; got {got}. Write "
+            "fused_update(loss, optax.adamw(1e-3))."
+        )
     if clip not in ("global", "layer"):
         raise ValueError(f'clip is "global" or "layer"; got {clip!r}.')
     if clip == "layer" and max_grad_norm is None:

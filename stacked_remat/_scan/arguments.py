@@ -27,6 +27,11 @@ class Caller(NamedTuple):
     what: str
     name_of: Callable[[KeyPath], str] = jtu.keystr
 
+    @property
+    def part(self) -> str:
+        """What the loop goes through: the layers of a stack, or steps."""
+        return "step" if self.what.startswith(("fold", "scan", "map")) else "layer"
+
 
 def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[KeyPath], str]:
     """How to name a path into `(args, kwargs)` by the parameters of `fn` after those that are skipped.
@@ -102,9 +107,9 @@ def check_keys(entries: Sequence[Entry], axis: Axis, caller: Caller) -> None:
         if may_be_key and is_unsplit_key(name := caller.name_of(path), leaf):
             given = f"{name}=" if name.isidentifier() else ""
             raise ValueError(
-                f"{name} is a single random key, from which every layer of `{axis.name}` would draw the same "
-                f"numbers. Give each its own, {given}jax.random.split({name}, {axis.size}), or say that they "
-                f"share it, {given}stacked_remat.shared({name})."
+                f"{name} is a single random key, from which every {caller.part} of `{axis.name}` would draw "
+                f"the same numbers. Give each its own, {given}jax.random.split({name}, {axis.size}), or say "
+                f"that they share it, {given}stacked_remat.shared({name})."
             )
 
 
@@ -123,11 +128,11 @@ def check_no_lists(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], axis: Ax
     for path, node in paths_and_nodes:
         is_values = isinstance(node, list) and all(isinstance(value, int | float | str) for value in node)
         if len(path) == 2 and is_values and len(node) == axis.size > 1:
-            name = caller.name_of(path)
+            name, part = caller.name_of(path), caller.part
             raise ValueError(
-                f"{caller.what}: {name} is a list of {len(node)} Python values, one for each layer of "
-                f"`{axis.name}`? Write per_layer({name}) to give each layer its number, or shared({name}) to "
-                "give every layer the whole list."
+                f"{caller.what}: {name} is a list of {len(node)} Python values, one for each {part} of "
+                f"`{axis.name}`? Write per_layer({name}) to give each {part} its number, or shared({name}) "
+                f"to give every {part} the whole list."
             )
 
 
@@ -151,11 +156,11 @@ def check_ambiguous(
         ):
             continue
         if leaf.shape[:1] == (axis.size,) and not _may_be_raw_key(leaf):
-            name = caller.name_of(path)
+            name, part = caller.name_of(path), caller.part
             warnings.warn(
-                f"{caller.what} splits {name} over the {axis.size} layers of `{axis.name}`, and a dimension "
-                f"of the carry has that size too. Write per_layer({name}) if each layer is to be given a "
-                f"part of it, or shared({name}) if every layer is to be given all of it.",
+                f"{caller.what} splits {name} over the {axis.size} {part}s of `{axis.name}`, and a dimension "
+                f"of the carry has that size too. Write per_layer({name}) if each {part} is to be given a "
+                f"part of it, or shared({name}) if every {part} is to be given all of it.",
                 UserWarning,
                 stacklevel=_outside(),
             )
@@ -185,6 +190,13 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
         (agreeing if leaf_size(leaf, axis) == axis.size else wrong).append((path, leaf, rule))
     if not wrong:
         return
+    part, over = caller.part, f"{caller.what} over `{axis.name}` (size {axis.size})"
+    lists = [path[:-1] for path, _, _ in wrong if _is_of_list(path)]
+    if len(lists) == len(wrong) == axis.size and len({*lists}) == 1:
+        name = caller.name_of(lists[0])
+        raise ValueError(
+            f"{over}: {name} is a list with an array for each {part}? Stack it: jnp.stack({name})."
+        )
     agreeing = [caller.name_of(path) for path, _, _ in agreeing]
     wrong = [(caller.name_of(path), leaf, rule) for path, leaf, rule in wrong]
     found = [_describe_size(*entry, axis, caller.what) for entry in wrong[:3]]
@@ -193,26 +205,30 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     if agreeing:
         shown = shortened(agreeing, most=2)
         found.append(f"{shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
-    over = f"{caller.what} over `{axis.name}` (size {axis.size})"
     lines = [f"{over} was given inputs of different lengths: {'; '.join(found)}."]
     keys = [name for name, leaf, _ in wrong if _is_typed_key(leaf) or _may_be_raw_key(leaf)]
     for name in keys:
         lines.append(
-            f"If {name} is a random key, give each layer its own: jax.random.split({name}, {axis.size})."
+            f"If {name} is a random key, give each {part} its own: jax.random.split({name}, {axis.size})."
         )
     plain = [name for name, leaf, rule in wrong if rule == "default" and not is_named(leaf)]
     if to_share := [name for name in plain if name not in keys]:
         lines.append(
-            "Plain arrays are split along their first dimension, one part for each layer. To give every "
-            f"layer the whole array, write stacked_remat.shared({to_share[0]})."
+            f"Plain arrays are split along their first dimension; to give every {part} the whole array write "
+            f"stacked_remat.shared({to_share[0]})."
         )
     if marked := [name for name, leaf, rule in wrong if rule == "per_layer" and not is_named(leaf)]:
-        lines.append(f"Give {marked[0]} {axis.size} parts along its first dimension, one for each layer.")
+        lines.append(f"Give {marked[0]} {axis.size} parts along its first dimension, one for each {part}.")
     if named := [name for name, leaf, _ in wrong if is_named(leaf) and leaf_size(leaf, axis) is not None]:
         lines.append(
             f"Give {named[0]} `{axis.name}` of size {axis.size}, or rename that axis of it to share it."
         )
     raise ValueError("\n".join(lines))
+
+
+def _is_of_list(path: KeyPath) -> bool:
+    """Whether an argument is in a list or tuple, by its path in `(args, kwargs)`."""
+    return len(path) > 2 and all(isinstance(key, jtu.SequenceKey) for key in (path[0], path[-1]))
 
 
 def _describe_size(name: str, leaf: Any, rule: Rule, axis: Axis, what: str) -> str:
@@ -224,7 +240,7 @@ def _describe_size(name: str, leaf: Any, rule: Rule, axis: Axis, what: str) -> s
         found = "no dimension to split"
     else:
         found = f"leading dimension {size} (shape {tuple(leaf.shape)})"
-    is_marked = rule == "per_layer" and what != "sweep_back"  # which marks layer_state itself
+    is_marked = rule == "per_layer" and not what.startswith("sweep_back")  # which marks layer_state itself
     return f"{name}, marked per_layer, has {found}" if is_marked else f"{name} has {found}"
 
 

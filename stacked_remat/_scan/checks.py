@@ -22,6 +22,12 @@ from .marks import is_array, is_named, raw_array
 
 def layers_axis(axis: Any, what: str = "A stack") -> Axis:
     """The axis of layers; a number is an axis of this size with the name `layers`."""
+    size = axis.size if isinstance(axis, Axis) else axis
+    if isinstance(size, Tracer):
+        raise TypeError(
+            f"{what}: the number of layers is traced, and must be known where the program is compiled. Pass "
+            "it to jax.jit as a static argument, or let the axis be as long as it can get."
+        )
     if isinstance(axis, Axis):
         return axis
     if isinstance(axis, bool | np.bool_) or not isinstance(axis, int | np.integer):
@@ -41,11 +47,6 @@ def layers_axis(axis: Any, what: str = "A stack") -> Axis:
 
 def axis_or_name(axis: Any, what: str) -> Axis | str:
     """An axis, as `layers_axis`, or the name of one."""
-    if isinstance(axis, Axis) and isinstance(axis.size, Tracer):
-        raise TypeError(
-            f"{what}: the size of axis {axis.name!r} is traced, and must be a number where the program is "
-            "compiled. Pass it to jax.jit as a static argument, or let the axis be as long as it can get."
-        )
     return axis if isinstance(axis, str) and axis not in ALIASES else layers_axis(axis, what)
 
 
@@ -76,6 +77,8 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: 
             fix = "The pair that is returned is (carry, output), in this order."
         elif what == "carry" and isinstance(after, tuple) and len(after) == 2:
             fix = "For a function that returns (carry, output) use scan."
+        elif what == "layer" and isinstance(after, tuple):
+            fix = 'Unpack it: visit.vjp returns a tuple, (layer_ct,) = visit.vjp("layer").'
         raise ValueError(f"{_structural_change(what, before, after)}. {fix}")
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The {what}{jtu.keystr(path)}"

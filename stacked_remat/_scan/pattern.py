@@ -145,8 +145,9 @@ def split_kinds(
     assert isinstance(axis, Axis)
     parts, division = divide(tree, axis, pattern, caller)
     sizes = [len(pattern.order.layers_of(number)) for number in range(len(parts))]
-    pairs = zip(parts, map(axis.resize, sizes), strict=True)
-    return [split_tree(part, own, caller) for part, own in pairs], division
+    callers = [caller._replace(what=f"{caller.what} for kind {name!r}") for name in pattern.names]
+    entries = zip(parts, map(axis.resize, sizes), callers, strict=True)
+    return [split_tree(*entry) for entry in entries], division
 
 
 def _check_per_kind(name: str, given: dict[str, PyTree], rule: Rule, names: Sequence[str], what: str) -> None:

@@ -106,6 +106,8 @@ def trace_call(
     donate: str | Sequence[str],
 ) -> TracedCall:
     """Trace `fn(*args, **kwargs)` as `report` compiles it."""
+    if not callable(fn):
+        raise TypeError(f"report takes a function and then its arguments; got {type(fn).__name__}.")
     chosen = find_target(target)
     fn, donate = _unwrap(fn, donate)
     given = fn, args, kwargs

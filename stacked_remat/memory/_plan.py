@@ -72,6 +72,9 @@ class Comparison(Tabular):
             *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
             *(f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure),
         ]
+        figures = {(each.temporaries, each.flops.matmul, each.host.total) for each in found}
+        if len(found) > 1 and len(figures) == 1:
+            notes.append("every policy gives the same: is remat passed on to fold or scan?")
         title = f"{self.title}; sizes in {unit}"
         return as_table(title, [["policy", *headings], *cells], (*notes, *self.notes))
 
@@ -251,8 +254,9 @@ def _traced(
     """The program under a policy, with weights on the host or not."""
     if not callable(fn := fn_of_policy(policy)):
         raise TypeError(
-            f"of the policy {policy!r} the first argument made a {type(fn).__name__}, and no function. "
-            "Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
+            "The first argument takes a policy and returns the function to compile; of the policy "
+            f"{policy!r} it returned {type(fn).__name__}. Write lambda remat: lambda blocks, x: "
+            "train_step(blocks, x, remat=remat)."
         )
     given = arguments_on_host(streamed, args) if on_host and streamed else args
     return trace_call(fn, given, kwargs, target, donate)

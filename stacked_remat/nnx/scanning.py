@@ -73,6 +73,8 @@ def remat_scan(
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
     a carry. `f` is traced at each call.
     """
+    if not (f is None or callable(f)):
+        raise TypeError(f"remat_scan takes a function; got a {type(f).__name__}. For a list use Stacked.")
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
     axes = Axes(in_axes, out_axes, transform_metadata)
@@ -148,7 +150,7 @@ def _run(
         inputs = carry | arrays
         layer = jax.tree.unflatten(structure, [inputs[name] for name in given])
         layer = merged(change_metadata(layer, nnx.spmd.remove_axis, axes.metadata), is_inner=True)
-        results = _split_results(layer, f(*layer), axes)
+        results = _split_results(layer, _called(f, layer, names), axes)
         outputs = list(named_leaves([*names, "the output"], (*results[0], results[1])))
         found = jax.tree.structure(results), [(name, axis) for name, _, axis in outputs]
         new = [(name, leaf) for name, leaf, axis in outputs if isinstance(axis, int)]
@@ -174,6 +176,17 @@ def _run(
         jax.tree.unflatten(treedef, [leaf(*output) for output in outputs]), is_inner=False
     )
     return axes.put_carry(None if axes.carry_in is None else args_out[axes.carry_in], result)
+
+
+def _called(f: Callable[..., Any], args: tuple[PyTree, ...], names: list[str]) -> PyTree:
+    """What the function returns; an error notes that an argument is a list, of layers perhaps."""
+    try:
+        return f(*args)
+    except (AttributeError, TypeError) as error:
+        for name, arg in zip(names, args, strict=True):
+            if isinstance(arg, list | tuple | nnx.List) and any(isinstance(part, nnx.Module) for part in arg):
+                error.add_note(f"{name} is a list of modules. To scan over them write stack({name}).")
+        raise
 
 
 def _split_results(args: tuple[PyTree, ...], result: PyTree, axes: Axes) -> tuple[PyTree, PyTree]:

@@ -255,7 +255,7 @@ def test_what_makes_no_function_of_a_policy_and_a_policy_in_place_of_a_list(sear
     for wrong in (step, jax.jit(step)):
         with pytest.raises(TypeError, match="makes the function to compile from a policy.* is none. Write"):
             search(wrong, *blocks_and_input(), candidates=[True])
-    with pytest.raises(TypeError, match="of the policy True the first argument made a bool.* Write"):
+    with pytest.raises(TypeError, match="of the policy True it returned bool.* Write"):
         search(lambda remat: remat, *blocks_and_input(), candidates=[True])
     with pytest.raises(TypeError, match=r"is one policy. Write a list: \['nested'\]"):
         search(Counting(), *blocks_and_input(), candidates="nested")

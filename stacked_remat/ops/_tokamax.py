@@ -125,21 +125,24 @@ ATTENTION = Kernel(_forward, _backward)
 
 
 def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:
-    """The gradients of parts of the queries, each with the keys up to its last strip's."""
+    """The gradients of parts of the queries with the keys that they may see.
+
+    And of parts of the keys, with the queries that may see them, so that no gradients are summed.
+    """
     parts = math.gcd(_PARTS, blocks.strips)
     rows, columns = attended.query.shape[1] // parts, attended.key.shape[1] // parts
-    of_query: list[Query] = []
-    of_keys = [jnp.zeros(x.shape, jnp.float32) for x in (attended.key, attended.value)]
-    for part in range(parts):
-        own, seen = slice(part * rows, (part + 1) * rows), slice((part + 1) * columns)
-        some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])  # noqa: B023
-        sight = Sight(*(None if x is None else x[..., own] for x in attended.sight[:2]))
-        mask = _mask(sight, rows, blocks.window)
-        found, *of_seen = _gradients(some, cotangent[:, own], mask, blocks.scale)
-        of_query.append(found)
-        pairs = zip(of_keys, of_seen, strict=True)
-        of_keys = [x.at[:, seen].add(more.astype(jnp.float32)) for x, more in pairs]
-    of_key, of_value = (x.astype(attended.key.dtype) for x in of_keys)
+
+    def gradients(queries: tuple[int, int], keys: tuple[int, int], products: int) -> tuple[Query, Key, Key]:
+        own, seen = slice(*(rows * end for end in queries)), slice(*(columns * end for end in keys))
+        some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])
+        sight = Sight(*(None if x is None else x[..., own] - seen.start for x in attended.sight[:2]))
+        mask = _mask(sight, some.query.shape[1], blocks.window)
+        return _gradients(some, cotangent[:, own], mask, blocks.scale, products)
+
+    # XLA leaves out the kernel whose results are not used. Of seven products one has three, the other four.
+    of_query = [gradients((part, part + 1), (0, part + 1), 3)[0] for part in range(parts)]
+    of_keys = [gradients((part, parts), (part, part + 1), 4)[1:] for part in range(parts)]
+    of_key, of_value = (jnp.concatenate(some, axis=1) for some in zip(*of_keys, strict=True))
     return jnp.concatenate(of_query, axis=1), of_key, of_value
 
 
@@ -184,7 +187,10 @@ def _cut(
     return attended._replace(query=query, key=key, value=value, output=output, lse=lse)
 
 
-def _gradients(attended: Attended, cotangent: Query, mask: Any, scale: float) -> tuple[Query, Key, Key]:
+def _gradients(
+    attended: Attended, cotangent: Query, mask: Any, scale: float, products: int = 7
+) -> tuple[Query, Key, Key]:
+    """By two kernels, of which those that are used have so many products of queries and keys in all."""
     from tokamax._src.ops.attention import (  # pyright: ignore[reportMissingImports]
         pallas_mosaic_gpu,
         pallas_mosaic_gpu_vjp,
@@ -196,7 +202,7 @@ def _gradients(attended: Attended, cotangent: Query, mask: Any, scale: float) ->
     highest = jnp.moveaxis(lse.reshape(*lse.shape[:2], -1), 2, 1)
     forward = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
     pairs = key.shape[1] // 2 if mask.is_causal else key.shape[1]
-    with calling_tokamax(), known_products(7 * pairs * query.size):  # seven products by two kernels
+    with calling_tokamax(), known_products(products * pairs * query.size):  # by each, in the mean
         bound = forward.bind(one, key, value, logits_scale=scale, mask=mask)
         found = pallas_mosaic_gpu_vjp.PallasMosaicGpuFlashAttentionVjp()(
             (highest, jnp.ones_like(highest)), output, cotangent, *bound.args, **bound.kwargs

@@ -3,7 +3,8 @@
 #
 # For generation: each layer reads and writes its own part of a cache. `scan` splits the cache over the
 # layers on the way in and stacks the layers' parts on the way out, so the whole stack takes one cache and
-# returns one.
+# returns one; a stack of several kinds takes [one for each](../patterns.md). The reference models
+# [generate text](../generate.md) so.
 
 # %%
 import equinox as eqx

@@ -14,13 +14,13 @@ class SourceConfig:
 
     Attributes:
         paths: files, globs, or folders with all files below them but hidden ones; local, or URLs of any file
-            system that fsspec knows (`s3://`, `gs://`, `hf://`, `https://`), whose package has to be installed
-            (`s3fs`, `gcsfs`). Compressed files (`.gz`, `.bz2`, `.xz`) are decompressed.
+            system that fsspec knows (`s3://`, `gs://`, `hf://`, `https://`), whose package has to be
+            installed (`s3fs`, `gcsfs`). Compressed files (`.gz`, `.bz2`, `.xz`) are decompressed.
         held_out: files to evaluate on, written like `paths`; without them, `data.held_out_fraction` of
             `paths` is held out.
         format: `text` is one document per file, `jsonl` one object per line, `parquet` one document per row;
-            `auto` goes by the ending of each file's name: `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.pq`, and
-            text otherwise.
+            `auto` goes by the ending of each file's name: `.jsonl`, `.ndjson`, `.json`, `.parquet`, `.pq`,
+            and text otherwise.
         text_key: key, or column, of a document's text.
         messages_key: key, or column, of a chat: a list of messages with `role` and `content`, formatted with
             the tokenizer's chat template. Used for records without text.

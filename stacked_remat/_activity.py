@@ -4,13 +4,15 @@ A conservative answer from the jaxpr's equations alone: an output that is said t
 on an active input; one that is said to be active may still have a zero derivative.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jaxtyping import Array
 
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
 CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr", "core_call")
@@ -141,3 +143,20 @@ def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     inner = program_of(equation)
     inner = getattr(inner, "jaxpr", inner)
     return inner if len(inner.constvars) + len(inner.invars) == len(equation.invars) else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def not_differentiable(why: str, x: Array, of: Sequence[Array]) -> Array:
+    """Return `x`, without derivatives with respect to what it, or an array of `of`, depends on.
+
+    Raises:
+        TypeError: there is a cotangent of it, or a derivative in forward mode; of the first it says `why`.
+    """
+    return x
+
+
+def _refuse(why: str, _: None, cotangent: Array) -> NoReturn:
+    raise TypeError(why)
+
+
+not_differentiable.defvjp(lambda why, x, of: (x, None), _refuse)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from .._activity import is_differentiable
+from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree
-from .._sweep.derivative_errors import not_differentiable
 from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, with_part
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_backward
@@ -145,7 +144,7 @@ class _Loop(NamedTuple):
 def _without_derivatives(leaf: Any) -> Any:
     # Second derivatives go through the first carry alone, and a visitor's results depend on others too.
     has_derivative = isinstance(leaf, jax.Array) and is_differentiable(leaf.dtype)
-    return not_differentiable(leaf, _NO_DERIVATIVES) if has_derivative else leaf
+    return not_differentiable(_NO_DERIVATIVES, leaf, ()) if has_derivative else leaf
 
 
 _NO_DERIVATIVES = (

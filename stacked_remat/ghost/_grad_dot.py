@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
+from .._activity import not_differentiable
 from .._scan.marks import raw_array
-from .._sweep.derivative_errors import not_differentiable
 from ._by_example import checked_apart, dot, losses_alone, one_at_a_time
 from ._found import GradDots
 from ._losses import Loss, Objective, Reduction, Task, directions, leaves_with_paths
@@ -153,7 +153,7 @@ def grad_dot(
     else:
         (value, aux), gradients, scores = in_one_pass(scoring)
         given = [leaf for leaf in jax.tree.leaves((task, scoring.direction)) if eqx.is_inexact_array(leaf)]
-        scores = {path: not_differentiable(score, _NO_DERIVATIVES, given) for path, score in scores.items()}
+        scores = {path: not_differentiable(_NO_DERIVATIVES, score, given) for path, score in scores.items()}
         squares = None
         if check is not False and scoring.Batch.size > 1:
             scores = checked_apart(scores, *losses_alone(task))

@@ -11,8 +11,8 @@ from ._fused import FusedResult, FusedState, FusedUpdate, fused_update
 from ._offload_check import OffloadError, check_offload
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._scan.api import fold, lax_scan, map, scan
+from ._scan.layer_axis import per_kind
 from ._scan.marks import LayerStack, per_layer, shared, unsliced
-from ._scan.pattern import per_kind
 from ._scan.sweep_back import SweepBack
 from ._scan.visitor import LayerResult, LayerVisit, SweepResult
 from ._scan.vjp import fold_vjp, scan_vjp

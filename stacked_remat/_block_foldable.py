@@ -14,10 +14,10 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_ambiguous
 from ._scan.checks import describe
+from ._scan.layer_axis import NamedPattern
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
 from ._scan.marks import applied, changed, check_unmarked, stored
-from ._scan.pattern import NamedPattern
 from ._scan.step import Call, Verb
 from ._stacked_methods import check_options
 from ._state_dict import layers_to_state_dict

@@ -20,7 +20,7 @@ from ._remat import EVERYTHING, JaxPolicy
 from ._scan.marks import is_array
 from ._schedule import Tree, whole_number
 from ._static import PyTree, Static
-from ._sweep.effects import check_effects
+from ._sweep.trace import check_effects
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,11 +10,10 @@ from ._block_foldable import B, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_no_lists
 from ._scan.checks import layers_axis
+from ._scan.layer_axis import NamedPattern, divide
 from ._scan.marks import PerKind, changed
-from ._scan.pattern import NamedPattern, divide
 from ._scan.stacking import take_layers
-from ._stacked import Stacked
-from ._stacked_kinds import StackedKinds
+from ._stacked import Stacked, StackedKinds
 from ._stacked_methods import BuiltByInit, block_builder, check_layer_index, init_policy
 from ._static import PyTree
 

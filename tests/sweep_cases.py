@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from stacked_remat._remat import Remat
 from stacked_remat._schedule import shrinking
 from stacked_remat._static import Static
-from stacked_remat._sweep.api import run_layers
+from stacked_remat._sweep.primitive import run_layers
 from stacked_remat._sweep.trace import UntracedLayer, trace_layers
 
 from .blocks import quick_jit

@@ -12,8 +12,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
+from .._scan.layer_axis import per_kind
 from .._scan.marks import PerKind
-from .._scan.pattern import per_kind
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
 from .._static import PyTree

@@ -16,15 +16,14 @@ from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import EVERYTHING, NOTHING, Remat
 from .._schedule import Tree
 from .._static import PyTree, Static
-from .._sweep.api import run_layers
 from .._sweep.kinds import Pattern
+from .._sweep.primitive import run_layers
 from .._sweep.store import at_least_one, empty_stack
 from .._sweep.trace import UntracedLayer, trace_layers
 from .arguments import check_no_lists
 from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
-from .layer_axis import TreeLayout
+from .layer_axis import Division, NamedPattern, TreeLayout, split_kinds
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
-from .pattern import Division, NamedPattern, split_kinds
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 from .step import Call, Names, Unpack, array_step, arrays_and_rest
 

@@ -21,11 +21,17 @@ from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
-from .layer_axis import Leaf, TreeLayout
+from .layer_axis import Division, Leaf, Split, TreeLayout, split_kinds
 from .marks import Marked, PerKind, is_array, is_named, raw_array
-from .pattern import Division, Split, split_kinds
-from .sweep_types import SweepTypes, checked_cotangent, cotangent_leaves
-from .visitor import LayerResult, LayerVisit, SweepResult, Visitor
+from .visitor import (
+    LayerResult,
+    LayerVisit,
+    SweepResult,
+    SweepTypes,
+    Visitor,
+    checked_cotangent,
+    cotangent_leaves,
+)
 
 
 class SweepBack(eqx.Module):

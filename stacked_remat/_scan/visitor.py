@@ -1,10 +1,26 @@
-"""What a visitor of the layers is given in a reverse sweep, and what it returns."""
+"""What a visitor of the layers is given in a reverse sweep and what it returns: trees, made of leaves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from haliax import Axis
+from jax import lax
+from jax.tree_util import KeyPath
+
+from .._activity import is_differentiable
+from .._placement import platform
 from .._static import PyTree
+from .._sweep.gradient import Inputs, LeafVisit, Perturbed, scatter_leaves
+from .._sweep.kinds import Kind
+from .._sweep.slots import Arrays
+from .._sweep.spec import SweepSpec
+from .checks import describe
+from .layer_axis import Division, Leaf, NamedPattern, TreeLayout
+from .marks import is_named, raw_array
 
 Part: TypeAlias = Literal["layer", "carry", "args", "kwargs"]
 
@@ -98,3 +114,155 @@ class LayerVisit:
 
 
 Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
+
+
+@dataclass(frozen=True, eq=False)
+class KindTypes:
+    """The layers of one kind: `constants` is the number of arrays that they close over, shared ones first."""
+
+    own: Kind
+    name: str | None
+    layout: TreeLayout
+    constants: int
+    y_tree: Any
+
+    def part(self, leaf: Leaf) -> str:
+        """Which of "layer", "args" and "kwargs" a leaf of the arguments belongs to."""
+        group, entry = leaf.path[:2]
+        return "kwargs" if group.idx else "args" if entry.idx else "layer"
+
+    def parts(self, kind: Literal["split", "shared"]) -> list[str]:
+        """The part of each split or shared array."""
+        return [self.part(leaf) for leaf in self.layout.of_kind(kind)]
+
+    def shared(self, every: Sequence[PyTree]) -> list[PyTree]:
+        """The shared arguments, of the arrays that layers of all kinds share."""
+        return self.own.pick_shared(every)[self.constants :]
+
+    def stacked(self, xs: Arrays, shared: Sequence[PyTree], *, cotangents: bool) -> PyTree:
+        """The arguments of all layers, from the arrays of all kinds."""
+        return self.layout.stacked(xs[self.own.xs], self.shared(shared), cotangents=cotangents)
+
+    def inputs(self, perturbed: Perturbed, wrt: tuple[str, ...]) -> Inputs:
+        """The leaves that belong to these parts and have a cotangent."""
+        is_shared = [False] * len(perturbed.shared)
+        for place, part in zip(self.own.shared[self.constants :], self.parts("shared"), strict=True):
+            is_shared[place] = perturbed.shared[place] and part in wrt
+        own = zip(perturbed.xs[self.own.xs], self.parts("split"), strict=True)
+        return Inputs(
+            tuple(is_shared),
+            tuple(is_ and "carry" in wrt for is_ in perturbed.carry),
+            tuple(is_ and part in wrt for is_, part in own),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SweepTypes:
+    """Static description of a reverse sweep.
+
+    `carry_static` is what of a carry is no array; `outputs` are the types of what the forward sweep returned,
+    which cotangents are compared with.
+    """
+
+    spec: SweepSpec
+    perturbed: Perturbed
+    kinds: tuple[KindTypes, ...]
+    axis: Axis
+    pattern: NamedPattern | None
+    division: Division | None
+    carry_tree: Any
+    carry_static: Any
+    outputs: PyTree
+    has_output: bool
+
+    def of_layers(self) -> list[bool]:
+        """Which of the split arrays are the layers' own, and not an argument's."""
+        return [part == "layer" for kind in self.kinds for part in kind.parts("split")]
+
+    def carry_cotangent(self, leaves: Arrays) -> PyTree:
+        """The cotangent of a carry, from its leaves that have one."""
+        return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
+
+    def visit(self, leaves: LeafVisit, layer_state: PyTree) -> LayerVisit:
+        """A visit, with trees in the place of lists of arrays."""
+        kind, perturbed = self.kinds[leaves.kind.number], leaves.pullback.perturbed
+        (layer, *args), kwargs = kind.layout.layer(leaves.x, kind.shared(leaves.shared))
+        carry_ct, y_ct = leaves.cotangents
+        cotangent = self.carry_cotangent(carry_ct)
+        if self.has_output:
+            cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, scatter_leaves(y_ct, perturbed.ys))
+
+        def vjp(wrt: tuple[str, ...]) -> tuple[PyTree, ...]:
+            inputs = kind.inputs(self.perturbed, wrt)
+            of_shared, of_carry, of_x = leaves.vjp(inputs)
+            found = (kind.shared(scatter_leaves(of_shared, inputs.shared)), of_carry, of_x)
+            if platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda"):
+                # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
+                found = lax.optimization_barrier(found)
+            of_shared, of_carry, of_x = found
+            of_x = scatter_leaves(of_x, inputs.xs)
+            (layer, *args), kwargs = kind.layout.layer(of_x, of_shared, cotangents=True)
+            trees = {"layer": layer, "args": tuple(args), "kwargs": kwargs}
+            if "carry" in wrt:
+                trees["carry"] = jtu.tree_unflatten(self.carry_tree, scatter_leaves(of_carry, inputs.carry))
+            return tuple(trees[part] for part in wrt)
+
+        carry = eqx.combine(jtu.tree_unflatten(self.carry_tree, leaves.carry), self.carry_static)
+        return LayerVisit(
+            leaves.layer_index, layer, carry, tuple(args), kwargs, cotangent, layer_state, kind.name, vjp
+        )
+
+
+def cotangent_leaves(
+    cotangent: PyTree, like: PyTree, mask: tuple[bool, ...], what: str, source: str
+) -> Arrays:
+    """The leaves of a cotangent that are in the mask, zeros for missing ones; checked as below."""
+    types, structure = jtu.tree_flatten(like, is_leaf=is_named)
+    leaves = structure.flatten_up_to(checked_cotangent(cotangent, like, what, source))
+    return [
+        jnp.zeros(type_.shape, type_.dtype) if leaf is None else leaf
+        for leaf, type_, is_perturbed in zip(leaves, map(raw_array, types), mask, strict=True)
+        if is_perturbed
+    ]
+
+
+def checked_cotangent(cotangent: PyTree, like: PyTree, what: str, source: str) -> PyTree:
+    """A cotangent of `like` with raw arrays as leaves, and None for missing ones.
+
+    Errors say `what` it is the cotangent of, and its `source`: who gave it.
+
+    Raises:
+        TypeError: a leaf is not an array; names the path.
+        ValueError: structure, axes, shape or dtype differ; names the path.
+    """
+
+    def check(path: KeyPath, type_: Any, leaf: Any) -> Any:
+        where, given, expected = f"{what}{jtu.keystr(path)}", raw_array(leaf), raw_array(type_)
+        if given is None or not is_differentiable(expected.dtype):
+            return None
+        if not eqx.is_array_like(given):
+            fix = "Give an array, or None for zeros."
+            if isinstance(leaf, tuple):
+                fix = 'Unpack it: visit.vjp returns a tuple, (carry_ct,) = visit.vjp("carry").'
+            raise TypeError(f"The cotangent of {where} {source} is {describe(leaf)}. {fix}")
+        given = jnp.asarray(given)
+        same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
+        found, wanted = (
+            (describe(given), describe(expected)) if same_axes else (describe(leaf), describe(type_))
+        )
+        if found != wanted:
+            raise ValueError(
+                f"The cotangent of {where} {source} is {found}, and {where} is {wanted}. Give it the same "
+                "axes in the same order, and the same shape and dtype."
+            )
+        return given
+
+    paths_and_types, structure = jtu.tree_flatten_with_path(like, is_leaf=is_named)
+    try:
+        leaves = [None] * len(paths_and_types) if cotangent is None else structure.flatten_up_to(cotangent)
+    except ValueError as error:
+        raise ValueError(
+            f"The cotangent of {what} {source} has another structure than {what}: {error}"
+        ) from None
+    checked = [check(*entry, leaf) for entry, leaf in zip(paths_and_types, leaves, strict=True)]
+    return jtu.tree_unflatten(structure, checked)

@@ -18,7 +18,7 @@ from .layers import Loop
 from .marks import IsScanned, is_array, is_named_or_shaped_array
 from .step import Call
 from .sweep_back import SweepBack
-from .sweep_types import KindTypes, SweepTypes
+from .visitor import KindTypes, SweepTypes
 
 
 def fold_vjp(

@@ -1,4 +1,4 @@
-"""A layer traced to a jaxpr, with the types of its carry settled."""
+"""A layer traced to a jaxpr, with the types of its carry settled and its effects checked."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,9 +13,8 @@ from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
 from .._activity import forwarded_inputs
-from .._compat import is_concrete, trace_context, without_constants
+from .._compat import is_concrete, is_reference, ordered_effects, trace_context, without_constants
 from .._static import PyTree
-from .effects import check_effects
 from .gradient import merge, pick
 from .kinds import Kind
 from .slots import Arrays, Carry
@@ -232,3 +231,21 @@ def _same_types(init: PyTree, carry: PyTree) -> bool:
         return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
 
     return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)
+
+
+def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) -> None:
+    """Refuse effects of a layer with which JAX cannot compile the backward pass; says what to do instead."""
+    if any(map(is_reference, constants)):
+        raise TypeError(
+            "The layer reads or writes a jax.Ref, which a policy that cuts the layers (nested, "
+            "max_carries, first_layers) cannot differentiate. Make it part of the carry or "
+            "an output, or use remat=True or remat=False; with True the layer runs again in the backward "
+            "pass, and so do its writes."
+        )
+    ordered = ordered_effects(jaxpr)
+    if offloads and ordered:
+        raise TypeError(
+            f"The layer has ordered effects ({', '.join(ordered)}), which JAX cannot compile in a program "
+            "that uses host memory. Drop ordered=True from the callback, or use a policy that does not "
+            "offload."
+        )

@@ -105,8 +105,8 @@ class DeepseekV3Config(SparseDecoderConfig):
 
 
 def _read_prefix(given: ConfigFields, found: Found) -> None:
-    first = given("first_k_dense_replace", 3, int)
-    found["experts.dense_layers"] = tuple(range(min(first, found["num_layers"])))
+    first = given("first_k_dense_replace", 3)
+    found["experts.dense_layers"] = [*range(min(first, found["num_layers"]))]
     given.only("moe_layer_freq", 1)
     found["num_kv_heads"] = found["num_heads"]
 

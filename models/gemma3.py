@@ -48,7 +48,7 @@ class Gemma3Config(DecoderConfig):
 
 
 def _every(given: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, Sequence[bool]]:
-    return full_every(given("sliding_window_pattern", 6, int))(given, window, num_layers)
+    return full_every(given("sliding_window_pattern", 6))(given, window, num_layers)
 
 
 FIELDS = {

@@ -24,8 +24,8 @@ def later_layers(
     given: ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, Sequence[bool]]:
     """The layers from `max_window_layers` on have the window, if `use_sliding_window`."""
-    window = window if given("use_sliding_window", False, bool) else None
-    first = given("max_window_layers", 28, int)
+    window = window if given("use_sliding_window", False) else None
+    first = given("max_window_layers", 28)
     return window, [window is not None and layer >= first for layer in range(num_layers)]
 
 
@@ -41,7 +41,7 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_bias(given: ConfigFields, found: Found) -> None:
-    given("attention_bias", None)
+    given("attention_bias")
     found["attention.bias"] = True
 
 

@@ -37,18 +37,17 @@ class Qwen3MoeConfig(SparseDecoderConfig):
 def _all_layers(
     given: ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, Sequence[bool]]:
-    window = window if given("use_sliding_window", False, bool) else None
-    given("max_window_layers", 28, int)  # has no effect
+    window = window if given("use_sliding_window", False) else None
+    given("max_window_layers", 28)  # has no effect
     return window, [window is not None] * num_layers
 
 
 def _read_dense_layers(given: ConfigFields, found: Found) -> None:
-    step, num_layers = given("decoder_sparse_step", 1, int) or 1, found["num_layers"]
-    dense = given("mlp_only_layers", [], list)
+    step, num_layers = given("decoder_sparse_step", 1) or 1, found["num_layers"]
+    dense = given("mlp_only_layers", [])
     if strange := [layer for layer in dense if layer not in range(num_layers)]:
         raise ValueError(f"mlp_only_layers names layer {shown(strange[0])}; there are 0 to {num_layers - 1}.")
-    layers = (i for i in range(num_layers) if i in dense or (i + 1) % step)
-    found["experts.dense_layers"] = tuple(layers)
+    found["experts.dense_layers"] = [i for i in range(num_layers) if i in dense or (i + 1) % step]
 
 
 def _dense_layers(config: Qwen3MoeConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from haliax import Axis
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.remat_presets import check_remat_names
-from models.hf_io.formats import differing_fields, pretrained_config
+from models.hf_io.formats import differing_fields, pretrained_config, written_out
 from models.hf_io.hub import model_folder
 from models.lm import next_token_loss
 from stacked_remat import ScanCheckpointPolicy
@@ -191,9 +191,10 @@ class LmRunConfig:
         if self.initialize_from_hf is not None and (check_folder or self.use_hf_model_config):
             root = model_folder(self.initialize_from_hf, weights=False)
             found, found_rows = pretrained_config(model, root)
-            # With use_hf_model_config, a field that has its default was not written.
-            usual = type(model)() if self.use_hf_model_config else ...
-            differing = differing_fields("model", model, found, usual)
+            if self.use_hf_model_config:  # a field that has its default was not written
+                differing = differing_fields("model", model, found, type(model)())
+            else:
+                differing = differing_fields("model", written_out(model), written_out(found))
             if rows is not None and rows != found_rows:
                 differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
             if differing:
@@ -203,7 +204,7 @@ class LmRunConfig:
                     + "\n  ".join(differing)
                     + f"\nCorrect it, or {'leave it out' if self.use_hf_model_config else fix}."
                 )
-            model, rows = found, found_rows
+            model, rows = written_out(found), found_rows
         if rows is None or check_folder or self.data.tokenizer == "byte":  # which needs no file
             tokens = load_tokenizer(self.data.tokenizer).vocab_size
             rows = tokens if rows is None else rows

@@ -483,6 +483,8 @@ class SparseDecoderConfig(DecoderConfig):
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:
     """Reads the section of a YAML file as Hugging Face's field of the same contents."""
+    if isinstance(raw, RotaryScaling):
+        return raw
     given = "original_max_position_embeddings"
     if not isinstance(raw, dict):
         raise ValueError(f"{'.'.join(path)} needs rope_type and its fields; got {raw!r}.")

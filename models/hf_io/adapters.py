@@ -23,11 +23,6 @@ from stacked_remat.lora import (
     save_peft,
 )
 
-_MISSING = {
-    "embedding": "the embedding is not a linear map, and only these have adapters here",
-    "head": "this model has no head of its own, since its config has tie_word_embeddings",
-}
-
 
 def save_adapters(folder: Path, model: Decoder, *, base_model: str | None = None) -> None:
     """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft`."""
@@ -38,16 +33,9 @@ def load_adapters(model: Decoder, folder: Path) -> Decoder:
     """The model with the adapters in `folder`, in either layout of experts.
 
     Raises:
-        ValueError: they are of the embedding, or of a head that the model lacks; or as `load_peft`.
+        ValueError: as `load_peft`.
     """
-    tensors, known = peft_tensor_names(folder), format_of(model.config)
-    for part, missing in _MISSING.items():
-        module = known.name_of(part).rpartition(".")[2]
-        if any(f".{module}." in name for name in tensors) and (part != "head" or model.head is None):
-            raise ValueError(
-                f"{folder} has adapters of {module}: {missing}. Merge them with PEFT (merge_and_unload), "
-                f"save the whole model and read that."
-            )
+    tensors = peft_tensor_names(folder)
     is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in tensors)
     return load_peft(model, folder, peft_names(model.config, "separate" if is_separate else "fused"))
 

@@ -5,19 +5,15 @@ those that are known to change what a model computes are refused.
 """
 
 import functools
-import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from models.decoder.config import FULL, SLIDING, DecoderConfig, RotaryConfig
-from models.hf_io.quantized import FP8_BLOCK
+from models.decoder.config import FULL, SLIDING, DecoderConfig
 from stacked_remat._messages import printable, shortened, shown
-from stacked_remat.ops import DefaultRotary, rotary_from_hf, rotary_to_hf
+from stacked_remat.ops import DefaultRotary, RotaryScaling, rotary_from_hf, rotary_to_hf
 
 _WITHOUT_EFFECT = frozenset(
     """
@@ -51,11 +47,6 @@ _MUST_BE_ONE = frozenset(
 )
 """Fields that change logits and that no decoder implements, unless its own table has them."""
 
-_KEPT = {"modules_to_not_convert", "dequantize"}
-_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
-_LARGEST = {int: 2**31 - 1, float: float(np.finfo(np.float32).max)}
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "a mapping"}
-
 Found: TypeAlias = dict[str, Any]
 """Values that were read, by the path of the attribute of the config: `attention.window`."""
 
@@ -63,38 +54,24 @@ Found: TypeAlias = dict[str, Any]
 class ConfigFields:
     """The fields of a `config.json`; reading one removes it, so that the unknown ones are left over.
 
-    A field that is absent or null has its default, and without one (`...`) is missing. All methods raise
-    `ValueError` for a field that is missing or has another type or value than expected.
+    A field that is absent or null has its default.
     """
 
-    def __init__(self, document: Mapping[str, Any], config_class: type[DecoderConfig] = DecoderConfig):
-        self._left, self.config_class = dict(document), config_class
+    def __init__(self, document: Mapping[str, Any]):
+        self._left = dict(document)
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
-    def __call__(self, name: str, default: Any = ..., kind: type = object) -> Any:
-        """The field, of a type; numbers are not negative, and whole ones can be floats too."""
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """The field, or its default."""
         value = self._left.pop(name, None)
-        if value is None and default is ...:
-            raise ValueError(f"{name} is missing.")
-        return default if value is None else _checked(name, value, kind)
-
-    def check_quantization(self, quant_methods: Sequence[str]) -> None:
-        """Refuses weights that are quantized in other ways than these; the tensors say which of them are."""
-        given = self("quantization_config", {}, dict)
-        usual = {"quant_method": given.get("quant_method")}
-        usual |= _FP8 if given.get("quant_method") == "fp8" else {}
-        odd = [name for name, value in given.items() if name not in _KEPT and usual.get(name) != value]
-        if given and (odd or given.get("quant_method") not in quant_methods):
-            only = f"quant_method {' or '.join(map(repr, quant_methods))}" if quant_methods else "None"
-            raise ValueError(f"quantization_config is {shown(given)}; only {only} is supported.")
+        return default if value is None else value
 
     def only(self, name: str, supported: Any) -> None:
-        """Refuses a field that has another value than the only one that is supported."""
+        """Raises ValueError for a field that has another value than the only one that is supported."""
         value = self(name, supported)
-        # False == 0, but one is a switch and the other a number.
-        if value != supported or isinstance(value, bool) != isinstance(supported, bool):
+        if value != supported:
             raise ValueError(f"{name} is {shown(value)}; only {supported!r} is supported.")
 
     def check_left(self, model_type: str) -> None:
@@ -111,13 +88,6 @@ class ConfigFields:
                 f"that they do not change what the model computes.",
                 stacklevel=3,
             )
-
-
-@dataclass(frozen=True)
-class SameAs:
-    """The value of another attribute of the config, by its path."""
-
-    path: str
 
 
 @dataclass(frozen=True)
@@ -138,20 +108,18 @@ def attribute(
 
     Args:
         path: of the attribute.
-        default: where the field is absent or null, as in transformers; `...` if it may not be.
+        default: where the field is absent or null, as in transformers, or the path of the attribute whose
+            value it has then; `...` if it may not be.
         aliases: other names that are read.
         written: the path of what is written, where it is another.
     """
 
     def read(name: str, given: ConfigFields, found: Found) -> None:
-        kind = _kind(given.config_class, path)
-        value = given(name, None, kind)
-        for alias in aliases:
-            value = agreed(name, value, alias, given(alias, None, kind))
-        if value is None and default is ...:
+        values = [value for one in (name, *aliases) if (value := given(one)) is not None]
+        if not values and default is ...:
             raise ValueError(f"{name} is missing.")
-        usual = found[default.path] if isinstance(default, SameAs) else default
-        found[path] = usual if value is None else value
+        usual = found[default] if isinstance(default, str) else default
+        found[path] = values[0] if values else usual
 
     parts = (written or path).split(".")
     return Entry(read, lambda name, config: {name: functools.reduce(getattr, parts, config)})
@@ -194,25 +162,22 @@ def rope(
         by_kind: whether `rope_parameters` are written for layers with and without a window.
         local: the path of the theta of layers with a window, where these have one of their own.
     """
-    usual = {"rope_theta": theta, "rope_scaling": scaling}
 
     def read(given: ConfigFields, found: Found) -> None:
-        length = given("max_position_embeddings", longest, int)
-        parameters = given("rope_parameters", None)
-        is_by_kind = isinstance(parameters, Mapping) and "full_attention" in parameters
-        of_kinds = parameters if is_by_kind else {"full_attention": parameters}
-        sections = (of_kinds["full_attention"], given("rope_scaling", None))
-        found["rotary"] = _rotary(sections, given("rope_theta", None), usual, length)
-        if not is_by_kind and local is None:
-            return
-        section = of_kinds.get("sliding_attention")
-        own = {"rope_theta": 10_000.0 if local else found["rotary"].theta, "rope_scaling": {}}
-        theta_of_windows = given("rope_local_base_freq", None)
-        of_windows = _rotary((section,), theta_of_windows, own, length)
-        if of_windows.scaling is not None or (local is None and of_windows.theta != found["rotary"].theta):
-            raise ValueError(f"rope_parameters of sliding_attention are {shown(section)}; not supported.")
+        length = given("max_position_embeddings", longest)
+        parameters = given("rope_parameters", {})
+        of_kinds = parameters if "full_attention" in parameters else {"full_attention": parameters}
+        whole = of_kinds["full_attention"]
+        base = whole.get("rope_theta", given("rope_theta", theta))
+        found["rotary.theta"], found["rotary.max_position_embeddings"] = base, length
+        found["rotary.scaling"] = _scaling(given("rope_scaling") or whole or scaling, length)
+        of_windows = of_kinds.get("sliding_attention", {})
         if local is not None:
-            found[local] = of_windows.theta
+            found[local] = of_windows.get("rope_theta", given("rope_local_base_freq", 10_000.0))
+        elif of_windows.get("rope_theta", base) != base:
+            raise ValueError(f"rope_parameters of sliding_attention are {shown(of_windows)}; not supported.")
+        if _scaling(of_windows, length) is not None:
+            raise ValueError(f"rope_parameters of sliding_attention are {shown(of_windows)}; not supported.")
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         rotary = config.rotary
@@ -263,8 +228,7 @@ def window_of_all(default: int | None) -> Entry:
 
     def read(given: ConfigFields, found: Found) -> None:
         given.only("layer_types", None)
-        window = given("sliding_window", None if "sliding_window" in given else default, int)
-        found["attention.window"] = window
+        found["attention.window"] = given("sliding_window", None if "sliding_window" in given else default)
 
     return computed(read, lambda config: {"sliding_window": config.attention.window})
 
@@ -275,30 +239,20 @@ def windows(
     """The layers with a window: `sliding_window`, whose default is this, and `layer_types`."""
 
     def read(given: ConfigFields, found: Found) -> None:
-        window = given("sliding_window", None if "sliding_window" in given else default, int)
-        window, without = usual(given, window, found["num_layers"])
-        names = [SLIDING if one else FULL for one in without]
-        kinds = given("layer_types", names, list)
-        if strange := [kind for kind in kinds if kind not in (SLIDING, FULL)]:
-            raise ValueError(
-                f"layer_types has {shown(strange[0])}; full_attention and sliding_attention are supported."
-            )
-        if len(kinds) != len(names):
-            raise ValueError(
-                f"layer_types has {len(kinds)} entries for {len(names)} layers; give one for each."
-            )
-        if SLIDING in kinds and window is None:
-            raise ValueError("layer_types has sliding_attention, but there is no sliding_window.")
+        window = given("sliding_window", None if "sliding_window" in given else default)
+        window, windowed = usual(given, window, found["num_layers"])
+        kinds = given("layer_types", [SLIDING if one else FULL for one in windowed])
+        if len(kinds) != len(windowed):  # a shorter list would be repeated
+            raise ValueError(f"layer_types has {len(kinds)} entries for {len(windowed)} layers.")
         found["attention.window"] = window if SLIDING in kinds else None
-        found["attention.layer_types"] = tuple(kinds) if SLIDING in kinds else None
+        found["attention.layer_types"] = None if {*kinds} == {FULL} else kinds
 
     return computed(read, write)
 
 
 def _read_load_balance(given: ConfigFields, found: Found) -> None:
     """`router_aux_loss_coef`; 0 where `output_router_logits` is false, which turns the loss off."""
-    weight = given("router_aux_loss_coef", 0.001, float)
-    is_on = given("output_router_logits", True, bool)
+    weight, is_on = given("router_aux_loss_coef", 0.001), given("output_router_logits", True)
     found["experts.load_balance_weight"] = weight if is_on else 0.0
 
 
@@ -312,7 +266,7 @@ DECODER_FIELDS: FieldTable = {
     "intermediate_size": attribute("mlp_dim", written="Mlp.size"),
     "num_hidden_layers": attribute("num_layers"),
     "num_attention_heads": attribute("num_heads"),
-    "num_key_value_heads": attribute("num_kv_heads", SameAs("num_heads")),
+    "num_key_value_heads": attribute("num_kv_heads", "num_heads"),
     "head_dim": attribute("attention.head_dim", None, written="HeadDim.size"),
     "hidden_act": only("silu", written=True),
     "attention_bias": attribute("attention.bias", False),
@@ -325,50 +279,11 @@ DECODER_FIELDS: FieldTable = {
 """The fields that most architectures have."""
 
 
-def _kind(config_class: type, path: str) -> type:
-    """The type of an attribute, None left out."""
-    hint: Any = functools.reduce(
-        lambda one, part: typing.get_type_hints(one)[part], path.split("."), config_class
-    )
-    return next((one for one in typing.get_args(hint) if one is not type(None)), hint)
-
-
-def _rotary(sections: Sequence[Any], theta: Any, usual: Mapping[str, Any], longest: int) -> RotaryConfig:
-    """The rotary embedding of one kind of layers from `rope_parameters` and `rope_scaling`."""
-    given = [section for section in sections if section is not None]
-    used = {} if given else dict(usual["rope_scaling"])
-    for section in given:
-        if not isinstance(section, Mapping):
-            raise ValueError(f"rope_scaling is {shown(section)}; a mapping with rope_type is expected.")
-        older = {"rope_type": section["type"]} if "type" in section else {}
-        used |= older | {name: value for name, value in section.items() if name != "type"}
-    theta = agreed("rope_theta", theta, "rope_parameters.rope_theta", used.pop("rope_theta", None))
-    theta = _checked("rope_theta", usual["rope_theta"] if theta is None else theta, float)
+def _scaling(section: Mapping[str, Any], longest: int) -> RotaryScaling | None:
+    """The scaling of `rope_parameters` or `rope_scaling`."""
+    fields = {name: value for name, value in section.items() if name != "rope_theta"}
     try:
-        scaling = rotary_from_hf(used, max_position_embeddings=longest)
-    except (TypeError, ArithmeticError, ValueError) as error:
-        raise ValueError(f"rope_scaling is {shown(used)}: {printable(str(error))}") from error
-    return RotaryConfig(theta, None if isinstance(scaling, DefaultRotary) else scaling, longest)
-
-
-def agreed(name: str, value: Any, alias: str, other: Any) -> Any:
-    """The value of a field that has two names; None where neither is given.
-
-    Raises:
-        ValueError: both are given and differ.
-    """
-    if value is not None and other is not None and value != other:
-        raise ValueError(
-            f"{name} is {shown(value)} and {alias} is {shown(other)}, and these are two names of one field. "
-            f"Correct the one that is wrong, or leave it out."
-        )
-    return other if value is None else value
-
-
-def _checked(name: str, value: Any, kind: type) -> Any:
-    """The value, if it is of the type and not too large."""
-    types = (int, float) if kind is float else (kind,)
-    fits = kind is object or type(value) in types
-    if not fits or (kind in _LARGEST and not 0 <= value <= _LARGEST[kind]):
-        raise ValueError(f"{name} is {shown(value)}; {_KINDS[kind]} is expected.")
-    return float(value) if kind is float else value
+        scaling = rotary_from_hf(fields, max_position_embeddings=longest)
+    except ValueError as error:
+        raise ValueError(f"rope_scaling is {shown(fields)}: {printable(str(error))}") from error
+    return None if isinstance(scaling, DefaultRotary) else scaling

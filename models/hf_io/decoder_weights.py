@@ -8,7 +8,6 @@ axes for them, where its tensor has a single one.
 import itertools
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import equinox as eqx
 import haliax.nn as hnn
 import jax
-import numpy as np
 from haliax import Axis, NamedArray
 from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -63,16 +61,10 @@ def read_decoder(
 
     Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """
-    folder = _without_further_layers(SafetensorsFolder.open(root), config)
-    _check_separate_experts(folder, config)
+    folder = _without_unused(SafetensorsFolder.open(root), config)
     shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
     maps = tensor_maps(shapes)
-    embedding = maps[".embedding.weight"]
-    head = replace(embedding, name=f"{format_of(config).name_of('head')}.weight")
-    copied = config.tie_word_embeddings and head.name in folder.shapes
-    check_tensors([*maps.values(), *([head] if copied else [])], folder)
-    if copied:
-        _check_equal(folder, head.name, embedding.name)
+    check_tensors([*maps.values()], folder)
     default = SingleDeviceSharding(jax.devices()[0])
 
     def read(path: Any, shape: NamedArray) -> NamedArray:
@@ -174,19 +166,21 @@ def _sharing_tensors(maps: dict[str, TensorMap], interleaved: Sequence[str]) -> 
     return found
 
 
-def _without_further_layers(folder: SafetensorsFolder, config: DecoderConfig) -> SafetensorsFolder:
-    """The folder without the tensors of layers that predict further tokens, with a warning if it has some."""
+def _without_unused(folder: SafetensorsFolder, config: DecoderConfig) -> SafetensorsFolder:
+    """The folder without tensors that transformers does not use either.
+
+    These are rotary tables, the head where it is the embedding, and layers that predict further tokens.
+    """
     known = format_of(config)
     layer = re.compile(rf"{re.escape(known.name_of('layers'))}\.(\d+)\.")
-    numbers = {name: int(found[1]) for name in folder.shapes if (found := layer.match(name))}
-    further = {name for name, number in numbers.items() if number >= config.num_layers}
-    if not further or not known.further_layers:
-        return folder
-    warnings.warn(
-        f"{folder.root}: {len(further)} tensors of layers that predict further tokens are not read.",
-        stacklevel=3,
-    )
-    shapes = {name: shape for name, shape in folder.shapes.items() if name not in further}
+
+    def is_used(name: str) -> bool:
+        number = layer.match(name)
+        is_further = known.further_layers and number is not None and int(number[1]) >= config.num_layers
+        is_tied = config.tie_word_embeddings and name == f"{known.name_of('head')}.weight"
+        return not (is_further or is_tied or name.endswith(".rotary_emb.inv_freq"))
+
+    shapes = {name: shape for name, shape in folder.shapes.items() if is_used(name)}
     return replace(folder, shapes=shapes)
 
 
@@ -207,22 +201,3 @@ def _tensor_shape(module: Any, kind: str, layer_shape: tuple[int, ...]) -> tuple
         return (math.prod(layer_shape),)
     rows = len(ensure_tuple(module.Out)) if isinstance(module, hnn.Linear) else 1
     return math.prod(layer_shape[:rows]), math.prod(layer_shape[rows:])
-
-
-def _check_separate_experts(folder: SafetensorsFolder, config: DecoderConfig) -> None:
-    if format_of(config).fused:
-        return
-    if fused := [name for name in folder.shapes if re.search(r"\.experts\.[a-z]", name)]:
-        raise WeightsError(
-            f"{folder.root} has the experts of a layer in one tensor, {fused[0]}. Load it with transformers "
-            f"and save it again, save_pretrained(..., save_original_format=True), with a tensor an expert."
-        )
-
-
-def _check_equal(folder: SafetensorsFolder, head: str, embedding: str) -> None:
-    """For tied embeddings, which some checkpoints hold twice."""
-    if not np.array_equal(folder.read(head), folder.read(embedding)):
-        raise WeightsError(
-            f"{folder.root} has tie_word_embeddings, but its {head} is not its {embedding}. Set "
-            f"tie_word_embeddings to false in its config.json to train them apart, or leave {head} out."
-        )

@@ -1,7 +1,6 @@
 """The registry of architectures in Hugging Face's formats; the file of each registers it."""
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,9 @@ from models.hf_io.config_fields import ConfigFields, FieldTable, Found, layer_ty
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat._messages import shortened, shown
+from stacked_remat.training.config_decode import decode_config
+from stacked_remat.training.config_tree import Key
+from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
 TensorTable: TypeAlias = dict[str, str | ExpertsTensor]
@@ -68,7 +70,6 @@ class HfFormat:
 
 
 _FORMATS: dict[str, HfFormat] = {}
-_NONE = "no architecture is registered: import models.architectures"
 
 
 def register_format(known: HfFormat) -> None:
@@ -86,8 +87,7 @@ def format_of(config: DecoderConfig) -> HfFormat:
     for one in _FORMATS.values():
         if one.config_class is type(config):
             return one
-    which = f"No Hugging Face format is registered for {type(config).__name__}" if _FORMATS else _NONE
-    raise WeightsError(f"{which}.")
+    raise WeightsError(f"No Hugging Face format is registered for {type(config).__name__}.")
 
 
 def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
@@ -103,7 +103,7 @@ def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
     document = read_json(path)
     try:
         return config_from_hf(document)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:  # a field may be of any type
         raise WeightsError(f"{path} can't be used: {error}") from error
 
 
@@ -115,20 +115,28 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     Raises:
         ValueError: an unknown `model_type`; a field that is missing or has an unsupported value.
     """
-    given = ConfigFields(document)
-    model_type = given("model_type", None)
-    if not isinstance(model_type, str) or model_type not in _FORMATS:
-        readable = f"{', '.join(sorted(_FORMATS))} are read" if _FORMATS else _NONE
-        raise ValueError(f"model_type is {shown(model_type)}; {readable}.")
+    given, found = ConfigFields(document), Found()
+    model_type = given("model_type")
+    if model_type not in _FORMATS:
+        raise ValueError(f"model_type is {shown(model_type)}; {', '.join(sorted(_FORMATS))} are read.")
     known = _FORMATS[model_type]
-    given.config_class = known.config_class
-    given.check_quantization(known.quant_methods)
-    vocab_size, found = given("vocab_size", kind=int), Found()
+    method = given("quantization_config", {}).get("quant_method", "none")
+    if method not in ("none", *known.quant_methods):  # the tensors say which of them are quantized
+        supported = " or ".join(map(repr, known.quant_methods)) or "None"
+        raise ValueError(f"quant_method is {shown(method)}; only {supported} is supported.")
+    vocab_size = int(given("vocab_size"))
     for name, entry in known.fields.items():
         entry.read(name, given, found)
-    config = _assembled(known.config_class, found)
     given.check_left(model_type)
-    return config, vocab_size
+    tree: dict[Key, Any] = {}
+    for path, value in found.items():
+        section, _, own = path.rpartition(".")
+        keys = tree.setdefault(Key.of(section, "in config.json"), {}) if section else tree
+        keys[Key.of(own, "in config.json")] = value
+    try:
+        return decode_config(known.config_class, tree), vocab_size
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[str, Any]:
@@ -147,7 +155,7 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
     for name, entry in known.fields.items():
         document |= entry.write(name, config)
     again, _ = config_from_hf(document)
-    if differing := differing_fields("model", _plain(config), _plain(again)):
+    if differing := differing_fields("model", written_out(config), written_out(again)):
         raise WeightsError(
             f"Hugging Face's {known.model_type} can't have this decoder; its config.json has no such "
             f"{shortened([line.partition(':')[0] for line in differing])}."
@@ -172,7 +180,7 @@ def differing_fields(path: str, config: object, found: object, usual: object = .
     return lines
 
 
-def _plain(config: DecoderConfig) -> DecoderConfig:
+def written_out(config: DecoderConfig) -> DecoderConfig:
     """The config with sizes and windows written out, so that equal decoders have equal configs."""
     types = layer_types(config)["layer_types"]
     attention = dataclasses.replace(
@@ -183,16 +191,6 @@ def _plain(config: DecoderConfig) -> DecoderConfig:
     )
     has_mlp = any(not spec.sparse for spec in config.kinds)
     return dataclasses.replace(config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None)
-
-
-def _assembled(config_class: type, found: Found) -> Any:
-    """The dataclass with these values, by their paths."""
-    own, sections = {}, {}
-    for path, value in found.items():
-        section, _, rest = path.rpartition(".")
-        (sections.setdefault(section, {}) if section else own)[rest] = value
-    hints = typing.get_type_hints(config_class)
-    return config_class(**own, **{name: hints[name](**values) for name, values in sections.items()})
 
 
 def pretrained_config(config: DecoderConfig, root: Path) -> tuple[DecoderConfig, int]:
@@ -209,12 +207,6 @@ def pretrained_config(config: DecoderConfig, root: Path) -> tuple[DecoderConfig,
     if config.rotary.scaling is not None:  # a longer context than the folder was made for
         rotary = dataclasses.replace(config.rotary, theta=found.rotary.theta)
         found = dataclasses.replace(found, rotary=rotary)
-    # A size that either leaves to its default equals the same size written out.
-    wide, given = found.HeadDim.size, config.attention.head_dim
-    if given == wide or (given is None and wide * found.num_heads == found.hidden_dim):
-        found = dataclasses.replace(found, attention=dataclasses.replace(found.attention, head_dim=given))
-    if config.mlp_dim is None and found.Mlp == dataclasses.replace(found, mlp_dim=None).Mlp:
-        found = dataclasses.replace(found, mlp_dim=None)
     return found, vocab_size
 
 
@@ -236,17 +228,14 @@ def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
     As in transformers, `eos_token_id` is read from `generation_config.json`, else from `config.json`.
 
     Raises:
-        WeightsError: a file can't be read, or names something other than tokens of the model.
+        WeightsError: a file can't be read, or names no tokens of the model.
     """
     for path in (root / GENERATION_CONFIG, root / "config.json"):
         ends = read_json(path).get("eos_token_id") if path.is_file() else None
         if ends is None:
             continue
         tokens = ends if isinstance(ends, list) else [ends]
-        if not all(type(token) is int and 0 <= token < num_tokens for token in tokens):
-            raise WeightsError(
-                f"{path}: eos_token_id is {shown(ends)}; a token of the model, from 0 to {num_tokens - 1}, "
-                f"or a list of such is expected. Correct it, or leave it out."
-            )
+        if not {*tokens} <= {*range(num_tokens)}:
+            raise WeightsError(f"{path}: eos_token_id is {shown(ends)}; the model has {num_tokens} tokens.")
         return tuple(tokens)
     return ()

@@ -5,7 +5,6 @@ Opening a folder reads the headers; tensors are read one at a time. Files are no
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from safetensors.numpy import save_file
 from models.hf_io import quantized
 from models.hf_io.quantized import BLOCKS, FP8, FP8_SCALES, SCALES
 from stacked_remat._files import opened_safetensors, read_json_fields, replaced_whole, written_safetensors
-from stacked_remat._messages import printable, shortened, shown
+from stacked_remat._messages import shortened
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -55,14 +54,12 @@ class SafetensorsFolder:
 
     Attributes:
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
-        absent: tensors that are in the index but not in the file that it names, with that file.
     """
 
     root: Path
     stored: Mapping[str, "StoredTensor"]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
-    absent: Mapping[str, Path]
 
     @staticmethod
     def open(root: Path) -> "SafetensorsFolder":
@@ -70,39 +67,23 @@ class SafetensorsFolder:
 
         Raises:
             FileNotFoundError: there are no weights, or files that the index names are missing.
-            WeightsError: a file is truncated or not a safetensors file, or a tensor is in two files and no
-                index assigns it to one.
+            WeightsError: a file is truncated or not a safetensors file.
         """
-        promised = _promised(root)
-        paths = sorted({*promised.values()}) or [root / SINGLE]
-        if missing := [str(path.relative_to(root)) for path in paths if not path.is_file()]:
+        files, named = weight_files(root), _weight_map(root)
+        if missing := [file for file in files if not (root / file).is_file()]:
             raise FileNotFoundError(
-                f"{root} lacks {shortened(missing)}, which its {INDEX} names. The download may be "
-                f"incomplete; fetch the folder again."
-                if promised
-                else f"There is neither {SINGLE} nor {INDEX} in {root}. Weights are read in the safetensors "
-                f"format only."
+                f"{root} lacks {shortened(missing)}. Weights are read in the safetensors format only; if the "
+                f"folder was downloaded, fetch it again."
             )
-        stored: dict[str, StoredTensor] = {}
-        for path in paths:
-            for name, tensor in _tensors(path).items():
-                if promised.get(name, path) != path:
-                    continue  # the index names another file for it
-                if name in stored:
-                    raise WeightsError(
-                        f"{stored[name].path} and {path} both have {printable(name)}, and {INDEX} doesn't "
-                        f"say which is meant. Name it there, or fetch the folder again."
-                    )
-                stored[name] = tensor
-        absent = {name: promised[name] for name in sorted(promised.keys() - stored.keys())}
+        stored = {
+            name: tensor
+            for file in files
+            for name, tensor in _tensors(root / file).items()
+            if named.get(name, file) == file  # else the index names another file for it
+        }
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         for name, shape in quantized.mxfp4_shapes(shapes, dtypes).items():
-            if name in stored:
-                raise WeightsError(
-                    f"{stored[name].path} has {printable(name)}, and {stored[name + BLOCKS].path} has it in "
-                    f"MXFP4. Remove one of them, or fetch the folder again."
-                )
             for part in (name + BLOCKS, name + SCALES):
                 del shapes[part], dtypes[part]
             shapes[name], dtypes[name] = shape, "BF16"
@@ -110,7 +91,7 @@ class SafetensorsFolder:
             if shapes.get(name + FP8_SCALES) == quantized.fp8_scales_shape(shapes[name]):
                 del shapes[name + FP8_SCALES], dtypes[name + FP8_SCALES]
                 dtypes[name] = "BF16"
-        return SafetensorsFolder(root, stored, shapes, dtypes, absent)
+        return SafetensorsFolder(root, stored, shapes, dtypes)
 
     def read(
         self, name: str, at: tuple[int, ...] = (), rows: slice | None = None
@@ -141,22 +122,14 @@ class StoredTensor:
 
     def read(self, at: tuple[int, ...] = (), rows: slice | None = None) -> Shaped[np.ndarray, "..."]:
         """As `SafetensorsFolder.read`."""
-        dtype, shape = _DTYPES.get(self.dtype), self.shape[len(at) :]
-        if dtype is None:
-            raise WeightsError(f"{self.path} has a tensor of dtype {self.dtype}, which is not read here.")
-        first = int(np.ravel_multi_index(at, self.shape[: len(at)])) if at else 0
-        offset = self.offset + first * math.prod(shape) * dtype.itemsize
-        if rows is not None:
-            offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
-            shape = (rows.stop - rows.start, *shape[1:])
-        size = math.prod(shape) * dtype.itemsize
         try:
-            found = np.fromfile(self.path, np.uint8, size, offset=offset)
-        except OSError as error:
-            raise WeightsError(f"{self.path} can't be read: {error.strerror or error}.") from error
-        if found.size < size:
-            raise WeightsError(f"{self.path} has become shorter. Fetch or save it again.")
-        return found.view(dtype).reshape(shape)
+            dtype = _DTYPES[self.dtype]
+            if 0 in self.shape:
+                return np.zeros(self.shape, dtype)
+            whole = np.memmap(self.path, dtype, "r", self.offset, self.shape)
+            return np.array(whole[at] if rows is None else whole[at][rows])
+        except (OSError, ValueError, KeyError) as error:
+            raise WeightsError(f"{self.path} can't be read ({error}). Fetch or save it again.") from error
 
 
 _DTYPES = {f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
@@ -242,23 +215,9 @@ def weight_files(root: Path) -> list[str]:
     Raises:
         WeightsError: the index can't be read.
     """
-    return sorted({path.relative_to(root).as_posix() for path in _promised(root).values()}) or [SINGLE]
+    return sorted({*_weight_map(root).values()}) or [SINGLE]
 
 
-def _promised(root: Path) -> dict[str, Path]:
-    """The file of every tensor by the index, below the folder; empty without an index."""
-    if not (root / INDEX).is_file():
-        return {}
-    weight_map = read_json(root / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(
-            f"{root / INDEX} is not an index of safetensors files: weight_map is {shown(weight_map)}, and a "
-            f"mapping from tensors to files is expected. Fetch it again."
-        )
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise WeightsError(
-                f"{root / INDEX} names {shown(file)} as the file of {shown(name)}; a path below the folder, "
-                f"without `..`, is expected. Fetch the folder again from where you trust it."
-            )
-    return {name: root / file for name, file in weight_map.items()}
+def _weight_map(root: Path) -> dict[str, str]:
+    """The file of every tensor by the index; empty without an index."""
+    return read_json(root / INDEX).get("weight_map", {}) if (root / INDEX).is_file() else {}

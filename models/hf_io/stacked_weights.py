@@ -19,7 +19,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, DTypeLike, Shaped
 
 from models.hf_io.safetensors_folder import Pending, SafetensorsFolder, WeightsError
-from stacked_remat._messages import entry_problems, float_problems, printable, shortened
+from stacked_remat._messages import entry_problems, float_problems, shortened
 
 Tensor: TypeAlias = Shaped[np.ndarray, "..."]
 
@@ -111,16 +111,11 @@ def check_tensors(maps: Sequence[TensorMap], folder: SafetensorsFolder) -> None:
     """Refuses a checkpoint that does not have exactly the tensors of a model.
 
     Raises:
-        WeightsError: counts and names the tensors that are missing, unknown, of another shape, in the index
-            and in no file, or not of a floating dtype, such as those that are quantized.
+        WeightsError: counts and names the tensors that are missing, unknown, of another shape, or not of a
+            floating dtype, such as those that are quantized.
     """
-    shapes = {name: list(one.tensor_shape) for one in maps for name in one.names}
-    expected = {name: shape for name, shape in shapes.items() if name not in folder.absent}
+    expected = {name: list(one.tensor_shape) for one in maps for name in one.names}
     problems = entry_problems(expected, {name: list(shape) for name, shape in folder.shapes.items()})
-    problems += [
-        f"incomplete: {printable(name)}, which the index places in {file.name}; fetch the folder again"
-        for name, file in folder.absent.items()
-    ]
     problems += float_problems({name: folder.dtypes[name] for name in expected if name in folder.shapes})
     if problems:
         raise WeightsError(

@@ -12,7 +12,7 @@ import pytest
 
 from models.decoder.config import DecoderConfig
 from models.deepseek_v3 import DeepseekV3Config
-from models.hf_io.formats import config_to_hf
+from models.hf_io.formats import config_to_hf, written_out
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
@@ -93,14 +93,15 @@ def test_a_model_of_its_kind_can_be_trained_from_random_and_from_published_weigh
     published = config_to_hf(config.model, 260, dtype="bfloat16") | {"output_router_logits": False}
     (tmp_path / "config.json").write_text(json.dumps(published))
     started = dataclasses.replace(config, initialize_from_hf=str(tmp_path))
-    assert started.resolved() == dataclasses.replace(alone, initialize_from_hf=str(tmp_path))
+    own = {"model": written_out(alone.model), "initialize_from_hf": str(tmp_path)}
+    assert started.resolved() == dataclasses.replace(alone, **own)
     # The same where only what the folder doesn't decide is written.
     own = type(config.model)(tiles=config.model.tiles, compute_dtype=config.model.compute_dtype)
     taken = dataclasses.replace(started, model=own, use_hf_model_config=True).resolved().model
     assert isinstance(taken, DecoderConfig)
     assert taken.sparse is None or taken.sparse.load_balance_weight in (0, None)  # the folder turns it off
     sparse = {} if taken.sparse is None else {"experts": alone.model.sparse}
-    assert dataclasses.replace(taken, **sparse) == alone.model
+    assert dataclasses.replace(taken, **sparse) == written_out(alone.model)
 
     partitioning = Partitioning.of(alone.trainer.mesh, jax.devices()[:1])
     step = TrainStep.of(

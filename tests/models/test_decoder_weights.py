@@ -97,7 +97,7 @@ def test_arrays_are_made_with_their_sharding(decoder, folder):
     assert_equal(read_decoder(folder.parent / "spread", CONFIG, Vocab), decoder)
 
 
-def test_one_tensor_at_a_time_is_on_the_host(folder, monkeypatch):
+def test_tensors_do_not_accumulate_on_the_host(folder, monkeypatch):
     alive = 0
     original = SafetensorsFolder.read
 
@@ -107,7 +107,7 @@ def test_one_tensor_at_a_time_is_on_the_host(folder, monkeypatch):
 
     def read(self, name, at=(), rows=None):
         nonlocal alive
-        assert alive == 0
+        assert alive <= 1  # JAX lets go of an array with its next call
         tensor = original(self, name, at, rows)
         alive += 1
         weakref.finalize(tensor, gone)
@@ -144,33 +144,15 @@ def test_missing_tensors_are_named(folder):
         read_decoder(folder, deeper, Vocab)
 
 
-def test_experts_in_one_tensor_are_refused_in_one_line(decoder, tmp_path):
-    write_decoder(tmp_path / "weights", decoder)
-    path = tmp_path / "weights" / SINGLE
-    fused = "model.layers.1.mlp.experts.gate_up_proj"
-    save_file({**load_file(path), fused: np.zeros((3, 8, 10), np.float32)}, path)
-    with pytest.raises(WeightsError, match=f"in one tensor, {fused}. .*save_original_format=True"):
-        read_decoder(tmp_path / "weights", CONFIG, Vocab)
-
-
-def test_a_head_that_repeats_a_tied_embedding_is_accepted(decoder, tmp_path, monkeypatch):
+def test_tensors_that_transformers_does_not_use_are_left_out(decoder, tmp_path):
     tied = dataclasses.replace(
         decoder, head=None, config=dataclasses.replace(CONFIG, tie_word_embeddings=True)
     )
     write_decoder(tmp_path / "weights", tied)
     path = tmp_path / "weights" / SINGLE
-    tensors = load_file(path)
-    embedding = tensors["model.embed_tokens.weight"]
-    save_file({**tensors, "lm_head.weight": embedding.copy()}, path)
+    unused = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    save_file({**load_file(path), **dict.fromkeys(unused, np.zeros(9, np.float32))}, path)
     assert_equal(read_decoder(tmp_path / "weights", tied.config, Vocab), tied)
-    save_file({**tensors, "lm_head.weight": embedding + 1}, path)
-    with pytest.raises(WeightsError, match="its lm_head.weight is not its model.embed_tokens.weight"):
-        read_decoder(tmp_path / "weights", tied.config, Vocab)
-    save_file({**tensors, "lm_head.weight": embedding[:-1].copy()}, path)
-    with monkeypatch.context() as unread:
-        unread.setattr(SafetensorsFolder, "read", None)
-        with pytest.raises(WeightsError, match=r"mismatched: lm_head.weight is \[9, 8\], expected \[10, 8\]"):
-            read_decoder(tmp_path / "weights", tied.config, Vocab)
 
 
 def test_quantized_tensors_are_named_and_not_cast(decoder, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from models.decoder.decoder import Decoder
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import read_hf_config
-from models.hf_io.safetensors_folder import SINGLE, WeightsError
+from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, run_optimizer
@@ -66,17 +66,16 @@ def change(folder, **fields):
 def test_files_in_8_bits_are_read(folder):
     config, rows = read_hf_config(folder / "published")
     assert rows == 10 and config.num_layers == 2
-    with pytest.warns(UserWarning, match="1 tensors of layers that predict further tokens are not read"):
-        found = read_decoder(folder / "published", config, Vocab)
+    found = read_decoder(folder / "published", config, Vocab)
     expected = read_decoder(folder / "plain", config, Vocab)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_other_blocks_are_refused(folder):
-    change(folder / "published", quantization_config=FP8 | {"weight_block_size": [64, 64]})
-    with pytest.raises(WeightsError, match="quantization_config is .*only quant_method 'fp8' is supported"):
-        read_hf_config(folder / "published")
+def test_scales_of_other_blocks_are_not_taken_for_these(tmp_path):
+    tensors = {"w": np.zeros((3, 3), float8_e4m3fn), "w_scale_inv": np.ones((2, 2), np.float32)}
+    save_file(tensors, tmp_path / SINGLE)
+    assert SafetensorsFolder.open(tmp_path).dtypes == {"w": "F8_E4M3", "w_scale_inv": "F32"}
 
 
 def test_widths_of_heads_do_not_depend_on_that_of_the_stream():

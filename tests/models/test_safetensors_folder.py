@@ -72,10 +72,10 @@ def test_a_header_is_read_once_and_entries_of_any_dtype_alone(tmp_path, monkeypa
     assert set(opened.values()) == {1}
     path = folder.stored["float64"].path
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(WeightsError, match="has become shorter"):
+    with pytest.raises(WeightsError, match="can't be read .*Fetch or save it again"):
         folder.read("float64")
     path.unlink()
-    with pytest.raises(WeightsError, match=f"{path.name} can't be read: No such file"):
+    with pytest.raises(WeightsError, match=f"{path.name} can't be read .*No such file"):
         folder.read("float64")
 
 
@@ -96,21 +96,11 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"neither {SINGLE} nor {INDEX} in"):
+    with pytest.raises(FileNotFoundError, match=f"lacks {SINGLE}. Weights are read in the"):
         SafetensorsFolder.open(tmp_path)
     write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=1)
     (tmp_path / "x" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="lacks model-00002-of-00003.safetensors, which its"):
-        SafetensorsFolder.open(tmp_path / "x")
-
-
-def test_an_index_that_promises_too_much_is_told(tmp_path):
-    write_safetensors(tmp_path / "x", pending(**ARRAYS), documents={}, max_file_bytes=50)
-    path = tmp_path / "x" / INDEX
-    path.write_text(path.read_text().replace('"c"', '"d"'))
-    assert list(SafetensorsFolder.open(tmp_path / "x").absent) == ["d"]
-    path.write_text("[]")
-    with pytest.raises(WeightsError, match=f"{INDEX} holds a list; a JSON object was"):
+    with pytest.raises(FileNotFoundError, match="lacks model-00002-of-00003.safetensors"):
         SafetensorsFolder.open(tmp_path / "x")
 
 
@@ -120,27 +110,6 @@ def test_the_index_says_which_of_two_tensors_of_a_name_is_meant(tmp_path):
     index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
     np.testing.assert_array_equal(SafetensorsFolder.open(tmp_path).read("w"), np.ones(2))
-
-
-def test_a_tensor_in_two_files_that_the_index_does_not_name_is_refused(tmp_path):
-    save_file({"w": np.ones(2), "x": np.ones(1)}, tmp_path / "a.safetensors")
-    save_file({"w": np.zeros(2), "v": np.zeros(2)}, tmp_path / "b.safetensors")
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors", "v": "b.safetensors"}}))
-    with pytest.raises(WeightsError, match=r"a.safetensors and .*b.safetensors both have w"):
-        SafetensorsFolder.open(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["/w.safetensors", "../w.safetensors", "a/../../w.safetensors", 5, None],
-)
-def test_an_index_names_files_below_its_folder_and_no_others(tmp_path, file):
-    (tmp_path / "x").mkdir()
-    save_file({"w": np.ones(2)}, tmp_path / "w.safetensors")
-    file = str(tmp_path / "w.safetensors") if file == "/w.safetensors" else file
-    (tmp_path / "x" / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(WeightsError, match=f"{INDEX} names .* as the file of 'w'; a path below the folder"):
-        SafetensorsFolder.open(tmp_path / "x")
 
 
 def test_a_full_disk_is_an_error_of_the_system_that_names_the_folder(tmp_path):
@@ -154,21 +123,6 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_folder(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "x"))
         assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}", "is not an index of safetensors files: weight_map is None"),
-        ('{"weight_map": ["a"]}', r"weight_map is \['a'\]"),
-        ('{"weight_map": {}}', "weight_map is {}"),
-    ],
-    ids=lambda content: content[:20],
-)
-def test_damaged_indexes_are_named(tmp_path, content, message):
-    (tmp_path / INDEX).write_text(content)
-    with pytest.raises(WeightsError, match=f"{INDEX} .*{message}"):
-        SafetensorsFolder.open(tmp_path)
 
 
 def damaged(whole: bytes):

@@ -47,22 +47,10 @@ USER_ERRORS: tuple[type[Exception], ...] = (
 )
 """Errors that a user or an administrator can fix; any other is a bug, and shows its traceback."""
 
-_PERMISSION = "Change its owner or its mode, or name another path."
 _FIXES = {
-    errno.EACCES: _PERMISSION,
-    errno.EPERM: _PERMISSION,
-    errno.EROFS: "Name a path on a file system that can be written to.",
+    errno.EACCES: "Change its owner or its mode, or name another path.",
     errno.ENOSPC: "Free some space, or name a folder on another disk; the same command then resumes.",
-    errno.EDQUOT: "Free some of your quota, or name a folder on another disk; the same command then resumes.",
-    errno.EFBIG: "Raise the limit on the size of files (ulimit -f).",
-    errno.ENAMETOOLONG: "Use a shorter name.",
-    errno.EISDIR: "Name a file there, not a folder.",
-    errno.ENOTDIR: "A part of this path is a file, and a folder is expected: name another path.",
-    errno.EEXIST: "Something else is there: name another path, or move it away.",
-    errno.ENOENT: "Check the path.",
-    errno.ELOOP: "Repair the symbolic links of this path.",
     errno.EMFILE: "Raise the limit on open files (ulimit -n).",
-    errno.EIO: "Check the disk, or the connection to it.",
 }
 _DEBUG = "--debug"
 # Control characters, which a terminal acts on, and marks of direction, which reorder the text around them.
@@ -86,9 +74,6 @@ def run_command(
         interrupted: exit status after a signal, and a text to add to the message; 128 plus the signal's
             number, and no text, if not given.
     """
-    if not gc.isenabled():  # see models/starting.py
-        gc.freeze()
-        gc.enable()
     debug = _DEBUG in arguments
     arguments = [argument for argument in arguments if argument != _DEBUG]
     if not debug:

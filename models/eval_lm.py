@@ -1,16 +1,18 @@
 """Evaluates a model with EleutherAI's lm-eval.
 
     python -m models.eval_lm --run_dir runs/mine --tasks hellaswag,arc_easy --num_fewshot 5
-    python -m models.eval_lm --model Qwen/Qwen3-0.6B --tasks gsm8k --apply_chat_template --out scores.json
+    python -m models.eval_lm --model Qwen/Qwen3-0.6B --tasks gsm8k --apply_chat_template --output_path scores
 
-Texts are scored and continued in batches, with a cache, and divided over devices with `--mesh`. Scores are
-those of lm-eval's own `hf` model, up to rounding.
+Other options are those of lm-eval's own command (`lm-eval run --help`). Texts are scored and continued in
+batches, with a cache, and divided over devices with `--mesh`. Scores are those of its own `hf` model, up to
+rounding.
 """
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -18,12 +20,11 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 from haliax import Axis, NamedArray
 from jaxtyping import Array
 from rich.console import Console
 
-from models.command import local_path, run_command, shown_on
+from models.command import run_command, shown_on
 from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
@@ -102,11 +103,6 @@ class ModelToEvaluate:
         if add_generation_prompt:
             return text
         last = str(chat_history[-1]["content"]).strip()
-        if last not in text:
-            raise ConfigError(
-                "The chat template changes the text of the last message, which the model is to continue. "
-                "Leave out --apply_chat_template."
-            )
         return text[: text.rindex(last) + len(last)]
 
     def _loglikelihood_tokens(
@@ -207,6 +203,7 @@ def _scores(model: Decoder, tokens: Any, targets: Any) -> tuple[Array, Array]:
     return likelihoods.T, greedy.T
 
 
+@functools.cache
 def lm_class() -> Any:
     """`ModelToEvaluate` as a class of lm-eval.
 
@@ -223,73 +220,37 @@ def lm_class() -> Any:
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
     show = shown_on(lasting_console() if console is None else console)
-    return run_command(lambda arguments, _: _evaluate(arguments, show), arguments, show)
+    return run_command(lambda arguments, _: _evaluate(arguments), arguments, show)
 
 
-def _evaluate(arguments: Sequence[str], show: Callable[[str], None]) -> int:
-    options = _parser().parse_args(arguments)
-    for name in ("batch_size", "limit", "max_length"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}.")
-    if options.out is not None and not options.out.parent.is_dir():
-        raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}. Make it first.")
-    make = lm_class()
-    import lm_eval  # pyright: ignore[reportMissingImports]
-    import lm_eval.tasks  # pyright: ignore[reportMissingImports]
-    import lm_eval.utils  # pyright: ignore[reportMissingImports]
-
-    tasks, known = options.tasks.split(","), lm_eval.tasks.TaskManager(include_path=options.include_path)
-    if unknown := [task for task in tasks if not known.match_tasks([task])]:
-        raise ConfigError(f"--tasks: lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them.")
-    found, partitioning = model_of_arguments(options), None
-    if options.mesh is not None:
-        partitioning = Partitioning.of(parse_config(MeshConfig, _entries(options.mesh)))
-    else:
-        found.rows_that_fit(1)
-    sizes = {"batch_size": options.batch_size, "max_length": options.max_length}
-    results = lm_eval.simple_evaluate(
-        make(found, found.load(partitioning), partitioning=partitioning, **sizes),
-        tasks=tasks,
-        task_manager=known,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        apply_chat_template=options.apply_chat_template,
-        log_samples=False,
-    )
-    show(lm_eval.utils.make_table(results))
-    if options.out is not None:
-        options.out.write_text(json.dumps(results["results"], indent=1, default=str) + "\n", encoding="utf-8")
-        show(f"wrote {options.out}")
-    return 0
-
-
-def _entries(text: str) -> list[str]:
-    """The entries of a YAML mapping as arguments."""
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"--mesh {text!r} is no mapping: write '{{axes: {{data: 8}}}}'.")
-    return [f"--{key}={yaml.safe_dump(value)}" for key, value in found.items()]
-
-
-def _parser() -> argparse.ArgumentParser:
+def _evaluate(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m models.eval_lm", description=(__doc__ or "").splitlines()[0]
+        prog="python -m models.eval_lm", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--tasks", required=True, help="names of lm-eval's tasks, with commas between them")
-    add("--include_path", help="a folder with further tasks, in lm-eval's YAML")
-    add("--num_fewshot", type=int, help="examples before each question; the task's own if not given")
-    add("--limit", type=int, help="the first so many documents of each task")
-    add("--apply_chat_template", action="store_true", help="put prompts into the chat template")
-    add("--batch_size", type=int, default=16, help="rows of a batch (default 16)")
     add("--max_length", type=int, help="most tokens of a row; what the model was made for if not given")
-    add("--mesh", help="devices, as trainer.mesh has them: '{axes: {data: 8}}'; one if not given")
-    add("--out", type=local_path, metavar="FILE", help="JSON for the scores")
-    return parser
+    add("--mesh", help="axes of devices, as trainer.mesh.axes has them: '{data: 8}'; one if not given")
+    options, others = parser.parse_known_args(arguments)
+    partitioning = None
+    if options.mesh is not None:
+        partitioning = Partitioning.of(parse_config(MeshConfig, ["--axes", options.mesh]))
+    evaluated = lm_class()
+    import lm_eval.__main__  # pyright: ignore[reportMissingImports]
+    import lm_eval.api.registry  # pyright: ignore[reportMissingImports]
+
+    def make(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+        found = model_of_arguments(options)
+        if partitioning is None:
+            found.rows_that_fit(1)
+        sizes = {"batch_size": int(settings["batch_size"]), "max_length": options.max_length}
+        return evaluated(found, found.load(partitioning), partitioning=partitioning, **sizes)
+
+    evaluated.create_from_arg_obj = make
+    lm_eval.api.registry.register_model("stacked_remat")(evaluated)
+    sys.argv = ["lm-eval", "run", "--model", "stacked_remat", "--batch_size", "16", *others]
+    lm_eval.__main__.cli_evaluate()
+    return 0
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 def _generate(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
     _check(options)
-    texts, write = _texts(options), _writer(console, raw=options.raw)
+    texts, write = _texts(options), _writer(console)
     begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
     sampling, found = _sampling(options), model_of_arguments(options, options.chat_date)
     model: Decoder | None = None
@@ -99,8 +99,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
         elif options.chat:
             history: list[Message] = []
             for line in sys.stdin:
-                _check_utf8("A line of standard input", line)
-                history.append(_said("user", line.rstrip("\n")))
+                history.append(_said("user", _utf8(line.rstrip("\n"))))
                 answer = ""
                 for piece in pieces([chat(history)]):
                     write(piece.text + ("\n" if piece.last else ""), "none")
@@ -133,11 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--top_k", type=int, help="sample from the K likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
     add("--batch_size", type=int, default=16, help="prompts at once, or fewer that fit (default 16)")
-    add(
-        "--raw",
-        action="store_true",
-        help="write texts unchanged, for pipes and files; otherwise control characters are escaped",
-    )
     add("--seed", type=int, default=0, help="of the random numbers (default 0)")
     return parser
 
@@ -164,23 +158,16 @@ def _sampling(options: argparse.Namespace) -> Sampling:
         raise ConfigError(f"--{error}") from error
 
 
-def _check_utf8(what: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # Python passes on other bytes as lone surrogates
-        raise ConfigError(f"{what} {text!r} is not valid UTF-8.") from error
+def _utf8(text: str) -> str:
+    """The text with a mark in place of bytes that are not UTF-8, which are lone surrogates in Python."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _texts(options: argparse.Namespace) -> list[str]:
-    texts = list(options.prompt)
+    texts = [_utf8(text) for text in options.prompt]
     if options.prompts is not None:
-        try:
-            lines = options.prompts.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--prompts {options.prompts} is not UTF-8: {error}. Convert it.") from error
+        lines = options.prompts.read_text(encoding="utf-8", errors="replace").splitlines()
         texts += [line for line in lines if line.strip()]
-    for text in texts:
-        _check_utf8("--prompt", text)
     if not texts and (options.prompts is not None or not options.chat):
         raise ConfigError("There is nothing to continue: give --prompt TEXT, or --prompts FILE with lines.")
     return texts
@@ -196,24 +183,22 @@ def _chat_beginning(options: argparse.Namespace) -> list[Message]:
     if options.messages is None:
         return messages
     try:
-        found = json.loads(options.messages.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"--messages {options.messages} is not JSON: {error}.") from error
-    if not (isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)):
-        raise ConfigError(f"--messages {options.messages} is no list of messages with role and content.")
-    return messages + found
+        return messages + [
+            dict(message) for message in json.loads(options.messages.read_text(encoding="utf-8"))
+        ]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--messages {options.messages} is no JSON list of messages with role and content: {error}."
+        ) from error
 
 
 def _mapping(text: str | None) -> Mapping[str, Any]:
     try:
-        found = yaml.safe_load(text or "{}")
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--chat_template_kwargs {text!r} is not YAML.") from error
-    if not isinstance(found, dict):
+        return dict(yaml.safe_load(text or "{}"))
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--chat_template_kwargs {text!r} is no mapping such as {{enable_thinking: false}}."
-        )
-    return found
+        ) from error
 
 
 @contextlib.contextmanager
@@ -237,8 +222,8 @@ def _prompt(found: FoundModel, text: str) -> Tokens:
     return prompt
 
 
-def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
-    """A function that writes a text in a style: printable for a terminal, or `raw` and unchanged."""
+def _writer(console: Console) -> Callable[[str, str], None]:
+    """A function that writes a text in a style: printable for a terminal, unchanged for pipes and files."""
 
     def write(text: str, style: str) -> None:
         safe = encodable(escaped(text), console)
@@ -246,12 +231,12 @@ def _writer(console: Console, *, raw: bool) -> Callable[[str, str], None]:
         segments = Segments([Segment(safe, console.get_style(style))])
         console.print(segments, end="", soft_wrap=True)
 
-    def write_raw(text: str, style: str) -> None:
+    def write_unchanged(text: str, style: str) -> None:
         stream = getattr(console.file, "buffer", None)
         console.file.write(text) if stream is None else stream.write(text.encode("utf-8"))
         console.file.flush()
 
-    return write_raw if raw else write
+    return write if console.is_terminal else write_unchanged
 
 
 def _show(

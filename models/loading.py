@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import datetime
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,17 +102,12 @@ class FoundModel:
         numbers = num_weights(self.config, self.Vocab.size) - sum(leaf.size for leaf in on_host)
         weights = numbers * jnp.dtype(self.config.compute_dtype).itemsize
         cache, memory = self.config.cache_bytes(1, slots), memory_bytes(jax.local_devices()[0])
-        if memory is not None and weights > memory:
-            raise ConfigError(
-                f"The weights take {_mebibytes(weights)} in {self.config.compute_dtype}, and this device has "
-                f"{_mebibytes(memory)}. Use a larger device or a smaller model; bfloat16 weights (--dtype) "
-                f"take half of what float32 ones do."
-            )
         if slots > _MOST_POSITIONS or (memory is not None and weights + cache > memory):
-            has = "" if memory is None else f" This device has {_mebibytes(memory)}."
+            has = "" if memory is None else f", and this device has {_mebibytes(memory)}"
             raise ConfigError(
-                f"{slots} tokens take {_mebibytes(cache)} for their keys and values, beside "
-                f"{_mebibytes(weights)} of weights.{has} Use fewer of them, or a larger device."
+                f"The weights take {_mebibytes(weights)} in {self.config.compute_dtype}, the keys and values "
+                f"of {slots} tokens {_mebibytes(cache)}{has}. Use fewer tokens, --dtype bfloat16, a smaller "
+                f"model, or a larger device."
             )
         return _MOST_POSITIONS if memory is None else (memory - weights) // cache
 
@@ -133,10 +127,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def model_of_arguments(options: argparse.Namespace, chat_date: str | None = None) -> FoundModel:
     """`find_model` by the arguments of a command."""
-    named = {"step": options.step, "dtype": options.dtype, "tokenizer": options.tokenizer}
-    if options.run_dir is not None:
-        return _of_run(options.run_dir, chat_date=chat_date, **named)
-    return find_model(options.model, chat_date=chat_date, **named)
+    find = find_model if options.run_dir is None else _of_run
+    return find(
+        options.run_dir or options.model,
+        step=options.step,
+        dtype=options.dtype,
+        tokenizer=options.tokenizer,
+        chat_date=chat_date,
+    )
 
 
 def find_model(
@@ -197,12 +195,7 @@ def find_model(
 
 
 def _of_run(
-    run_dir: Path,
-    *,
-    step: int | None,
-    dtype: Dtype | None,
-    tokenizer: str | None,
-    chat_date: str | None,
+    run_dir: Path, *, step: int | None, dtype: Dtype | None, tokenizer: str | None, chat_date: str | None
 ) -> FoundModel:
     config = read_run_config(run_dir, step)
     if dtype is not None:
@@ -214,13 +207,19 @@ def _of_run(
         state = state_shapes(config)
         weights = state.trained if config.lora is None else state.frozen
     root, result = _base_folder(config), run_dir / "result.json"
+
+    def read(partitioning: Partitioning | None) -> Decoder:
+        like = _like(run_dir, config, step, partitioning)
+        trained = load_checkpoint(run_dir / _CHECKPOINTS, like.trained, step=step, part="trained")
+        return eqx.combine(trained, like.frozen)
+
     return FoundModel(
         config.model,
         config.Vocab,
         tokens,
         tokenizer,
         _ends(tokens, root, config.Vocab),
-        functools.partial(_trained_model, run_dir, config, step),
+        read,
         root,
         config.initialize_from_hf,
         config,
@@ -272,22 +271,13 @@ def restored_state(run_dir: Path, config: LmRunConfig, step: int | None = None) 
     return eqx.combine(load_checkpoint(run_dir / _CHECKPOINTS, saved, step=step), rest)
 
 
-def _trained_model(
-    run_dir: Path, config: LmRunConfig, step: int | None, partitioning: Partitioning | None
-) -> Decoder:
-    """The model of `restored_state` alone."""
-    like = _like(run_dir, config, step, partitioning)
-    trained = load_checkpoint(run_dir / _CHECKPOINTS, like.trained, step=step, part="trained")
-    return eqx.combine(trained, like.frozen)
-
-
 def _like(
     run_dir: Path, config: LmRunConfig, step: int | None, partitioning: Partitioning | None
 ) -> TrainState:
-    """A state like that of a checkpoint, which has the same frozen weights."""
+    """A state like that of a checkpoint, which has the same frozen weights: these are in no checkpoint."""
     if config.lora is None:
         return state_shapes(config, partitioning)
-    like = initial_state(config, partitioning)  # frozen weights are in no checkpoint
+    like = initial_state(config, partitioning)
     check_unsaved(run_dir / _CHECKPOINTS, eqx.filter(like, saved_arrays(like), inverse=True), step=step)
     return like
 

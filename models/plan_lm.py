@@ -21,21 +21,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import yaml
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 
 from models.candidate import STREAMED, Candidate
 from models.command import run_command, shown_on
-from models.plan_search import KEYS, Budget, find_divisions, find_size, planned
+from models.plan_search import KEYS, Budget, divided, find_meshes, find_size, planned
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.memory import (
     Comparison,
     DoesNotFit,
+    Plan,
     Trial,
     find_target,
-    parse_bytes,
     readable_bytes,
 )
 from stacked_remat.ops import backends_taken
@@ -57,7 +56,7 @@ LEANER = ("nested", "offload")
 """Which of them are compared with the layers' weights on the host too, where they can be there, and with
 experts in blocks and layers in tiles, where the config has neither."""
 
-_FOUND = {"context": "longest context", "batch": "largest batch", "devices": "fewest devices"}
+_FOUND = {"context": "longest context", "batch": "largest batch", "mesh": "fewest FLOPs, under trainer"}
 _BASELINE = "True"
 _NAMES_A_MODEL = ("--config_path", "--model", "--initialize_from_hf")
 
@@ -78,9 +77,9 @@ class PlanLmConfig(LmRunConfig):
         only: regular expression of the rows of the table to compile, such as `False|True|nested`; null for
             all of them. Not with `remat: auto`.
         find: what to find with `remat: auto`: the `policy` with the fewest FLOPs that fits `budget`, or
-            the longest `context` (`data.seq_len`), the largest `batch` (`data.batch_size`) or the fewest
-            `devices` for which one does; or what `trainer.mesh` of that many devices can be, with the policy
-            and the microbatches that fit, by FLOPs and by what devices send.
+            the longest `context` (`data.seq_len`) or the largest `batch` (`data.batch_size`) for which one
+            does; or what `trainer.mesh` of that many devices can be, with the policy that fits, by FLOPs and
+            by what devices send.
         cache: whether to keep what compilations find in the user's cache folder (`$XDG_CACHE_HOME` or
             `~/.cache`), and to read it there.
         json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
@@ -89,7 +88,7 @@ class PlanLmConfig(LmRunConfig):
     target: str = "local"
     devices: int | None = None
     only: str | bool | None = None
-    find: Literal["policy", "context", "batch", "devices", "mesh"] = "policy"
+    find: Literal["policy", "context", "batch", "mesh"] = "policy"
     cache: bool = True
     json: bool = False
 
@@ -108,8 +107,6 @@ class PlanLmConfig(LmRunConfig):
                 f"find: {self.find} looks for what fits a budget under any policy: give remat: auto and a "
                 f"budget, such as 72GiB."
             )
-        if self.find == "devices" and self.devices is not None:
-            raise ValueError(f"find: devices has no effect with devices: {self.devices}: leave one out.")
         if self.find == "mesh" and (self.devices is None or self.devices < 2):
             raise ValueError("find: mesh divides the step over several devices: give devices, such as 8.")
         find_target(self.target)
@@ -153,6 +150,7 @@ def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
     console = lasting_console() if console is None else console
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's warnings about what it only compiles
     return run_command(lambda arguments, _: _plan(arguments, console), arguments, shown_on(console))
 
 
@@ -178,48 +176,38 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
 def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
     """Finds what fits the budget and shows it."""
     step, found = config.candidate, {}
-    if config.find == "mesh":
-        _find_mesh(config, console, budget)
-        return
-    if config.find == "policy":
-        step.check(at_least=True)
-    else:
+    if config.find in KEYS:
         size, step = find_size(step, config.find, budget)
         found = {KEYS[config.find]: size}
-    plan, chosen = planned(step, budget)
+    elif config.find == "policy":
+        step.check(at_least=True)
+    plans = find_meshes(step, budget) if config.find == "mesh" else [planned(step, budget)]
+    plan, chosen = plans[0]
+    table: Comparison | Plan = plan
+    trials = [(trial, chosen) for trial in plan.tried.trials]
+    if config.find == "mesh":
+        trials = [(_on_mesh(plan, own), own) for plan, own in plans]
+        title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
+        table = Comparison(tuple(trial for trial, _ in trials), title)
+        found = {"mesh": dataclasses.asdict(chosen.config.trainer.mesh)}
+    entries = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, **chosen.settings}
     if config.json:
-        entries = {"remat": remat_entry(plan.policy), "streamed": plan.streamed, **chosen.settings}
-        tried = [_row(trial, chosen) for trial in plan.tried.trials]
-        _print_json(chosen.config, console, chosen=found | entries, budget=plan.budget, rows=tried)
+        rows = [_row(trial, own) for trial, own in trials]
+        _print_json(chosen.config, console, chosen=found | entries, budget=plan.budget, rows=rows)
         return
-    console.print(plan)
+    console.print(table)
     for key, value in chosen.settings.items():
         if value != step.settings[key]:
             console.print(f"with {key}: {value}; nothing fits without.")
     for key, value in found.items():
-        budget.show(f"{_FOUND[config.find]}: {key}: {value}")
+        console.print(f"{_FOUND[config.find]}: {key}: {value}", soft_wrap=True, highlight=False)
 
 
-def _find_mesh(config: PlanLmConfig, console: Console, budget: Budget) -> None:
-    """Finds the meshes on which the step fits the budget and shows them, the fewest FLOPs first."""
-    found = find_divisions(config.candidate, budget)
-    trainer, remat = found[0].step.config.trainer, found[0].step.config.remat
-    if config.json:
-        rows = [
-            _row(one.trial, one.step)
-            | {"name": one.name, "mesh": dataclasses.asdict(one.step.config.trainer.mesh)}
-            | {"microbatches": one.step.config.trainer.update.microbatches}
-            for one in found
-        ]
-        chosen = {"mesh": rows[0]["mesh"], "microbatches": rows[0]["microbatches"], "remat": remat}
-        _print_json(config, console, chosen=chosen, budget=parse_bytes(budget.device), rows=rows)
-        return
-    title = f"what fits {budget.device} on each of {config.devices} devices of {config.target}"
-    console.print(Comparison(tuple(one.trial for one in found), title))
-    mesh, update = dataclasses.asdict(trainer.mesh), {"microbatches": trainer.update.microbatches}
-    entries = {"trainer": {"mesh": mesh, "update": update}, "remat": remat}
-    text = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None)
-    console.print(f"\nfor the config:\n\n{text}", end="", markup=False, highlight=False, soft_wrap=True)
+def _on_mesh(plan: Plan, step: Candidate) -> Trial:
+    """What was found on a mesh, as the row of a table."""
+    name = Trial(plan.policy, plan.report, streamed=plan.streamed).name
+    label = f"{divided(step.config.trainer.mesh)}: {name}"
+    return Trial(plan.policy, plan.report, streamed=plan.streamed, label=label)
 
 
 def _compare(config: PlanLmConfig, console: Console) -> None:

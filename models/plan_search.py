@@ -4,7 +4,7 @@ import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from haliax.util import ensure_tuple
@@ -23,18 +23,10 @@ from stacked_remat.memory import (
 )
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, ConfigError, MeshConfig, mesh_sizes
 
-Found = Literal["context", "batch", "devices"]
-"""What is searched for: the longest context, the largest batch, or the fewest devices."""
-
-KEYS: Mapping[Found, str] = {
-    "context": "data.seq_len",
-    "batch": "data.batch_size",
-    "devices": "devices",
-}
-"""The keys of a config that they stand for."""
+KEYS = {"context": "data.seq_len", "batch": "data.batch_size"}
+"""The keys of a config whose largest value is searched for, by the names of `find`."""
 
 _LARGEST = 2**31 - 1  # tokens of a batch, which positions in 32 bits count
-_MOST_DEVICES = 256
 _LEAN: tuple[ScanCheckpointSpec, ...] = (
     ScanCheckpointPolicy(nested=True, save_carries="offload"),
     "offload",
@@ -103,25 +95,27 @@ def planned(candidate: Candidate, budget: Budget) -> tuple[Plan, Candidate]:
         raise error from None
 
 
-def find_size(candidate: Candidate, what: Found, budget: Budget) -> tuple[int, Candidate]:
-    """The longest context, the largest batch or the fewest devices with which the step fits the budget.
+def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Candidate]:
+    """The longest `context` or the largest `batch` with which the step fits the budget.
 
     The policy that takes the least memory at the config's own size is compiled at other sizes, first doubled
-    or halved, then by bisection. Contexts and batches are found to about a thirty-second, and devices among
-    the powers of two; only sizes that the mesh allows are tried.
+    or halved, then by bisection, to about a thirty-second; only sizes that the mesh allows are tried.
 
     Returns:
         The size, and the step with it.
 
     Raises:
         BudgetError: the step fits with none of the sizes.
-        ConfigError: the mesh allows none.
 
     Cost: up to seven compilations to find that policy, and one for each size that is tried.
     """
-    key, sizes = KEYS[what], _sizes(candidate, what)
-    data = candidate.config.data
-    own = {"context": data.seq_len, "batch": data.batch_size, "devices": 1}[what]
+    config, parts_of, key = candidate.config, candidate.partitioning.parts_of, KEYS[what]
+    if what == "context":
+        own, other, unit = config.data.seq_len, config.data.batch_size, parts_of(POSITION_AXIS)
+    else:
+        own, other = config.data.batch_size, config.data.seq_len
+        unit = parts_of(BATCH_AXIS) * config.trainer.update.microbatches
+    sizes = list(_rounded(unit, _LARGEST // other))
     start = min(bisect.bisect_left(sizes, own), len(sizes) - 1)
     lean, policy = _leanest(candidate.having({key: sizes[start]}), budget)
 
@@ -130,16 +124,11 @@ def find_size(candidate: Candidate, what: Found, budget: Budget) -> tuple[int, C
         found = budget.compiled(step, f"{key} {sizes[index]:,}, {step.config.remat!r}")
         return found is not None and budget.holds(found)
 
-    if what == "devices":
-        index = next(filter(fits, range(len(sizes))), None)
-    else:
-        index = last_that_fits(fits, start, sizes)
+    index = last_that_fits(fits, start, sizes)
     if index is None:
-        tried = sizes[0] if what != "devices" else sizes[-1]
         raise BudgetError(
-            f"nothing fits {budget.device} a device with {key} = {tried:,} either, the "
-            f"{'most that the mesh allows' if what == 'devices' else 'least'}: raise the budget, freeze "
-            f"weights (lora), or make the model smaller."
+            f"nothing fits {budget.device} a device with {key} = {sizes[0]:,} either, the least: raise the "
+            f"budget, freeze weights (lora), or make the model smaller."
         )
     return sizes[index], candidate.having({key: sizes[index]})
 
@@ -190,28 +179,6 @@ def _leanest(candidate: Candidate, budget: Budget) -> tuple[Candidate, ScanCheck
     return min(found)[2:] if found else (candidate, policy)
 
 
-def _sizes(candidate: Candidate, what: Found) -> Sequence[int]:
-    """The sizes that can be tried, in order.
-
-    Raises:
-        ConfigError: the mesh allows none.
-    """
-    data, trainer = candidate.config.data, candidate.config.trainer
-    if what == "devices":
-        counts = (2**k for k in range(_MOST_DEVICES.bit_length()))
-        if found := [count for count in counts if candidate.having({"devices": count}).is_divided]:
-            return found
-        raise ConfigError(
-            f"No number of devices goes with trainer.mesh.axes {trainer.mesh.axes} and data.batch_size = "
-            f"{data.batch_size}. Give one axis -1, as in {{data: -1}}, and a batch that can be divided."
-        )
-    parts_of = candidate.partitioning.parts_of
-    if what == "context":
-        return list(_rounded(parts_of(POSITION_AXIS), _LARGEST // data.batch_size))
-    rows = parts_of(BATCH_AXIS) * trainer.update.microbatches
-    return list(_rounded(rows, _LARGEST // data.seq_len))
-
-
 def _rounded(unit: int, most: int) -> Iterator[int]:
     """Multiples of a unit up to a most: all of the first 63, then 32 for each doubling."""
     count = 1
@@ -220,83 +187,50 @@ def _rounded(unit: int, most: int) -> Iterator[int]:
         count += max(1, 2 ** (count.bit_length() - 6))
 
 
-_POLICIES: tuple[ScanCheckpointSpec, ...] = (True, "offload", "nested")
-"""What is tried, by FLOPs, until one fits; where the first does, `False` too."""
-
-_ARITHMETIC = {False: 0, True: 1, "offload": 1, "nested": 2}
-"""The policies by FLOPs. What reports count of them differs between meshes, by padding and by loops whose
-trip counts depend on data, which count as often as is expected."""
-
-_MORE_MICROBATCHES = (1, 2, 4)
-"""Times as many microbatches as the config has."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """A step with a mesh, a number of microbatches and a policy, and its memory."""
-
-    step: Candidate
-    report: MemoryReport
-    number: int
-
-    @property
-    def name(self) -> str:
-        """With what is divided in place of the number: `{batch, embed: 4; kv_heads: 2}, 'nested'`."""
-        return _named(f"{{{_divided(self.step.config.trainer.mesh)}}}", self.step)
-
-    @property
-    def trial(self) -> Trial:
-        """The division as the row of a table, by its number."""
-        return Trial(self.step.policy, self.report, label=_named(self.number, self.step))
-
-
-def find_divisions(candidate: Candidate, budget: Budget) -> list[Division]:
-    """For each mesh the policy with the fewest FLOPs that fits, and as few microbatches as allow it.
-
-    More microbatches are tried where nothing fits, or nothing but `nested`.
+def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candidate]]:
+    """What fits the budget on each mesh, as `planned`.
 
     Returns:
-        Those that fit, the fewest FLOPs first; of equals, those that send less.
+        Those that fit, the fewest FLOPs first (to two digits: padding differs); of equals, what sends less.
 
     Raises:
         BudgetError: none fits.
         ConfigError: the model and the batch allow no mesh of so many devices.
-        ValueError, jax.errors.JaxRuntimeError: nothing compiles, for another reason than memory.
-
-    Cost: from two to nine compilations for each mesh.
     """
-    config, devices = candidate.config, candidate.devices
-    allowed = meshes(candidate)
-    if not allowed:
-        raise ConfigError(
-            f"no mesh of {devices} devices divides data.batch_size = {config.data.batch_size} (in "
-            f"{config.trainer.update.microbatches} microbatches), data.seq_len = {config.data.seq_len} or "
-            f"the model's axes evenly; give another number of devices."
-        )
-    errors: list[Exception] = []
-    budget.show("what is divided, and into how many parts; two to nine compilations each:")
-    for number, mesh in enumerate(allowed, 1):
-        budget.show(f"{number:2}  {_divided(mesh)}")
-    steps = enumerate((candidate.having({"trainer.mesh": mesh}) for mesh in allowed), 1)
-    found = [one for number, step in steps for one in _divisions(step, number, budget, errors)]
-    if not found and errors:
-        raise errors[0]
+    found = []
+    for mesh in meshes(candidate):
+        budget.show(f"on {divided(mesh)}:")
+        try:
+            found.append(planned(candidate.having({"trainer.mesh": mesh}), budget))
+        except (BudgetError, jax.errors.JaxRuntimeError, ValueError) as error:
+            budget.show(str(error).splitlines()[0])
     if not found:
         raise BudgetError(
-            f"no mesh of {devices} devices fits {budget.device} a device under any policy: give more "
-            f"devices, raise the budget, shorten the context, or freeze weights (lora)."
+            f"no mesh of {candidate.devices} devices fits {budget.device} a device under any policy: give "
+            f"more devices, raise the budget, shorten the context, or freeze weights (lora)."
         )
-    return sorted(found, key=lambda one: (_ARITHMETIC[one.step.config.remat], one.report.sent))
+    return sorted(found, key=lambda one: (float(f"{one[0].report.flops.matmul:.1e}"), one[0].report.sent))
 
 
 def meshes(candidate: Candidate) -> list[MeshConfig]:
-    """The config's own mesh and those of the documentation's table that the model and the batch allow."""
-    assert candidate.devices is not None
+    """The config's own mesh and those of the documentation's table that the model and the batch allow.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    devices, data = candidate.devices, candidate.config.data
+    assert devices is not None
     found: dict[str, MeshConfig] = {}
-    for mesh in (candidate.config.trainer.mesh, *_documented(candidate.devices, candidate)):
+    for mesh in (candidate.config.trainer.mesh, *_documented(devices, candidate)):
         if candidate.having({"trainer.mesh": mesh}).is_divided:
-            sized = replace(mesh, axes=mesh_sizes(mesh, candidate.devices))
+            sized = replace(mesh, axes=mesh_sizes(mesh, devices))
             found.setdefault(repr(sized), sized)
+    if not found:
+        raise ConfigError(
+            f"no mesh of {devices} devices divides data.batch_size = {data.batch_size} (in "
+            f"{candidate.config.trainer.update.microbatches} microbatches), data.seq_len = {data.seq_len} or "
+            f"the model's axes evenly; give another number of devices."
+        )
     return list(found.values())
 
 
@@ -325,47 +259,7 @@ def _documented(devices: int, candidate: Candidate) -> Iterator[MeshConfig]:
             )
 
 
-def _divisions(step: Candidate, number: int, budget: Budget, errors: list[Exception]) -> Iterator[Division]:
-    """What fits on one mesh: with the fewest microbatches, and with more where that saves FLOPs."""
-
-    def tried(settings: dict[str, int], policy: ScanCheckpointSpec) -> Division | None:
-        own = step.having(settings, policy)
-        name = _named(number, own)
-        try:
-            report = budget.compiled(own, name)
-        except (
-            jax.errors.JaxRuntimeError,
-            ValueError,
-        ) as error:  # such as axes that a mesh does not divide
-            errors.append(error)
-            budget.show(f"{name}: {str(error).splitlines()[0]}")
-            return None
-        return Division(own, report, number) if report is not None and budget.holds(report) else None
-
-    update = step.config.trainer.update
-    policies: list[ScanCheckpointSpec] = [*_POLICIES]
-    for times in (1,) if update.fused else _MORE_MICROBATCHES:  # a fused update takes one microbatch
-        settings = {"trainer.update.microbatches": update.microbatches * times}
-        try:
-            step.having(settings).check_batch()
-        except ConfigError:
-            return
-        for policy in policies:
-            if fitting := tried(settings, policy):
-                yield (tried(settings, False) or fitting) if policy is True else fitting
-                if policy != "nested":
-                    return
-                policies = [policy for policy in policies if policy != "nested"]
-                break
-
-
-def _named(division: int | str, step: Candidate) -> str:
-    microbatches = step.config.trainer.update.microbatches
-    parts = f", {microbatches} microbatches" if microbatches > 1 else ""
-    return f"{division}{parts}, {step.config.remat!r}"
-
-
-def _divided(mesh: MeshConfig) -> str:
+def divided(mesh: MeshConfig) -> str:
     """What is divided into how many parts, as `batch, embed: 4; kv_heads: 2`."""
     pairs = [*mesh.compute_mapping.items(), *mesh.param_mapping.items()]
     divided = {

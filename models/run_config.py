@@ -11,7 +11,7 @@ from haliax import Axis
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.remat_presets import check_remat_names
-from models.hf_io.formats import differing_fields, pretrained_config, written_out
+from models.hf_io.formats import differing_fields, pretrained_config, says_nothing, written_out
 from models.hf_io.hub import model_folder
 from models.lm import next_token_loss
 from stacked_remat import ScanCheckpointPolicy
@@ -43,8 +43,8 @@ class LmRunConfig:
     Attributes:
         model: the architecture, by `type`.
         initialize_from_hf: weights to begin with, a folder in Hugging Face's format or a name on its Hub
-            (`owner/model`, `owner/model@revision`); null for random ones.
-        use_hf_model_config: whether the architecture is that folder's; if not, `model` must be equal to it.
+            (`owner/model`, `owner/model@revision`); null for random ones. The architecture is the folder's
+            where `model` says nothing of it, and has to be equal otherwise.
         vocab_size: rows of the embedding; if null, those in that folder, or one for each of the tokenizer's.
         lora: adapters to train instead of the model's own weights, which then get neither gradients nor
             optimizer state; null to train these.
@@ -67,7 +67,6 @@ class LmRunConfig:
 
     model: DecoderConfig = field(default_factory=Qwen3MoeConfig)
     initialize_from_hf: str | None = None
-    use_hf_model_config: bool = False
     vocab_size: int | None = None
     lora: LoraConfig | None = None
     remat: bool | dict[str, Any] | str = True
@@ -96,8 +95,6 @@ class LmRunConfig:
                 "trainer.update.fused. Write model.bias: frozen."
             )
         learning_rate_schedule(self.optimizer, self.trainer.num_steps)
-        if self.use_hf_model_config and self.initialize_from_hf is None:
-            raise ValueError("use_hf_model_config has no effect without initialize_from_hf: name the folder.")
         if self.data.batch_size % self.trainer.update.microbatches:
             raise ValueError(
                 f"data.batch_size = {self.data.batch_size} can't be cut into trainer.update.microbatches = "
@@ -188,21 +185,18 @@ class LmRunConfig:
             WeightsError, FileNotFoundError: the folder can't be read.
         """
         model, rows = self.model, self.vocab_size
-        if self.initialize_from_hf is not None and (check_folder or self.use_hf_model_config):
+        of_folder = says_nothing(model)
+        if self.initialize_from_hf is not None and (check_folder or of_folder):
             root = model_folder(self.initialize_from_hf, weights=False)
             found, found_rows = pretrained_config(model, root)
-            if self.use_hf_model_config:  # a field that has its default was not written
-                differing = differing_fields("model", model, found, type(model)())
-            else:
-                differing = differing_fields("model", written_out(model), written_out(found))
+            differing = [] if of_folder else differing_fields("model", written_out(model), written_out(found))
             if rows is not None and rows != found_rows:
                 differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
             if differing:
-                fix = "write use_hf_model_config: true to take the folder's architecture"
                 raise ConfigError(
                     f"The model of the config is not the one in {root}:\n  "
                     + "\n  ".join(differing)
-                    + f"\nCorrect it, or {'leave it out' if self.use_hf_model_config else fix}."
+                    + "\nCorrect it, or leave out all of `model` that a folder has, to take the folder's."
                 )
             model, rows = written_out(found), found_rows
         if rows is None or check_folder or self.data.tokenizer == "byte":  # which needs no file

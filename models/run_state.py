@@ -35,10 +35,6 @@ from stacked_remat.training import (
     cast_parameters,
 )
 
-_HEAD = "the loss takes the weights of the head by themselves, so that it can't have an adapter"
-_EMBEDDING = "the embedding is not a linear map, and only these have adapters"
-_WITHOUT_ADAPTERS = {"lm_head": _HEAD, "embed_tokens": _EMBEDDING, "embedding": _EMBEDDING}
-
 
 def run_optimizer(
     config: LmRunConfig, eps_root: float = 0.0
@@ -74,12 +70,6 @@ def with_adapters(model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray)
     """
     if lora is None:
         return model, eqx.is_inexact_array
-    for target in lora.targets:
-        if missing := _WITHOUT_ADAPTERS.get(target.rpartition(".")[2].strip("*")):
-            raise ConfigError(
-                f"Bad config: lora.targets: {target!r}: {missing}. Leave it out, or train the whole model, "
-                f"without lora."
-            )
     try:
         # Another key than the model's, so that adapters are independent of its weights.
         adapted = apply_lora(model, lora, key=jax.random.fold_in(key, 1))

@@ -163,21 +163,25 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
     return document
 
 
-def differing_fields(path: str, config: object, found: object, usual: object = ...) -> list[str]:
-    """A line for each field in which `config` is neither `found` nor, where it is given, `usual`.
-
-    Fields that a run decides are left out.
-    """
-    alike = type(config) is type(found) if usual is ... else dataclasses.is_dataclass(found)
-    if not (alike and dataclasses.is_dataclass(config)):
-        same = config in (found, usual)
+def differing_fields(path: str, config: object, found: object) -> list[str]:
+    """A line for each field in which two configs differ, but for those that a run decides."""
+    if type(config) is not type(found) or not dataclasses.is_dataclass(config):
+        same = config == found
         return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]
     lines = []
     for one in dataclasses.fields(config):
-        own, other, default = (getattr(each, one.name, ...) for each in (config, found, usual))
         if "of_run" not in one.metadata:
-            lines += differing_fields(f"{path}.{one.name}", own, other, default)
+            own, other = getattr(config, one.name), getattr(found, one.name)
+            lines += differing_fields(f"{path}.{one.name}", own, other)
     return lines
+
+
+def says_nothing(config: DecoderConfig) -> bool:
+    """Whether a config has the defaults in what a folder decides, but for a context that it lengthens."""
+    usual = type(config)()
+    if config.rotary.scaling is not None:
+        usual = dataclasses.replace(usual, rotary=config.rotary)
+    return not differing_fields("model", config, usual)
 
 
 def written_out(config: DecoderConfig) -> DecoderConfig:
@@ -235,7 +239,7 @@ def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
         if ends is None:
             continue
         tokens = ends if isinstance(ends, list) else [ends]
-        if not {*tokens} <= {*range(num_tokens)}:
+        if not all(token in range(num_tokens) for token in tokens):
             raise WeightsError(f"{path}: eos_token_id is {shown(ends)}; the model has {num_tokens} tokens.")
         return tuple(tokens)
     return ()

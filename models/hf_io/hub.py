@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.hf_io.safetensors_folder import WeightsError, weight_files
-from stacked_remat._messages import shown
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja")
@@ -24,12 +23,9 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
         WeightsError: the Hub does not have it, or denies access; or its index can't be read.
     """
-    try:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return folder
-    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte, no permission
-        raise FileNotFoundError(f"{shown(name)} can't be a folder: {error}.") from error
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
     repository, _, revision = name.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
         raise FileNotFoundError(

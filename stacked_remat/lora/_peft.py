@@ -5,7 +5,6 @@ The model provides the names of its linears, as a function of a linear's path an
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,10 @@ from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike
 
 from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
-from .._messages import entry_problems, float_problems, printable
+from .._messages import entry_problems, float_problems
 from ._adapter import (
     RANK_AXIS,
     LoraLinear,
-    arranged,
     axes_of,
     lora_linear,
     lora_linears,
@@ -75,7 +73,7 @@ def save_peft(
         ImportError: safetensors is not installed.
         ValueError: there are no adapters, two linears have one name, or adapters can't share the tensors of a
             parameter.
-        OSError: the folder can't be written to; it is removed if it is new.
+        OSError: the folder can't be written to.
 
     Cost: one copy of the adapters in host memory.
     """
@@ -94,18 +92,12 @@ def save_peft(
     for target, (a, b) in tensor_keys(adapted).items():
         arrays |= {a: tensors[target].a, b: tensors[target].b}
     text = json.dumps(config, indent=2) + "\n"
-    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with written_safetensors(folder):
-            with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
-                safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
-            with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
-                path.write_text(text, encoding="utf-8")
-    except OSError:
-        if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with written_safetensors(folder):
+        with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
+            safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+        with replaced_whole(folder / CONFIG_FILE, shared=True) as path:
+            path.write_text(text, encoding="utf-8")
 
 
 def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jnp.float32) -> T:
@@ -114,8 +106,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
     The result computes what PEFT's model computes in evaluation. Existing adapters are replaced, and linears
     without one are adapted if the files have one for them. Where ranks differ between the layers of a stack,
     they are padded with zeros to the largest. An adapter of a fused parameter (gate and up) becomes two, each
-    with a copy of what it uses of A. Where PEFT stored the weight of an adapted head beside its adapter, it
-    has to be the model's, as far as the less precise of the two dtypes can tell.
+    with a copy of what it uses of A. The weight of a head, which PEFT stores beside its adapter, is not read.
 
     Args:
         model: the base model, or one with adapters.
@@ -127,26 +118,19 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         ImportError: safetensors is not installed.
         OSError: one of the files is missing or can't be read.
         ValueError: a file is truncated or of another format, the adapters are of a kind that LoraLinear does
-            not have, or tensors are missing, unknown or of another shape: names all of them. Or a stored
-            weight is not the model's.
+            not have, or tensors are missing, unknown or of another shape: names all of them.
     """
     linears, settings = _linears(model, names), PeftSettings.read(folder)
     path, by_target = adapter_file(folder, TENSORS_FILE), _by_target(linears)
     with opened_safetensors(path) as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+        heads = (f"{PREFIX}{linear.members[()].module}" for linear in linears if not linear.stack)
+        stored = {f"{head}{kind}.weight" for head in heads for kind in ("", ".base_layer")}
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key not in stored}
         keys = tensor_keys(_adapted(by_target, settings, set(shapes)))
-        weights = _stored_weights(linears, shapes)
-        problems = _problems(keys, weights, shapes, by_target, settings, linears)
+        problems = _problems(keys, shapes, by_target, settings, linears)
         problems += float_problems({key: file.get_slice(key).get_dtype() for key in shapes})
         if problems:
             raise ValueError(f"The adapters in {path} do not fit the model:\n" + "\n".join(problems))
-        for key, linear in weights.items():
-            if not linear.has_weight(file.get_tensor(key)):
-                raise ValueError(
-                    f"{printable(key)} in {path} is not the weight of {linear.path}: the adapters are of "
-                    f"another base model, or this weight was trained too. Load that model, or merge them "
-                    f"with PEFT (merge_and_unload) and load the result."
-                )
         pairs: dict[PeftParameter, Pair] = {}
         for target, (a, b) in keys.items():
             members = by_target[target]
@@ -192,13 +176,6 @@ class _Linear:
         a = np.swapaxes(a.reshape(*self.stack, self.narrow, -1), -1, -2)
         b = np.swapaxes(b.reshape(*self.stack, -1, self.wide), -1, -2)
         return {name: Pair(a[index], b[index], self.module.scale) for index, name in self.members.items()}
-
-    def has_weight(self, stored: np.ndarray) -> bool:
-        """Whether `stored`, of shape `[out, in]`, is the weight, which is of no stack."""
-        _, In, Out = axes_of(self.wrapped)
-        weight = arranged(self.wrapped.weight, *Out, *In).array.reshape(self.wide, self.narrow)
-        dtype = min(stored.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-        return bool(jnp.array_equal(weight.astype(dtype), stored.astype(dtype)))
 
     def adapted(self, pairs: Mapping[PeftParameter, Pair], dtype: DTypeLike) -> LoraLinear | None:
         """The linear with its own adapters of `pairs`, None if there are none."""
@@ -257,21 +234,8 @@ def _adapted(
     return adapted
 
 
-def _stored_weights(linears: Sequence[_Linear], shapes: Mapping[str, Any]) -> dict[str, _Linear]:
-    """The keys of weights of linears outside of stacks; PEFT stores that of an adapted `lm_head`."""
-    found = {}
-    for linear in linears:
-        if not linear.stack:
-            module = f"{PREFIX}{linear.members[()].module}"
-            found |= {
-                key: linear for key in (f"{module}.base_layer.weight", f"{module}.weight") if key in shapes
-            }
-    return found
-
-
 def _problems(
     keys: Mapping[str, tuple[str, str]],
-    weights: Mapping[str, _Linear],
     shapes: Mapping[str, tuple[int, ...]],
     by_target: Mapping[str, Members],
     settings: PeftSettings,
@@ -283,7 +247,6 @@ def _problems(
         one = first_of(by_target[target])
         (narrow, wide), rows = sizes[one], settings.rank(one) * one.size
         expected[a], expected[b] = (rows, narrow), (num_rows(by_target[target], wide), rows)
-    expected |= {key: (linear.wide, linear.narrow) for key, linear in weights.items()}
     problems = entry_problems(expected, shapes)
     for linear in linears:
         without = [member.target for member in linear.members.values() if member.target not in keys]

@@ -4,6 +4,7 @@ import collections
 import math
 import re
 import reprlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +54,11 @@ class PeftSettings:
     def read(folder: Path) -> "PeftSettings":
         """Read the file in `folder`.
 
+        Warns of an unknown field that is not off.
+
         Raises:
             OSError: it is missing or can't be read.
-            ValueError: it is not JSON, has an unknown field, or describes anything but plain LoRA.
+            ValueError: it is not JSON, or describes anything but plain LoRA.
         """
         path = adapter_file(folder, CONFIG_FILE)
         entries = read_json_fields(path)
@@ -66,13 +69,12 @@ class PeftSettings:
         ]
         if refused:
             raise ValueError(f"{path} has settings that are not supported: {', '.join(refused)}.")
-        off = {name for name, value in entries.items() if value is False or value in (None, [], {})}
-        unknown = entries.keys() - _KNOWN - off
+        unknown = [name for name, value in entries.items() if value and name not in _KNOWN]
         if unknown:
-            raise ValueError(
-                f"{path} has unknown fields: "
-                f"{', '.join(map(reprlib.repr, sorted(unknown)[:10]))}. Remove them if they do not change "
-                f"what the adapters compute."
+            warnings.warn(
+                f"{path} has unknown fields, which are not used: {', '.join(map(reprlib.repr, unknown))}. "
+                f"Check that they do not change what the adapters compute.",
+                stacklevel=3,
             )
         return PeftSettings(entries)
 

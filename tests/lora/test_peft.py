@@ -20,7 +20,7 @@ from stacked_remat.lora import (
     save_peft,
 )
 
-from .stacks import Embed, Hidden, adapted, filled, model, with_trained_adapters
+from .stacks import adapted, filled, model, with_trained_adapters
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
@@ -85,23 +85,11 @@ def test_saved_adapters_load_into_the_base_and_into_an_adapted_model(saved):
 
 
 @pytest.mark.parametrize("key", ["lm_head.base_layer.weight", "lm_head.weight"])
-def test_a_stored_weight_of_a_head_has_to_be_the_models(tmp_path, key):
+def test_a_stored_weight_of_a_head_is_not_read(tmp_path, key):
     """PEFT stores the weight of an adapted `lm_head` beside its adapter."""
     save_peft(tmp_path, with_head(), names)
-    rows = np.asarray(model().head.weight.rearrange((Hidden, Embed)).array)
-
-    def store(array):
-        rewrite(tmp_path, lambda tensors: tensors.update({PREFIX + key: array}))
-
-    for dtype in (np.float32, np.float16):
-        store(rows.astype(dtype))
-        equal(load_peft(model(), tmp_path, names), with_head())
-    store(rows + np.float32(1e-3))
-    with pytest.raises(ValueError, match=r"is not the weight of head.*another base model"):
-        load_peft(model(), tmp_path, names)
-    store(rows[1:])
-    with pytest.raises(ValueError, match=rf"mismatched: {PREFIX}{key}"):
-        load_peft(model(), tmp_path, names)
+    rewrite(tmp_path, lambda tensors: tensors.update({PREFIX + key: np.zeros((1, 1), np.float32)}))
+    equal(load_peft(model(), tmp_path, names), with_head())
 
 
 def test_the_layout_of_the_files(saved):
@@ -255,18 +243,12 @@ def test_other_kinds_of_adapters_are_refused(saved, settings, message):
         load_peft(model(), saved, names)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lora_scale_by": "depth"}, "'lora_scale_by'"),
-        ({"use_later": True, "rank_of_later": 0}, "'rank_of_later', 'use_later'"),
-        ({"\x1b[2J": 1}, r"'\\x1b\[2J'"),
-    ],
-)
-def test_unknown_fields_are_refused(saved, settings, message):
-    rewrite(saved, **settings)
-    with pytest.raises(ValueError, match=f"has unknown fields: {message}. Remove them"):
-        load_peft(model(), saved, names)
+def test_unknown_fields_are_named_in_a_warning_unless_they_are_off(saved):
+    rewrite(saved, use_later=False, later_config=None, later_modules=[], lora_dropout=0.1, revision="main")
+    equal(load_peft(model(), saved, names), adapted())
+    rewrite(saved, **{"lora_scale_by": "depth", "\x1b[2J": 1})
+    with pytest.warns(UserWarning, match=r"are not used: 'lora_scale_by', '\\x1b\[2J'"):
+        equal(load_peft(model(), saved, names), adapted())
 
 
 def test_tensors_that_are_not_floats_are_named(saved):
@@ -307,7 +289,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_and_names_the_folder(saved
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(folder))
-    assert not (tmp_path / "new").exists()
+    assert not list((tmp_path / "new").iterdir())
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 
 

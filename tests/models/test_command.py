@@ -1,11 +1,8 @@
 """Commands report a user's mistake in one message and end cleanly on signals."""
 
 import errno
-import gc
 import logging
 import os
-import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -38,7 +35,6 @@ def fail_with(error):
     [
         (errno.EACCES, "owner or its mode"),
         (errno.ENOSPC, "Free some space"),
-        (errno.ENOTDIR, "is a file, and a folder is expected"),
         (errno.EXDEV, "Check the path"),
     ],
 )
@@ -98,23 +94,6 @@ def test_a_signal_ends_the_work_with_a_message():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize(
-    ("command", "number", "status"), [("train_lm", signal.SIGTERM, 75), ("export_hf", signal.SIGINT, 130)]
-)
-def test_a_signal_while_modules_are_imported_ends_the_command_with_one_line(command, number, status):
-    words = [sys.executable, "-m", f"models.{command}"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    caught = pathlib.Path(f"/proc/{process.pid}/status")
-    if not caught.exists():
-        pytest.skip("this system does not say which signals a process handles")
-    while not re.search(r"SigCgt:\t\w{12}[4-7c-f]\w{3}\n", caught.read_text()):  # SIGTERM, bit 14
-        assert process.poll() is None
-    process.send_signal(number)
-    output, _ = process.communicate()
-    name = signal.Signals(number).name
-    assert (output, process.returncode) == (f"stopped by {name} while the program was loaded\n", status)
-
-
 def test_only_errors_of_a_closed_event_loop_are_hidden(monkeypatch):
     shown = []
     monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(str(error)))
@@ -151,35 +130,9 @@ def test_control_characters_are_escaped(text, shown):
     assert "".join(map(escaped, text)) == shown  # wherever the text is cut
 
 
-def test_garbage_is_collected_from_the_start_of_the_work_on_and_not_during_imports():
-    code = "import sys; sys.argv = ['-m']; import models, gc; assert not gc.isenabled()"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    collects = []
-    gc.disable()
-    try:
-        assert run(lambda *_: collects.append(gc.isenabled()) or 0) == (0, [])
-        assert collects == [True] and gc.get_freeze_count() > 0
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
 def test_commands_start_without_packages_that_take_long_to_import():
     commands = ", ".join(f"models.{name}" for name in ("train_lm", "plan_lm", "generate", "export_hf"))
     code = f"import sys, {commands}; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     imported = {name.partition(".")[0] for name in found.split()}
     assert imported.isdisjoint(SLOW_IMPORTS | {"aiohttp", "httpx", "httpx2", "requests", "sentencepiece"})
-
-
-@pytest.mark.parametrize(
-    ("module", "given", "level"),
-    [("models.plan_lm", {"TF_CPP_MIN_LOG_LEVEL": "0"}, "0"), ("models.train_lm", {}, "")],
-)
-def test_only_the_planner_hides_warnings_of_xla_unless_a_level_is_set(module, given, level):
-    start = f"import sys; sys.argv, sys.orig_argv = ['-m'], ['python', '-m', '{module}']; import models, os"
-    program = f"{start}; print(os.environ.get('TF_CPP_MIN_LOG_LEVEL', ''))"
-    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
-    command, environment = [sys.executable, "-c", program], environment | given
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"{level}\n", "")

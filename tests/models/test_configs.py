@@ -97,7 +97,7 @@ def test_a_model_of_its_kind_can_be_trained_from_random_and_from_published_weigh
     assert started.resolved() == dataclasses.replace(alone, **own)
     # The same where only what the folder doesn't decide is written.
     own = type(config.model)(tiles=config.model.tiles, compute_dtype=config.model.compute_dtype)
-    taken = dataclasses.replace(started, model=own, use_hf_model_config=True).resolved().model
+    taken = dataclasses.replace(started, model=own).resolved().model
     assert isinstance(taken, DecoderConfig)
     assert taken.sparse is None or taken.sparse.load_balance_weight in (0, None)  # the folder turns it off
     sparse = {} if taken.sparse is None else {"experts": alone.model.sparse}

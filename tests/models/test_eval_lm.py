@@ -20,7 +20,7 @@ from models.eval_lm import ModelToEvaluate, lm_class, main
 from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import write_decoder
 from models.loading import find_model
-from stacked_remat.training import ConfigError, MeshConfig, Partitioning
+from stacked_remat.training import MeshConfig, Partitioning
 from stacked_remat.training.data.chat_template import ChatTemplate
 
 from ..training.data import word_tokenizer
@@ -76,13 +76,6 @@ def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
     assert one.generate_until(requests(PROMPTS)) == many.generate_until(requests(PROMPTS))
 
 
-def test_options_that_no_task_can_use_are_refused_first(tmp_path, capsys):
-    given = ["--run_dir", f"{tmp_path}", "--tasks", "any"]
-    for options in (["--batch_size", "0"], ["--max_length", "-1"], ["--out", f"{tmp_path}/none/scores.json"]):
-        assert main([*given, *options], Console(width=500)) == 1
-        assert options[0] in capsys.readouterr().out
-
-
 def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     console = Console(record=True, width=200)
@@ -90,16 +83,13 @@ def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
     assert "pip install 'stacked_remat[eval]'" in console.export_text()
 
 
-def test_a_template_that_changes_the_last_message_is_an_error(folder):
+def test_a_chat_may_end_within_its_last_message(folder):
     found = find_model(str(folder))
-    chat = [{"role": "user", "content": "hello "}]
     model = ModelToEvaluate(found, found.load())
     model.tokenizer = cast("Any", SimpleNamespace())
     model.tokenizer.chat_template = ChatTemplate("<s>{{ messages[-1].content | trim }}</s>", {})
+    chat = [{"role": "user", "content": "hello "}]
     assert model.apply_chat_template(chat, add_generation_prompt=False) == "<s>hello"
-    model.tokenizer.chat_template = ChatTemplate("{{ messages[-1].content | upper }}", {})
-    with pytest.raises(ConfigError, match="changes the text of the last message.*--apply_chat_template"):
-        model.apply_chat_template(chat, add_generation_prompt=False)
 
 
 @pytest.mark.torch
@@ -126,7 +116,7 @@ def test_scores_are_those_of_its_own_model(folder):
 
 
 @pytest.mark.torch
-def test_a_task_is_evaluated(folder, tmp_path):
+def test_a_task_is_evaluated(folder, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "own.yaml").write_text(
@@ -136,16 +126,15 @@ def test_a_task_is_evaluated(folder, tmp_path):
         "doc_to_text: ''\ndoc_to_target: '{{text}}'\n"
         "metric_list: [{metric: word_perplexity}]\n"
     )
-    console = Console(record=True, width=200)
-    options = ["--model", str(folder), "--include_path", str(tmp_path), "--out", str(tmp_path / "out.json")]
+    options = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", [])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert main([*options, "--tasks", "own"], console) == 0
-        assert main([*options, "--tasks", "owned"], console) == 1
-    found = json.loads((tmp_path / "out.json").read_text())["own"]["word_perplexity,none"]
+        assert main(["--model", str(folder), *options, "--tasks", "own", "--mesh", "{data: 2}"]) == 0
+    (written,) = tmp_path.glob("out*.json")
+    found = json.loads(written.read_text())["results"]["own"]["word_perplexity,none"]
     model = find_model(str(folder))
     own = ModelToEvaluate(model, model.load()).loglikelihood_rolling(requests((text,) for text in TEXTS))
     words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
     np.testing.assert_allclose(found, np.exp(-sum(own) / words), rtol=1e-4)
-    shown = console.export_text()
-    assert "word_perplexity" in shown and "no task 'owned'" in shown
+    assert "word_perplexity" in capsys.readouterr().out

@@ -85,7 +85,7 @@ def _logits(decoder):
 @pytest.fixture(scope="module")
 def adapted(workplace):
     """A run that trained adapters of the model to begin with."""
-    start = ("--initialize_from_hf", str(workplace / "base"), "--use_hf_model_config", "true")
+    start = ("--initialize_from_hf", str(workplace / "base"))
     assert train(workplace, "adapted", *start, "--lora.rank", "2") == 0
     return workplace / "adapted"
 
@@ -152,10 +152,10 @@ def test_adapters_resume_only_with_the_weights_they_began_with(workplace, adapte
         (("--model.hidden_dim", "32"), "model.hidden_dim: 32 in the config, 16 in the folder"),
         (("--vocab_size", "300"), "vocab_size: 300 in the config, 260 in the folder"),
         (("--initialize_from_hf", "nowhere"), "no folder nowhere, and it is not a name on the"),
-        (("--use_hf_model_config", "true", "--vocab_size", "20"), "vocab_size: 20 in the config"),
+        (("--vocab_size", "20"), "vocab_size: 20 in the config"),
         (
-            ("--use_hf_model_config", "true", "--model.attention.bias", "true"),
-            "model.attention.bias: True in the config, False in the folder\nCorrect it, or leave it out.",
+            ("--model.attention.bias", "true"),
+            "model.attention.bias: True in the config, False in the folder",
         ),
     ],
 )

@@ -50,9 +50,9 @@ def exported(finished, tmp_path_factory):
 
 
 def generate(*arguments):
-    console = Console(record=True, width=500)
+    console = Console(file=io.StringIO(), width=500)
     status = main([str(argument) for argument in arguments], console)
-    return status, console.export_text()
+    return status, console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_run_continues_what_it_learnt_and_ends_where_texts_end(run):
@@ -149,7 +149,7 @@ def test_an_interrupted_text_stays_shown(run, monkeypatch, name, status):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_text_is_escaped_for_terminals_and_raw_for_pipes(run, monkeypatch, encoding):
+def test_text_is_escaped_for_terminals_alone(run, monkeypatch, encoding):
     said = ["\x1b", "[2J\t\x9b", "1m\r\u202eé\n"]
     monkeypatch.setattr(
         command,
@@ -157,16 +157,16 @@ def test_text_is_escaped_for_terminals_and_raw_for_pipes(run, monkeypatch, encod
         lambda *args, **options: (Piece(0, text, last=text == said[-1]) for text in said),
     )
 
-    def written(*options):
-        buffer = io.BytesIO()
-        console = Console(file=io.TextIOWrapper(buffer, encoding=encoding, newline=""), width=10)
-        assert main(["--run_dir", str(run), "--prompt", "a\x07", *options], console) == 0
+    def written(is_terminal):
+        buffer, options = io.BytesIO(), {"force_terminal": is_terminal, "color_system": None}
+        console = Console(file=io.TextIOWrapper(buffer, encoding=encoding, newline=""), width=10, **options)
+        assert main(["--run_dir", str(run), "--prompt", "a\x07"], console) == 0
         console.file.flush()
         return buffer.getvalue()
 
     last = "é" if encoding == "utf-8" else "\\xe9"
-    assert written() == f"a\\x07\\x1b[2J\t\\x9b1m\\r\\u202e{last}\n\n".encode(encoding)
-    assert written("--raw") == ("a\x07" + "".join(said) + "\n").encode()
+    assert written(True) == f"a\\x07\\x1b[2J\t\\x9b1m\\r\\u202e{last}\n\n".encode(encoding)
+    assert written(False) == ("a\x07" + "".join(said) + "\n").encode()
 
 
 def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, run, monkeypatch):
@@ -178,15 +178,14 @@ def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, ru
         status, shown = generate(*source, "--prompt", "abc", "--prompt", "a", "--max_new_tokens", 10**9)
         # 2 of keys and values, layers, numbers of a head, bytes; a prompt is padded to 16 tokens
         size = 2 * 2 * (10**9 + 16) * 8 * 4 >> 20
-        assert status == 1 and f"1000000016 tokens take {size:,} MiB for their keys and" in shown
-        assert "has 1,024 MiB. Use fewer of them" in shown
+        assert status == 1 and f"keys and values of 1000000016 tokens {size:,} MiB" in shown
+        assert "has 1,024 MiB." in shown
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: 100)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 1)
-    assert status == 1 and "The weights take 0 MiB in float32, and this device has 0 MiB." in shown
-    assert "--max_new_tokens" not in shown
+    assert status == 1 and "The weights take 0 MiB in float32" in shown and "this device has 0 MiB." in shown
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: None)
     status, shown = generate(*model, "--prompt", "abc", "--max_new_tokens", 10**25)
-    assert status == 1 and "Use fewer of them" in shown
+    assert status == 1 and "Use fewer tokens" in shown
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
@@ -202,7 +201,7 @@ def test_layers_that_are_read_to_the_host_count_there(run, monkeypatch, lora):
     room = on_device + config.model.cache_bytes(1, 8)
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: room)
     assert source.rows_that_fit(8) == 1 and source.rows_that_fit(4) == 2
-    with pytest.raises(ConfigError, match="9 tokens take"):
+    with pytest.raises(ConfigError, match="of 9 tokens"):
         source.rows_that_fit(9)
     monkeypatch.setattr("stacked_remat.training.memory_check.available_host_bytes", lambda: on_host - 1)
     with pytest.raises(ConfigError, match="of host memory .*layers are read to the host. Give the process"):
@@ -255,16 +254,14 @@ def described(spoken, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-@pytest.mark.parametrize("ends", ["</s>", "3", 3.0, True, -1, 10**6, [[3]], [3, None], {"a": 3}], ids=str)
+@pytest.mark.parametrize("ends", ["</s>", -1, 10**6, [3, None], {"a": 3}], ids=str)
 def test_end_tokens_that_the_model_lacks_are_refused(described, file, ends):
     folder = described(file, eos_token_id=ends)
-    with pytest.raises(WeightsError, match=f"{file}: eos_token_id is .*; a token of the model, from 0 to"):
+    with pytest.raises(WeightsError, match=f"{file}: eos_token_id is .*; the model has [0-9]+ tokens"):
         find_model(str(folder))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b'{"eos_token_id": 3', b"\xff", b"[]", b"[" * 100_000], ids=range(5)
-)
+@pytest.mark.parametrize("content", [b"", b"[]"])
 def test_damaged_generation_configs_are_named(described, content):
     folder = described("generation_config.json")
     (folder / "generation_config.json").write_bytes(content)
@@ -316,7 +313,6 @@ def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(folders, asked,
             "nowhere.txt: No such file or directory. C",
         ),
         (("--run_dir", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
-        (("--run_dir", "{run}", "--prompt", "a\udcff"), r"--prompt 'a\udcff' is not valid UTF-8."),
         (("--model", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is not a name on the"),
         (("--model", "{exported}", "--prompt", "a"), "There is no tokenizer.json in"),
         (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with"),
@@ -324,7 +320,7 @@ def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(folders, asked,
         (("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a"), "Name the model's own with"),
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
         (("--model", "{spoken}", "--chat_template_kwargs", "{{a: 1}}", "--prompt", "a"), "no effect without"),
-        (("--model", "{spoken}", "--chat", "--chat_template_kwargs", "[", "--prompt", "a"), "is not YAML"),
+        (("--model", "{spoken}", "--chat", "--chat_template_kwargs", "[", "--prompt", "a"), "is no mapping"),
         (("--model", "{dated}", "--chat", "--chat_date", "today", "--prompt", "a"), "must be a date such as"),
         (
             ("--model", "{refusing}", "--chat", "--prompt", "a"),

@@ -88,7 +88,7 @@ def test_no_other_copy_of_the_weights_is_fetched(monkeypatch, tmp_path, weights)
 def test_a_config_from_the_hub_is_read_without_the_weights(asked, tmp_path):
     model = Qwen3Config(hidden_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(model, 300, dtype="float32")))
-    config = LmRunConfig(initialize_from_hf="owner/model", use_hf_model_config=True).resolved()
+    config = LmRunConfig(initialize_from_hf="owner/model").resolved()
     assert config.vocab_size == 300 and config.model.num_layers == 1
     assert asked == {("owner/model", None)}
 

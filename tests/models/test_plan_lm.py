@@ -325,9 +325,6 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(mo
     assert [on_host for _, on_host in compiled] == [False, False, True]
 
 
-AUTO = ["--model.type", "qwen3", "--remat", "auto", "--budget", "1GiB"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -341,12 +338,7 @@ AUTO = ["--model.type", "qwen3", "--remat", "auto", "--budget", "1GiB"]
         (["--only", "(nested"], "only is no regular expression: missing ), unterminated subpattern"),
         (["--remat", "auto", "--budget", "1GiB", "--only", "nested"], "only has no effect with remat: auto"),
         (["--find", "context"], "find: context looks for what fits a budget"),
-        (["--find", "layers"], "`find` on the command line must be policy|context|batch|devices"),
-        ([*AUTO, "--find", "devices", "--devices", "2"], "find: devices has no effect with devices: 2"),
-        (
-            [*AUTO, "--find", "devices", "--data.batch_size", "3", "--trainer.mesh.axes.data", "2"],
-            "No number of",
-        ),
+        (["--find", "layers"], "`find` on the command line must be policy|context|batch|mesh"),
     ],
 )
 def test_user_errors_are_one_message(arguments, message):

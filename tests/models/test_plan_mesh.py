@@ -1,25 +1,36 @@
-"""The meshes, policies and microbatches with which a step fits, on memory that is computed."""
+"""The meshes and policies with which a step fits, on plans that are computed."""
 
 import dataclasses
 import io
 import json
-import re
 from types import SimpleNamespace
 
-import jax
 import pytest
-import yaml
 from rich.console import Console
 
 from models.candidate import Candidate
 from models.decoder.config import ExpertsConfig
 from models.plan_lm import PlanLmConfig, main
-from models.plan_search import Budget, find_divisions, meshes
+from models.plan_search import Budget, find_meshes, meshes
 from models.qwen3 import Qwen3MoeConfig
 from models.run_state import state_shapes
-from stacked_remat._policy import resolve_policy
-from stacked_remat.memory import BudgetError, Flops, HostBytes, MemoryReport
-from stacked_remat.training import ConfigError, DataConfig, MeshConfig, TrainerConfig, UpdateConfig
+from stacked_remat.memory import (
+    BudgetError,
+    Comparison,
+    Flops,
+    HostBytes,
+    MemoryReport,
+    Plan,
+    Trial,
+    parse_bytes,
+)
+from stacked_remat.training import (
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    TrainerConfig,
+    config_as_dict,
+)
 
 CONFIG = PlanLmConfig(
     model=Qwen3MoeConfig(
@@ -35,7 +46,6 @@ CONFIG = PlanLmConfig(
     trainer=TrainerConfig(mesh=MeshConfig()),
     devices=4,
 ).resolved()
-REPORT = Candidate.report
 SENT = {"data": 400, "expert": 300, "context": 200, "tensor": 100}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -59,31 +69,25 @@ def shapes_are_traced_once():
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """What was asked for: steps take 90,000 bytes a microbatch under `False`, less with recomputation."""
+    """The meshes that were planned: on each, `nested` takes 30,000 bytes and other policies more."""
     asked = []
 
-    def report(step):
-        mesh, policy = step.config.trainer.mesh, step.config.policy
-        microbatches = step.config.trainer.update.microbatches
-        asked.append((dict(mesh.axes), microbatches, step.config.remat))
-        parts = 3 if policy.is_nested else 1 if policy == resolve_policy(False) else 2
-        host = HostBytes(temporaries=10 if policy.offloads else 0)
+    def plan(step, *, budget, host_budget, show):
+        mesh = step.config.trainer.mesh
+        asked.append(mesh.axes)
+        if parse_bytes(budget) < 30_000:
+            raise BudgetError("no candidate fits")
+        policy, flops = ("nested", 15) if parse_bytes(budget) < 90_000 else (False, 10)
         sent = sum(SENT[axis] for axis, size in mesh.axes.items() if size > 1)
-        flops = Flops({1: 10, 2: 13, 3: 15}[parts])
-        total = 90_000 // parts // microbatches - 100 * policy.offloads
-        return MemoryReport("local", total, 0, 0, 0, host, flops, 0.0, devices=4, sent=sent)
+        found = MemoryReport("local", 30_000, 0, 0, 0, HostBytes(), Flops(flops), 0.0, devices=4, sent=sent)
+        return Plan(policy, found, Comparison((Trial(policy, found),)), parse_bytes(budget))
 
-    monkeypatch.setattr(Candidate, "report", report)
+    monkeypatch.setattr(Candidate, "plan", plan)
     return asked
 
 
-def policy_of(division):
-    config = division.step.config
-    return config.remat, config.trainer.update.microbatches
-
-
-def found(budget, config=CONFIG, host=None):
-    return find_divisions(config.candidate, Budget(budget, host))
+def found(budget, config=CONFIG):
+    return find_meshes(config.candidate, Budget(budget))
 
 
 def test_meshes_are_those_that_the_model_and_the_batch_allow():
@@ -108,19 +112,10 @@ def test_on_gpus_experts_are_divided_by_their_number_too(monkeypatch):
     assert [list(mapping) for mapping in found[:2]] == [["embed"], ["experts", "embed"]]
 
 
-def test_the_least_arithmetic_comes_first_and_of_equals_what_sends_less(compiled):
-    divisions = found("1MB")
-    assert {policy_of(one) for one in divisions} == {(False, 1)}
-    assert [one.report.sent for one in divisions] == sorted(one.report.sent for one in divisions)
-    assert len(compiled) == 2 * len(divisions) == 12
-
-
-def test_more_microbatches_are_tried_where_they_save_arithmetic_or_memory(compiled):
-    divisions = [one for one in found("30KB") if one.step.config.trainer.mesh.axes.get("expert") == 4]
-    assert [policy_of(one) for one in divisions] == [(True, 2), ("nested", 1)]
-    of_one_mesh = [ask[1:] for ask in compiled if ask[0] == {"data": 1, "expert": 4}]
-    assert of_one_mesh == [(1, True), (1, "offload"), (1, "nested"), (2, True), (2, False)]
-    assert {policy_of(one) for one in found("44.95KB")} == {("offload", 1)}
+def test_of_equal_arithmetic_what_sends_less_comes_first(compiled):
+    plans = found("1MB")
+    assert {plan.policy for plan, _ in plans} == {False} and len(compiled) == len(plans) == 6
+    assert [plan.report.sent for plan, _ in plans] == sorted(plan.report.sent for plan, _ in plans)
     with pytest.raises(BudgetError, match="no mesh of 4 devices fits 1KB"):
         found("1KB")
 
@@ -134,40 +129,32 @@ def test_experts_are_divided_first_where_tokens_are_few(monkeypatch, positions, 
         {"data"},
         {"expert"},
     ]
-    monkeypatch.setattr(Candidate, "report", REPORT)
+    monkeypatch.setattr(Candidate, "plan", lambda step, **_: of_nested(step))
     monkeypatch.setattr("models.plan_search.meshes", lambda *_: tried)
-    monkeypatch.setattr("models.plan_search._POLICIES", ("nested",))
-    monkeypatch.setattr("models.plan_search._MORE_MICROBATCHES", (1,))
-    assert found("1GB", config)[0].step.config.trainer.mesh.axes[first] == 4
+    assert found("1GB", config)[0][1].config.trainer.mesh.axes[first] == 4
+
+
+def of_nested(step):
+    report = step.having({}, "nested").report()
+    return Plan("nested", report, Comparison((Trial("nested", report),)), 2**30)
 
 
 def with_trainer(**fields):
     return dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, **fields))
 
 
-def test_fused_updates_are_planned_with_one_microbatch(compiled):
-    fused = with_trainer(update=UpdateConfig(fused=True))
-    assert {policy_of(one) for one in found("30KB", fused)} == {("nested", 1)}
-    assert {microbatches for _, microbatches, _ in compiled} == {1}
-
-
-@pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
-def test_where_no_mesh_is_allowed_or_none_compiles_the_reason_is_raised(monkeypatch, error):
+def test_a_mesh_that_does_not_compile_is_shown_and_one_must_be_allowed(monkeypatch):
     with pytest.raises(ConfigError, match="no mesh of 7 devices divides data.batch_size = 8"):
-        find_divisions(dataclasses.replace(CONFIG.candidate, devices=7), Budget("1MB", None))
+        find_meshes(dataclasses.replace(CONFIG.candidate, devices=7), Budget("1MB"))
 
-    def refuse(step):
-        raise error("it runs on TPUs")
+    def refuse(step, **_):
+        raise ValueError("it runs on TPUs")
 
-    monkeypatch.setattr(Candidate, "report", refuse)
+    monkeypatch.setattr(Candidate, "plan", refuse)
     shown = []
-    with pytest.raises(error, match="it runs on TPUs"):
-        find_divisions(CONFIG.candidate, Budget("1MB", None, shown.append))
-    assert shown[:2] == [
-        "what is divided, and into how many parts; two to nine compilations each:",
-        " 1  batch, embed: 4",
-    ]
-    assert "1, True: it runs on TPUs" in shown
+    with pytest.raises(BudgetError, match="no mesh of 4 devices"):
+        find_meshes(CONFIG.candidate, Budget("1MB", None, shown.append))
+    assert shown[:2] == ["on batch, embed: 4:", "it runs on TPUs"]
 
 
 def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
@@ -184,16 +171,11 @@ def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
         return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
     shown = printed("--devices", "4")
-    assert "what fits 30KB on each of 4 devices of local" in shown and "sent" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    pasted = yaml.safe_load(shown.partition("for the config:")[2])
+    assert "what fits 30KB on each of 4 devices of local" in shown
     found = json.loads(printed("--devices", "4", "--json", "true"))
-    best, *_ = found["rows"]
-    assert found["chosen"] == {"mesh": best["mesh"], "microbatches": 2, "remat": True}
-    trainer = {"mesh": best["mesh"], "update": {"microbatches": best["microbatches"]}}
-    assert best["microbatches"] == 2 and pasted == {"trainer": trainer, "remat": True}
-    assert best["name"] == "{position, embed: 4}, 2 microbatches, True"
-    number = re.search(r"^ (\d)  position, embed: 4$", shown, re.MULTILINE)
-    assert number is not None and f"\n{number[1]}, 2 microbatches, True: " in shown
+    mesh = found["chosen"]["mesh"]
+    assert mesh in [config_as_dict(mesh) for mesh in meshes(CONFIG.candidate)]
+    assert found["rows"][0]["name"] == "position, embed: 4: 'nested'" and found["chosen"]["remat"] == "nested"
+    assert f"fewest FLOPs, under trainer: mesh: {mesh}" in shown
     with pytest.raises(ValueError, match="find: mesh.*give devices"):
         dataclasses.replace(CONFIG, find="mesh", devices=None)

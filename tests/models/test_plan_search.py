@@ -1,4 +1,4 @@
-"""The longest context, the largest batch and the fewest devices that fit, on memory that is computed."""
+"""The longest context and the largest batch that fit, on memory that is computed."""
 
 import dataclasses
 import io
@@ -57,9 +57,7 @@ def compiled(monkeypatch):
 
 def found(what, config=CONFIG, budget="1MB", host=None):
     shown = []
-    devices = None if what == "devices" else config.devices
-    step = dataclasses.replace(config.candidate, devices=devices)
-    size, sized = find_size(step, what, Budget(budget, host, shown.append))
+    size, sized = find_size(config.candidate, what, Budget(budget, host, shown.append))
     return size, sized, shown
 
 
@@ -91,14 +89,6 @@ def test_the_largest_batch_can_be_divided_over_microbatches_and_devices():
     size, step, _ = found("batch", eight, budget="120kB")
     most = (8 * 120_000 - WEIGHTS) // 10 // 16
     assert size % 16 == 0 and most * 31 // 32 - 16 <= size <= most and step.config.data.batch_size == size
-
-
-def test_the_fewest_devices_that_the_mesh_allows(compiled):
-    size, step, _ = found("devices", budget="30kB")
-    assert size == step.devices == 4
-    assert {step.devices for step in compiled} == {1, 2, 4}
-    with pytest.raises(BudgetError, match="devices = 4 either, the most that the mesh allows"):
-        found("devices", budget="20kB")  # 8 devices do not divide 8 rows in 2 microbatches
 
 
 def test_only_a_refusal_for_want_of_memory_counts_as_too_large(monkeypatch):

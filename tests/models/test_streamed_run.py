@@ -190,7 +190,7 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
     if kind == "full":
         return
     # From weights in files too; they go to the host as they are read.
-    begin = ("--initialize_from_hf", str(out), "--use_hf_model_config", "true")
+    begin = ("--initialize_from_hf", str(out))
     for run, options in runs.items():
         arguments = (*RUN[:2], *RUNS[kind], *begin, "--model", "{type: qwen3_moe}", *options)
         assert train(workplace, *arguments, run=f"{run} from files") == 0

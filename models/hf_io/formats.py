@@ -11,7 +11,7 @@ from models.hf_io.config_fields import ConfigFields, FieldTable, Found, layer_ty
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat._messages import shortened, shown
-from stacked_remat.training.config_decode import decode_config
+from stacked_remat.training.config_file import decode_config
 from stacked_remat.training.config_tree import Key
 from stacked_remat.training.errors import ConfigError
 

@@ -65,6 +65,11 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
     tree: dict[Key, Any] = {} if path is None else read_config_file(path)
     for key, text in given.items():
         set_key(tree, key, text)
+    return decode_config(config_class, tree)
+
+
+def decode_config(config_class: type[Config], tree: dict[Key, Any]) -> Config:
+    """The instance of `config_class` that sections of plain values describe; errors as `parse_config`."""
     return _Decoder(config_class).section(config_class, tree, ())
 
 

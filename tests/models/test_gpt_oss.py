@@ -98,8 +98,7 @@ def test_the_published_config_is_read_and_written_without_its_quantization():
     ("fields", "message"),
     [
         ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is supported"),
-        ({"experts_per_token": 2}, "num_experts_per_tok is 4 and experts_per_token is 2"),
-        ({"quantization_config": {"quant_method": "awq"}}, "only quant_method 'mxfp4' is supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "only 'mxfp4' is supported"),
         ({"use_qk_norm": True}, "use_qk_norm is True; this is not supported"),
     ],
 )
@@ -189,9 +188,6 @@ def test_tensors_in_mxfp4_are_read(decoder, folder):
     gate = again.layers.stacks["sliding_sparse"].stacked.mlp.experts.stacked.gate_proj.weight.array
     whole = expected["model.layers.0.mlp.experts.gate_up_proj"]
     np.testing.assert_array_equal(gate[0], np.swapaxes(whole[..., ::2], -1, -2))
-    save_file({**tensors, name: np.zeros((1,), np.float32)}, folder / SINGLE)
-    with pytest.raises(WeightsError, match="has it in MXFP4. Remove one"):
-        SafetensorsFolder.open(folder)
     damaged = {f"{name}_blocks": np.zeros(16, np.uint8), f"{name}_scales": np.zeros((), np.uint8)}
     save_file(tensors | damaged, folder / SINGLE)
     with pytest.raises(WeightsError, match=re.escape(f"missing: {name}")):

@@ -14,16 +14,7 @@ from models.decoder.config import (
     RouterSpec,
     SparseDecoderConfig,
 )
-from models.hf_io.config_fields import (
-    DECODER_FIELDS,
-    ConfigFields,
-    Found,
-    attribute,
-    computed,
-    ignored,
-    only,
-    rope,
-)
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from stacked_remat.ops import YarnRotary
 from stacked_remat.training.config_checks import check_choices, check_positive
@@ -104,7 +95,7 @@ class DeepseekV3Config(SparseDecoderConfig):
         )
 
 
-def _read_prefix(given: ConfigFields, found: Found) -> None:
+def _read_prefix(given: hf.ConfigFields, found: hf.Found) -> None:
     first = given("first_k_dense_replace", 3)
     found["experts.dense_layers"] = [*range(min(first, found["num_layers"]))]
     given.only("moe_layer_freq", 1)
@@ -117,29 +108,29 @@ def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
 
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "num_key_value_heads": ignored(),
-    "head_dim": ignored(),
-    "rotary": rope(longest=4_096),
-    "prefix": computed(_read_prefix, _prefix),
-    "q_lora_rank": attribute("latent.query_rank", None),
-    "kv_lora_rank": attribute("latent.key_value_rank", 512),
-    "qk_nope_head_dim": attribute("latent.plain_dim", 128),
-    "qk_rope_head_dim": attribute("latent.rotary_dim", 64),
-    "v_head_dim": attribute("latent.value_dim", 128),
-    "rope_interleave": attribute("latent.interleaved", True),
-    "n_routed_experts": attribute("experts.num_experts", 256, aliases=("num_local_experts",)),
-    "num_experts_per_tok": attribute("experts.experts_per_token", 8),
-    "moe_intermediate_size": attribute("experts.intermediate_dim", 2_048),
-    "norm_topk_prob": attribute("experts.norm_topk_prob", True),
-    "n_group": attribute("num_groups", 8),
-    "topk_group": attribute("groups_per_token", 4),
-    "routed_scaling_factor": attribute("gate_scale", 2.5),
-    "n_shared_experts": attribute("shared_experts", 1),
-    "scoring_func": only("sigmoid"),
-    "topk_method": only("noaux_tc"),
+    **hf.DECODER_FIELDS,
+    "num_key_value_heads": hf.ignored(),
+    "head_dim": hf.ignored(),
+    "rotary": hf.rope(longest=4_096),
+    "prefix": hf.computed(_read_prefix, _prefix),
+    "q_lora_rank": hf.attribute("latent.query_rank", None),
+    "kv_lora_rank": hf.attribute("latent.key_value_rank", 512),
+    "qk_nope_head_dim": hf.attribute("latent.plain_dim", 128),
+    "qk_rope_head_dim": hf.attribute("latent.rotary_dim", 64),
+    "v_head_dim": hf.attribute("latent.value_dim", 128),
+    "rope_interleave": hf.attribute("latent.interleaved", True),
+    "n_routed_experts": hf.attribute("experts.num_experts", 256, aliases=("num_local_experts",)),
+    "num_experts_per_tok": hf.attribute("experts.experts_per_token", 8),
+    "moe_intermediate_size": hf.attribute("experts.intermediate_dim", 2_048),
+    "norm_topk_prob": hf.attribute("experts.norm_topk_prob", True),
+    "n_group": hf.attribute("num_groups", 8),
+    "topk_group": hf.attribute("groups_per_token", 4),
+    "routed_scaling_factor": hf.attribute("gate_scale", 2.5),
+    "n_shared_experts": hf.attribute("shared_experts", 1),
+    "scoring_func": hf.only("sigmoid"),
+    "topk_method": hf.only("noaux_tc"),
     # Their tensors are left out.
-    "num_nextn_predict_layers": ignored(written=0),
+    "num_nextn_predict_layers": hf.ignored(written=0),
 }
 TENSORS = {
     **DECODER_TENSORS,

@@ -163,7 +163,7 @@ class ModelToEvaluate:
                     max_new_tokens=most,
                     sampling=sampling,
                     key=jax.random.key(0),
-                    ends=self._found.ends,
+                    stops=self._found.stops,
                     stop_texts=until,
                     rows=self.batch_size,
                 ):

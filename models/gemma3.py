@@ -5,15 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from models.decoder.config import DecoderConfig, LayerSpec
-from models.hf_io.config_fields import (
-    DECODER_FIELDS,
-    ConfigFields,
-    attribute,
-    full_every,
-    only,
-    rope,
-    windows,
-)
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
@@ -47,20 +39,20 @@ class Gemma3Config(DecoderConfig):
         return replace(spec, rotary=replace(self.rotary, theta=self.local_theta, scaling=None))
 
 
-def _every(given: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, Sequence[bool]]:
-    return full_every(given("sliding_window_pattern", 6))(given, window, num_layers)
+def _every(given: hf.ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, Sequence[bool]]:
+    return hf.full_every(given("sliding_window_pattern", 6))(given, window, num_layers)
 
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "num_key_value_heads": attribute("num_kv_heads", 4),
-    "head_dim": attribute("attention.head_dim", 256, written="HeadDim.size"),
-    "hidden_act": only("gelu_pytorch_tanh"),
-    "hidden_activation": only("gelu_pytorch_tanh", written=True),
-    "rotary": rope(theta=1_000_000.0, longest=131_072, by_kind=True, local="local_theta"),
-    "tie_word_embeddings": attribute("tie_word_embeddings", True),
-    "windows": windows(4_096, _every),
-    "query_pre_attn_scalar": attribute("query_pre_attn_scalar", 256),
+    **hf.DECODER_FIELDS,
+    "num_key_value_heads": hf.attribute("num_kv_heads", 4),
+    "head_dim": hf.attribute("attention.head_dim", 256, written="HeadDim.size"),
+    "hidden_act": hf.only("gelu_pytorch_tanh"),
+    "hidden_activation": hf.only("gelu_pytorch_tanh", written=True),
+    "rotary": hf.rope(theta=1_000_000.0, longest=131_072, by_kind=True, local="local_theta"),
+    "tie_word_embeddings": hf.attribute("tie_word_embeddings", True),
+    "windows": hf.windows(4_096, _every),
+    "query_pre_attn_scalar": hf.attribute("query_pre_attn_scalar", 256),
 }
 TENSORS = {
     **DECODER_TENSORS,

@@ -60,10 +60,10 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
     sampling, found = _sampling(options), model_of_arguments(options, options.chat_date)
     model: Decoder | None = None
-    stops = ()
+    stops = found.stops
     if options.chat:
         with _template_errors(found):
-            stops = (end_of_turn(found.tokenizer),)
+            stops = [*stops, end_of_turn(found.tokenizer)]
 
     def pieces(prompts: Sequence[Tokens]) -> Iterator[Piece]:
         nonlocal model
@@ -77,7 +77,6 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
                 max_new_tokens=options.max_new_tokens,
                 sampling=sampling,
                 key=jax.random.key(options.seed),
-                ends=found.ends,
                 stops=stops,
                 stop_texts=options.stop,
                 rows=min(options.batch_size, fitting, len(prompts)),

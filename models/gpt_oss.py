@@ -4,16 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from models.decoder.config import LayerSpec, SparseDecoderConfig
-from models.hf_io.config_fields import (
-    DECODER_FIELDS,
-    LOAD_BALANCE,
-    attribute,
-    full_every,
-    ignored,
-    only,
-    rope,
-    windows,
-)
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
 
@@ -41,21 +32,21 @@ _YARN = {
 }
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "intermediate_size": attribute("experts.intermediate_dim"),
-    "num_key_value_heads": attribute("num_kv_heads", 8),
-    "head_dim": attribute("attention.head_dim", 64, written="HeadDim.size"),
-    "attention_bias": attribute("attention.bias", True),
-    "rotary": rope(theta=150_000.0, scaling=_YARN, longest=131_072),
+    **hf.DECODER_FIELDS,
+    "intermediate_size": hf.attribute("experts.intermediate_dim"),
+    "num_key_value_heads": hf.attribute("num_kv_heads", 8),
+    "head_dim": hf.attribute("attention.head_dim", 64, written="HeadDim.size"),
+    "attention_bias": hf.attribute("attention.bias", True),
+    "rotary": hf.rope(theta=150_000.0, scaling=_YARN, longest=131_072),
     # Transformers ignores it: `rope_scaling` has its own.
-    "initial_context_length": ignored(),
-    "rms_norm_eps": attribute("rms_norm_eps", 1e-5),
-    "windows": windows(128, full_every(2)),
-    "num_local_experts": attribute("experts.num_experts", 128, aliases=("num_experts",)),
-    "num_experts_per_tok": attribute("experts.experts_per_token", 4, aliases=("experts_per_token",)),
-    "load_balance": LOAD_BALANCE,
-    "swiglu_alpha": only(1.702, written=True),
-    "swiglu_limit": only(7.0, written=True),
+    "initial_context_length": hf.ignored(),
+    "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
+    "windows": hf.windows(128, hf.full_every(2)),
+    "num_local_experts": hf.attribute("experts.num_experts", 128, aliases=("num_experts",)),
+    "num_experts_per_tok": hf.attribute("experts.experts_per_token", 4, aliases=("experts_per_token",)),
+    "load_balance": hf.LOAD_BALANCE,
+    "swiglu_alpha": hf.only(1.702, written=True),
+    "swiglu_limit": hf.only(7.0, written=True),
 }
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
 _GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from models.decoder.config import DecoderConfig
-from models.hf_io.config_fields import DECODER_FIELDS, rope
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 
 
@@ -12,6 +12,6 @@ class LlamaConfig(DecoderConfig):
     """A Llama decoder."""
 
 
-FIELDS = {**DECODER_FIELDS, "rotary": rope(longest=2_048)}
+FIELDS = {**hf.DECODER_FIELDS, "rotary": hf.rope(longest=2_048)}
 
 register_format(HfFormat("llama", "LlamaForCausalLM", LlamaConfig, FIELDS))

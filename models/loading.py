@@ -82,6 +82,11 @@ class FoundModel:
                 f"{self.Vocab.size} rows. Name the model's own with --tokenizer."
             )
 
+    @property
+    def stops(self) -> list[tuple[int, ...]]:
+        """`ends`, each as a sequence of tokens."""
+        return [(end,) for end in self.ends]
+
     def load(self, partitioning: Partitioning | None = None) -> Decoder:
         """The model with its adapters merged, its weights in the dtype in which it computes."""
         model = merge_lora(self.read(partitioning), donate=True)

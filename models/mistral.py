@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from models.decoder.config import DecoderConfig
-from models.hf_io.config_fields import DECODER_FIELDS, attribute, only, rope, window_of_all
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 
 
@@ -13,11 +13,11 @@ class MistralConfig(DecoderConfig):
 
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "num_key_value_heads": attribute("num_kv_heads", 8),
-    "attention_bias": only(False),
-    "rotary": rope(longest=131_072),
-    "windows": window_of_all(4_096),
+    **hf.DECODER_FIELDS,
+    "num_key_value_heads": hf.attribute("num_kv_heads", 8),
+    "attention_bias": hf.only(False),
+    "rotary": hf.rope(longest=131_072),
+    "windows": hf.window_of_all(4_096),
 }
 
 register_format(HfFormat("mistral", "MistralForCausalLM", MistralConfig, FIELDS))

@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 
 from models.decoder.config import SparseDecoderConfig
-from models.hf_io.config_fields import (
-    DECODER_FIELDS,
-    LOAD_BALANCE,
-    attribute,
-    only,
-    rope,
-    window_of_all,
-)
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
@@ -24,16 +17,16 @@ class MixtralConfig(SparseDecoderConfig):
 
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "intermediate_size": attribute("experts.intermediate_dim"),
-    "num_key_value_heads": attribute("num_kv_heads", 8),
-    "attention_bias": only(False),
-    "rotary": rope(theta=1_000_000.0, longest=131_072),
-    "rms_norm_eps": attribute("rms_norm_eps", 1e-5),
-    "windows": window_of_all(None),
-    "num_local_experts": attribute("experts.num_experts", 8, aliases=("num_experts",)),
-    "num_experts_per_tok": attribute("experts.experts_per_token", 2),
-    "load_balance": LOAD_BALANCE,
+    **hf.DECODER_FIELDS,
+    "intermediate_size": hf.attribute("experts.intermediate_dim"),
+    "num_key_value_heads": hf.attribute("num_kv_heads", 8),
+    "attention_bias": hf.only(False),
+    "rotary": hf.rope(theta=1_000_000.0, longest=131_072),
+    "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
+    "windows": hf.window_of_all(None),
+    "num_local_experts": hf.attribute("experts.num_experts", 8, aliases=("num_experts",)),
+    "num_experts_per_tok": hf.attribute("experts.experts_per_token", 2),
+    "load_balance": hf.LOAD_BALANCE,
 }
 TENSORS = {
     **DECODER_TENSORS,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from models.decoder.config import DecoderConfig, LayerSpec
-from models.hf_io.config_fields import DECODER_FIELDS, attribute, full_every, rope, windows
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
@@ -21,10 +21,10 @@ class Olmo3Config(DecoderConfig):
 
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "rotary": rope(theta=500_000.0, longest=2_048, by_kind=True),
-    "rms_norm_eps": attribute("rms_norm_eps", 1e-5),
-    "windows": windows(4_096, full_every(4)),
+    **hf.DECODER_FIELDS,
+    "rotary": hf.rope(theta=500_000.0, longest=2_048, by_kind=True),
+    "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
+    "windows": hf.windows(4_096, hf.full_every(4)),
 }
 TENSORS = {
     **DECODER_TENSORS,

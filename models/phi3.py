@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 
 from models.decoder.config import DecoderConfig
-from models.hf_io.config_fields import (
-    DECODER_FIELDS,
-    attribute,
-    ignored,
-    only,
-    rope,
-    window_of_all,
-)
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 
 
@@ -33,16 +26,16 @@ class Phi3Config(DecoderConfig):
 
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "attention_bias": only(False),
-    "embd_pdrop": only(0),
-    "resid_pdrop": only(0),
-    "rotary": rope(longest=4_096),
-    "original_max_position_embeddings": ignored(),  # of longrope
-    "rms_norm_eps": attribute("rms_norm_eps", 1e-5),
-    "windows": window_of_all(None),
+    **hf.DECODER_FIELDS,
+    "attention_bias": hf.only(False),
+    "embd_pdrop": hf.only(0),
+    "resid_pdrop": hf.only(0),
+    "rotary": hf.rope(longest=4_096),
+    "original_max_position_embeddings": hf.ignored(),  # of longrope
+    "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
+    "windows": hf.window_of_all(None),
     # Transformers' default is beyond the embedding of a smaller vocabulary.
-    "pad_token_id": ignored(written=None),
+    "pad_token_id": hf.ignored(written=None),
 }
 TENSORS = {
     **DECODER_TENSORS,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.decoder.config import AttentionConfig, DecoderConfig, LayerSpec
-from models.hf_io.config_fields import DECODER_FIELDS, ConfigFields, Found, attribute, computed, windows
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 
 
@@ -21,7 +21,7 @@ class Qwen2Config(DecoderConfig):
 
 
 def later_layers(
-    given: ConfigFields, window: int | None, num_layers: int
+    given: hf.ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, Sequence[bool]]:
     """The layers from `max_window_layers` on have the window, if `use_sliding_window`."""
     window = window if given("use_sliding_window", False) else None
@@ -40,16 +40,16 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _read_bias(given: ConfigFields, found: Found) -> None:
+def _read_bias(given: hf.ConfigFields, found: hf.Found) -> None:
     given("attention_bias")
     found["attention.bias"] = True
 
 
 FIELDS = {
-    **DECODER_FIELDS,
-    "num_key_value_heads": attribute("num_kv_heads", 32),
-    "attention_bias": computed(_read_bias),
-    "windows": windows(4_096, later_layers, window_fields),
+    **hf.DECODER_FIELDS,
+    "num_key_value_heads": hf.attribute("num_kv_heads", 32),
+    "attention_bias": hf.computed(_read_bias),
+    "windows": hf.windows(4_096, later_layers, window_fields),
 }
 
 register_format(HfFormat("qwen2", "Qwen2ForCausalLM", Qwen2Config, FIELDS))

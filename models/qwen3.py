@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
-from models.hf_io.config_fields import (
-    DECODER_FIELDS,
-    LOAD_BALANCE,
-    ConfigFields,
-    Found,
-    attribute,
-    computed,
-    only,
-    windows,
-)
+from models.hf_io import config_fields as hf
 from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
 from models.qwen2 import later_layers, window_fields
 from stacked_remat._messages import shown
@@ -35,14 +26,14 @@ class Qwen3MoeConfig(SparseDecoderConfig):
 
 
 def _all_layers(
-    given: ConfigFields, window: int | None, num_layers: int
+    given: hf.ConfigFields, window: int | None, num_layers: int
 ) -> tuple[int | None, Sequence[bool]]:
     window = window if given("use_sliding_window", False) else None
     given("max_window_layers", 28)  # has no effect
     return window, [window is not None] * num_layers
 
 
-def _read_dense_layers(given: ConfigFields, found: Found) -> None:
+def _read_dense_layers(given: hf.ConfigFields, found: hf.Found) -> None:
     step, num_layers = given("decoder_sparse_step", 1) or 1, found["num_layers"]
     dense = given("mlp_only_layers", [])
     if strange := [layer for layer in dense if layer not in range(num_layers)]:
@@ -60,23 +51,23 @@ def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
     return {"use_sliding_window": window is not None, "sliding_window": window}
 
 
-_SHARED = {**DECODER_FIELDS, "use_qk_norm": only(True)}
+_SHARED = {**hf.DECODER_FIELDS, "use_qk_norm": hf.only(True)}
 FIELDS = {
     **_SHARED,
-    "num_key_value_heads": attribute("num_kv_heads", 32),
-    "head_dim": attribute("attention.head_dim", 128, written="HeadDim.size"),
-    "windows": windows(4_096, later_layers, window_fields),
+    "num_key_value_heads": hf.attribute("num_kv_heads", 32),
+    "head_dim": hf.attribute("attention.head_dim", 128, written="HeadDim.size"),
+    "windows": hf.windows(4_096, later_layers, window_fields),
 }
 MOE_FIELDS = {
     **_SHARED,
-    "num_key_value_heads": attribute("num_kv_heads", 4),
-    "windows": windows(4_096, _all_layers, _window_of_all),
-    "num_experts": attribute("experts.num_experts", aliases=("num_local_experts",)),
-    "num_experts_per_tok": attribute("experts.experts_per_token"),
-    "moe_intermediate_size": attribute("experts.intermediate_dim"),
-    "norm_topk_prob": attribute("experts.norm_topk_prob", False),
-    "load_balance": LOAD_BALANCE,
-    "dense_layers": computed(_read_dense_layers, _dense_layers),
+    "num_key_value_heads": hf.attribute("num_kv_heads", 4),
+    "windows": hf.windows(4_096, _all_layers, _window_of_all),
+    "num_experts": hf.attribute("experts.num_experts", aliases=("num_local_experts",)),
+    "num_experts_per_tok": hf.attribute("experts.experts_per_token"),
+    "moe_intermediate_size": hf.attribute("experts.intermediate_dim"),
+    "norm_topk_prob": hf.attribute("experts.norm_topk_prob", False),
+    "load_balance": hf.LOAD_BALANCE,
+    "dense_layers": hf.computed(_read_dense_layers, _dense_layers),
 }
 MOE_TENSORS = {**DECODER_TENSORS, "router": "gate"}
 

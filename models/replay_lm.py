@@ -11,7 +11,6 @@ be higher without the sequence in that step, to first order.
 
 import argparse
 import dataclasses
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +72,6 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         texts = [one.held_out.batch(one.index) for one in held_out]
     finally:
         data.training.close()
-    _check_no_skips(config, state, batches, first)
     Steps = Axis("steps", last - first)
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
     weights = jnp.asarray([one.weight for one in held_out])
@@ -81,6 +79,8 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         loss, found = _replayed(config, Steps)(state, stacked, texts, weights)
     except eqx.EquinoxRuntimeError as error:
         raise ConfigError(f"The replay has no scores: {str(error).splitlines()[0]}") from error
+    if not np.isfinite(loss):
+        raise ConfigError("The replay has no scores: a loss or gradient of a step is not finite.")
     for index, batch in enumerate(batches):
         ids, shown = named_examples(batch, tokenizer.decode)
         own = -np.asarray(found[index])
@@ -150,7 +150,12 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
         if is_set:
             raise ConfigError(f"A run with {key} can't be replayed: its steps have no derivatives.")
     attention = dataclasses.replace(config.model.attention, backend="exact")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+    update = dataclasses.replace(config.trainer.update, on_nonfinite="stop")  # a skip has no derivative
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention=attention),
+        trainer=dataclasses.replace(config.trainer, update=update),
+    )
 
 
 def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[TokenBatch]:
@@ -168,27 +173,6 @@ class _WeightedBatch(eqx.Module):
     @property
     def weights(self) -> NamedArray:
         return self.batch.weights
-
-
-def _check_no_skips(config: LmRunConfig, state: TrainState, batches: list[TokenBatch], first: int) -> None:
-    """Runs the steps without derivatives, where some may have been skipped.
-
-    Raises:
-        ConfigError: one was.
-    """
-    if config.trainer.update.on_nonfinite != "skip":
-        return
-    loss = functools.partial(next_token_loss, z_loss=config.z_loss)
-    step = eqx.filter_jit(
-        TrainStep.of(config.trainer, loss_function=loss, optimizer=run_optimizer(config, _EPS_ROOT))
-    )
-    for number, batch in enumerate(batches, first + 1):
-        state, metrics = step(batch, state)
-        if metrics["skips"] > 0:
-            raise ConfigError(
-                f"Step {number} was skipped, with a loss or gradient that is not finite "
-                f"(trainer.update.on_nonfinite), and has no derivative. Begin after it: --from_step."
-            )
 
 
 def _replayed(config: LmRunConfig, Steps: Axis) -> Any:

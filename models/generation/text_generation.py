@@ -1,6 +1,6 @@
 """Generates text from prompts and chats, and streams it."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -58,26 +58,23 @@ def generate_text(
     max_new_tokens: int,
     sampling: Sampling,
     key: PRNGKeyArray,
-    ends: Collection[int],
-    stops: Sequence[Stop] = (),
+    stops: Sequence[Stop],
     stop_texts: Sequence[str] = (),
     rows: int | None = None,
 ) -> Iterator[Piece]:
     """Continues prompts, one batch after the other, and streams their text, until all have ended.
 
     Args:
-        ends: tokens that end a text.
-        stops: sequences of tokens that end a text too.
+        stops: sequences of tokens that end a text.
         stop_texts: texts that end one too, and are not part of it.
         rows: of every batch; as many as prompts if not given.
 
     Cost: that of `continued_tokens` for each batch.
     """
-    every_stop = [*((end,) for end in sorted(ends)), *stops]
     rows = rows or len(prompts)
     for first in range(0, len(prompts), rows):
         batch = [*prompts[first : first + rows]]
-        streams = [TextStream(tokenizer, prompt.tolist(), every_stop, stop_texts) for prompt in batch]
+        streams = [TextStream(tokenizer, prompt.tolist(), stops, stop_texts) for prompt in batch]
         batch += batch[-1:] * (rows - len(batch))  # of as many rows as the others
         steps = continued_tokens(
             model, batch, max_new_tokens=max_new_tokens, sampling=sampling, key=key, first_row=first

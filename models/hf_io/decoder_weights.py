@@ -26,7 +26,7 @@ from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
 from models.decoder.layers import Norm
 from models.hf_io.formats import HfFormat, config_to_hf, format_of
-from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError, write_safetensors
+from models.hf_io.safetensors_folder import SafetensorsFolder, write_safetensors
 from models.hf_io.stacked_weights import (
     ExpertsTensor,
     TensorMap,
@@ -94,16 +94,10 @@ def write_decoder(
 
     Raises:
         FileExistsError: there is something in the folder.
-        WeightsError: the decoder has adapters, or parts on devices of other processes.
 
     Cost: the host memory of one file.
     """
-    adapted = [path for path, one in lora_linears(decoder).items() if isinstance(one, LoraLinear)]
-    if adapted:
-        raise WeightsError(
-            f"The decoder has adapters ({', '.join(adapted[:3])}, ...), which this format can't hold. Merge "
-            f"them first, with merge_lora, or write them alone, with save_adapters."
-        )
+    assert not any(isinstance(one, LoraLinear) for one in lora_linears(decoder).values()), "merge adapters"
     maps = tensor_maps(decoder)
     leaves = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=is_named_array)
     pending = pending_tensors((maps[jax.tree_util.keystr(path)], leaf.array) for path, leaf in leaves)

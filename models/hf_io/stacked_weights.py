@@ -155,18 +155,9 @@ def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding)
 
 
 def pending_tensors(arrays: Iterable[tuple[TensorMap, Shaped[Array, "..."]]]) -> dict[str, Pending]:
-    """The tensors of the arrays of a model by name, each made only when it is written.
-
-    Raises:
-        WeightsError: parts of an array are on devices of other processes.
-    """
+    """The tensors of the arrays of a model by name, each made only when it is written."""
     entries: dict[str, list[_Entry]] = {}
     for one, array in arrays:
-        if not array.is_fully_addressable:
-            raise WeightsError(
-                f"{one.path} is divided over several processes, and one process writes a checkpoint. "
-                f"Gather it first, with jax.experimental.multihost_utils.process_allgather."
-            )
         for position, name, inside in one.numbered():
             entries.setdefault(name, []).append((one, array, position, inside))
     return {

@@ -50,17 +50,13 @@ class LoraConfig:
     targets: tuple[str, ...] = ("*_proj",)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+        if self.rank < 1:
             raise ValueError(f"lora.rank must be a positive integer, got {self.rank!r}.")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ValueError(f"lora.alpha must be positive and finite, got {self.alpha!r}.")
-        if isinstance(self.targets, str):
-            raise ValueError(f"lora.targets must be a list of patterns, got the text {self.targets!r}.")
+        if isinstance(self.targets, str) or not self.targets:
+            raise ValueError(f"lora.targets must be a list of patterns as '*.q_proj', got {self.targets!r}.")
         object.__setattr__(self, "targets", tuple(self.targets))
-        if not self.targets or not all(isinstance(target, str) and target for target in self.targets):
-            raise ValueError(
-                f"lora.targets must be patterns such as '*.q_proj', at least one, got {self.targets!r}."
-            )
 
     @property
     def scale(self) -> float:

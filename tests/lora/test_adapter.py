@@ -292,8 +292,7 @@ def test_the_filter_marks_only_adapters():
     [
         ({"rank": 0}, "lora.rank must be a positive integer, got 0"),
         ({"alpha": 0.0}, "lora.alpha must be positive and finite, got 0.0"),
-        ({"targets": "q_proj"}, "list of patterns, got the text 'q_proj'"),
-        ({"targets": ("",)}, "must be patterns"),
+        ({"targets": "q_proj"}, "must be a list of patterns .*, got 'q_proj'"),
     ],
 )
 def test_a_bad_config_is_refused(fields, message):

@@ -23,7 +23,6 @@ from models.hf_io.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, We
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.lora import LoraConfig, apply_lora
 
 Vocab = Axis("vocab", 10)
 CONFIG = Qwen3MoeConfig(
@@ -163,13 +162,6 @@ def test_quantized_tensors_are_named_and_not_cast(decoder, tmp_path, monkeypatch
     monkeypatch.setattr(SafetensorsFolder, "read", None)
     with pytest.raises(WeightsError, match="not a float: model.norm.weight is I8, expected one of F64, F32"):
         read_decoder(tmp_path / "weights", CONFIG, Vocab)
-
-
-def test_adapters_are_not_written_as_if_they_were_weights(decoder, tmp_path):
-    adapted = apply_lora(decoder, LoraConfig(rank=2), key=jax.random.key(0))
-    with pytest.raises(WeightsError, match=r"has adapters \(layers.dense.*Merge them first, with merge_lora"):
-        write_decoder(tmp_path / "weights", adapted)
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder, monkeypatch):

@@ -37,7 +37,7 @@ def written(monkeypatch):
     return write
 
 
-def pieces_of(*texts, stops=(), max_new_tokens=99, ends=(BYTES.end,), **options):
+def pieces_of(*texts, stops=((BYTES.end,),), max_new_tokens=99, **options):
     prompts = [BYTES.encode_beginning("so") for _ in texts]
     found = generate_text(
         None,
@@ -46,7 +46,6 @@ def pieces_of(*texts, stops=(), max_new_tokens=99, ends=(BYTES.end,), **options)
         max_new_tokens=max_new_tokens,
         sampling=Sampling(),
         key=jax.random.key(0),
-        ends=ends,
         stops=stops,
         **options,
     )
@@ -70,7 +69,7 @@ def test_generation_stops_when_all_rows_have_ended(written):
 def test_every_end_and_every_stop_ends(written):
     texts = ("ab!cd", "abc<>")
     written(*texts)
-    pieces = pieces_of(*texts, stops=[(), tuple(b"<>")], ends=(BYTES.end, ord("!")))
+    pieces = pieces_of(*texts, stops=[(), tuple(b"<>"), (BYTES.end,), tuple(b"!")])
     assert [text_of(pieces, row) for row in range(2)] == ["ab", "abc"]
 
 

@@ -94,7 +94,7 @@ def test_options_reach_the_model(run, asked):
     (([prompt], found),) = asked
     assert prompt.tolist()[-2:] == list(b"ab")
     assert found["sampling"] == Sampling(8.0, 3, 0.5) and found["max_new_tokens"] == 12
-    assert found["key"] == jax.random.key(7) and found["stops"] == ()
+    assert found["key"] == jax.random.key(7) and found["stops"] == [(load_tokenizer("byte").end,)]
 
 
 def test_a_chat_goes_into_the_template(run, asked):
@@ -102,7 +102,7 @@ def test_a_chat_goes_into_the_template(run, asked):
     (([prompt], found),) = asked
     tokenizer = load_tokenizer("byte")
     np.testing.assert_array_equal(prompt, chat_prompt(tokenizer, [{"role": "user", "content": "hi"}]))
-    assert found["stops"] == (end_of_turn(tokenizer),)
+    assert found["stops"] == [(tokenizer.end,), end_of_turn(tokenizer)]
 
 
 def test_a_conversation_keeps_its_history(run, asked, monkeypatch, tmp_path):

@@ -1,6 +1,5 @@
 """The `lora` section of a config adapts and trains a decoder."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -106,18 +105,6 @@ def test_the_defaults_adapt_attention_and_experts_but_neither_router_nor_head():
 def test_invalid_targets_are_config_errors(targets, message):
     with pytest.raises(ConfigError, match=message):
         eqx.filter_eval_shape(lambda: adapted_model(lora=LoraConfig(targets=targets)))
-
-
-def test_a_base_in_bfloat16_computes_what_one_in_float32_that_is_cast_does():
-    model = adapted_model(config=dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
-    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), model)
-    narrow = jax.tree.map(
-        lambda leaf, own: leaf if own else leaf.astype(jnp.bfloat16), model, with_marks(model)
-    )
-    run = jax.jit(lambda model: next_token_loss(model, batch())[0])
-    assert run(model) == run(narrow)
-    gradients = eqx.filter_eval_shape(lambda: loss_and_gradients(narrow)[1])
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize("experts", ["fused", "separate"])

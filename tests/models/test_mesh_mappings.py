@@ -1,4 +1,4 @@
-"""Positions and experts divided over devices: the step is that of one device, and what the devices send."""
+"""Weights, rows, positions, experts and heads divided over devices: the step of one, and what is sent."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
-from stacked_remat import ScanCheckpointPolicy
+from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import MeshConfig
 from tests.models.mesh_steps import ROWS, VOCAB, assert_same, batch, compiled_on, on_one_device
@@ -32,11 +32,18 @@ WINDOWS = Qwen3Config(
 )
 EXPERTS, INNER = 8, 6
 SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(EXPERTS, 3, INNER, z_loss_weight=0.01))
+SPARSE_WINDOWS = Qwen3MoeConfig(
+    **SIZES | {"num_layers": 2 * LAYERS},
+    experts=ExpertsConfig(4, 2, INNER),
+    attention=AttentionConfig(window=4, layer_types=(SLIDING, FULL)),
+)
 LORA = LoraConfig(rank=3, targets=("*.q_proj", "*.experts.*_proj"))
 POLICIES = {
     "True": True,
     "nested": "nested",
     "offload": "offload",
+    "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
+    "offload internals": ScanCheckpointPolicy(offload_block_internals=["attention_output"]),
     "save": ScanCheckpointPolicy(save_block_internals=["attention_output", "attention_lse"]),
 }
 CONTEXT = {"position": "context"}
@@ -72,6 +79,25 @@ def deep(*case):
     return pytest.param(*case, marks=pytest.mark.deep)
 
 
+FSDP_CASES = [  # experts with the policy whose program has most parts
+    (SPARSE, "nested"),
+    deep(DENSE, "nested, offload"),
+    deep(DENSE, "offload internals"),
+    deep(SPARSE_WINDOWS, "nested"),
+]
+
+OTHERS = {
+    "data parallel": (DENSE, MeshConfig(param_mapping={}), 1, 1),
+    "hybrid": (DENSE, MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}), 1, 1 / 4),
+    "experts first": (
+        SPARSE,
+        MeshConfig({"data": 4}, param_mapping={"experts": "data", "embed": "data"}),
+        1,
+        1 / 4,
+    ),
+    "microbatches": (DENSE, MeshConfig({"data": 4}), 2, 1 / 4),
+}
+
 CONTEXT_CASES = [
     (DENSE, "data, context, fsdp", "nested"),
     deep(DENSE, "context, fsdp", "offload"),
@@ -105,6 +131,39 @@ def shapes_in(text):
     """The shapes of all arrays, of any type."""
     arrays = re.findall(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]", text)
     return [[int(size) for size in shape.split(",") if size] for shape in arrays]
+
+
+def share(state):
+    """Which part of a weight a device has."""
+    layers = state.trained.layers
+    stack = layers.stacks["sparse"] if isinstance(layers, StackedPattern) else layers
+    weight = stack.stacked.attention.q_proj.weight.array
+    return weight.addressable_shards[0].data.size / weight.size
+
+
+@pytest.mark.parametrize(("config", "policy"), FSDP_CASES)
+def test_divided_weights_are_gathered_layer_by_layer(config, policy):
+    program, found = compiled_on(MeshConfig(), config, POLICIES[policy], POSITIONS)
+    assert_same(found, on_one_device(config, POSITIONS))
+    gathers = (shapes for kind, shapes, _ in collectives(program) if kind == "all-gather")
+    gathered = [shape for shapes in gathers for shape in shapes]
+    assert gathered and not [shape for shape in gathered if LAYERS in shape]
+    # Nor is anything of all tokens, but their numbers, for the gradient of the embedding.
+    tokens = ROWS * POSITIONS
+    assert not [shape for shape in gathered if {POSITIONS, tokens} & {*shape} and math.prod(shape) > tokens]
+    assert share(found[0]) == 1 / 8
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_meshes_of_rows_and_weights(case):
+    config, mesh, microbatches, part = OTHERS[case]
+    _, found = compiled_on(mesh, config, "nested", POSITIONS, microbatches)
+    wanted = on_one_device(config, POSITIONS)
+    if microbatches == 1:
+        assert_same(found, wanted)
+    np.testing.assert_allclose(found[1]["loss"], wanted[1]["loss"], rtol=1e-5)
+    assert share(found[0]) == part
 
 
 @pytest.mark.parametrize(("config", "mesh", "policy"), CONTEXT_CASES)

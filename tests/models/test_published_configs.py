@@ -110,6 +110,19 @@ DEEPSEEK |= {"tie_word_embeddings": False, "num_nextn_predict_layers": 1}
 DEEPSEEK["rope_scaling"] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 DEEPSEEK["rope_scaling"] |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 PUBLISHED["DeepSeek V3"] = DEEPSEEK | sizes(7168, 18432, 61, 128, 128, 129_280), 671_026_419_200
+GPT_OSS = {"model_type": "gpt_oss", "hidden_act": "silu", "attention_bias": True, "head_dim": 64}
+GPT_OSS |= {"experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32, "swiglu_limit": 7.0}
+GPT_OSS |= {"initial_context_length": 4096, "max_position_embeddings": 131_072, "rope_theta": 150_000}
+GPT_OSS |= {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128}
+GPT_OSS |= {"output_router_logits": False, "router_aux_loss_coef": 0.9, "rms_norm_eps": 1e-5}
+GPT_OSS |= {"tie_word_embeddings": False, "pad_token_id": 199_999}
+GPT_OSS["quantization_config"] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.mlp.router"],
+}
+GPT_OSS["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096, "truncate": False}
+PUBLISHED["gpt-oss 20b"] = GPT_OSS | sizes(2880, 2880, 24, 64, 8, 201_088), 20_914_757_184
 PUBLISHED["OLMo 3 7B"][0]["rope_scaling"] |= {"rope_type": "yarn", "factor": 8.0}
 PUBLISHED["OLMo 3 7B"][0]["rope_scaling"] |= {"original_max_position_embeddings": 8192}
 
@@ -147,6 +160,9 @@ def test_layers_are_what_the_papers_say():
         ("Phi-4", {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
         ("Phi-4", {"rope_scaling": LLAMA3}, "model.rotary.scaling is llama3: .* no scaling but longrope"),
         ("Phi-4", {"layer_types": ["full_attention"] * 40}, "layer_types is .*; only None"),
+        ("gpt-oss 20b", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is supported"),
+        ("gpt-oss 20b", {"quantization_config": {"quant_method": "awq"}}, "only 'mxfp4' is supported"),
+        ("gpt-oss 20b", {"use_qk_norm": True}, "use_qk_norm is True; this is not supported"),
         (
             "OLMo 3 7B",
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_theta": 5}}},

@@ -273,12 +273,3 @@ def test_user_errors_are_one_message_and_make_no_run_folder(
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].startswith("error: ") and message in shown
     assert not (workplace / "run").exists()
-
-
-def test_the_config_files_are_configs_of_this_command():
-    tiny, deep = (
-        parse_config(LmRunConfig, ["--config_path", f"models/configs/qwen3_moe_{name}.yaml"])
-        for name in ("tiny", "deep")
-    )
-    assert tiny.remat == deep.remat == "nested"
-    assert deep.model.num_layers == 48  # pyright: ignore[reportAttributeAccessIssue]

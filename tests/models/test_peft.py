@@ -1,4 +1,4 @@
-"""Kinds of adapters that PEFT has, of a model with dense layers and experts."""
+"""Kinds of adapters that PEFT has, of models with experts."""
 
 import copy
 import json
@@ -9,6 +9,7 @@ import pytest
 from models.hf_io.adapters import save_adapters
 from stacked_remat.lora import merge_lora
 
+from .architecture_cases import CASES
 from .test_parity import (
     ATTENTION,
     EXPERTS,
@@ -75,6 +76,14 @@ def test_what_peft_writes_we_read(small, tmp_path, fields):
 def test_what_we_write_peft_reads_and_we_read_back(small, tmp_path, target):
     reference, decoder = small
     check_that_peft_reads(reference, decoder, tmp_path, (target,))
+
+
+def test_gate_and_up_that_alternate_are_adapted_alone(tmp_path):
+    reference = new_model(*CASES["gpt-oss"])
+    decoder = decoder_from(reference, tmp_path / "weights")
+    only = dict(target_modules=[], target_parameters=["experts.gate_up_proj"])
+    check_that_we_read(reference, decoder, tmp_path / "read", **only)
+    check_that_peft_reads(reference, decoder, tmp_path / "written", ("*.up_proj",))
 
 
 def test_what_we_write_is_merged_alike(small, tmp_path):

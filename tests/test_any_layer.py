@@ -52,8 +52,8 @@ ONES = np.ones(3, np.float32)
 
 
 @pytest.mark.parametrize("by_name", [False, pytest.param(True, marks=pytest.mark.remat3)])
-@pytest.mark.parametrize(("Stack", "policies"), [(Stacked, POLICIES), (BlockSeq, KINDS)])
-def test_complex_carries_and_constant_outputs(Stack, policies, by_name):
+@every_stack
+def test_complex_carries_and_constant_outputs(Stack, by_name):
     def value(weights, run):
         x, (zero, three, size) = run(weights, ONES.astype(np.complex64))
         assert (zero.shape, three.shape) == ((4,), (4,))
@@ -67,7 +67,7 @@ def test_complex_carries_and_constant_outputs(Stack, policies, by_name):
         return x, jax.tree.map(lambda *leaves: jnp.asarray(leaves), *outputs)
 
     runs = {
-        name: _scan_under(Stack, remat) for name, remat in policies.items() if is_by_name(remat) == by_name
+        name: _scan_under(Stack, remat) for name, remat in POLICIES.items() if is_by_name(remat) == by_name
     }
     found = quick_jit(
         lambda w: {name: jax.value_and_grad(value)(w, run) for name, run in {**runs, "loop": loop}.items()}
@@ -190,34 +190,13 @@ class TestInternalsAreSaved:
     @pytest.mark.parametrize(
         "policy, saved",
         [
-            (False, True),
-            ("save_all", True),
-            (True, False),
-            ("nested", False),
-            (ScanCheckpointPolicy(nested=True, save_block_internals=True), True),
-            (ScanCheckpointPolicy(nested=True, first_layers=4), True),
-            (ScanCheckpointPolicy(nested=True, first_layers=9, first_policy=True), False),
-            (ScanCheckpointPolicy(nested=True, first_layers=2), False),
-        ],
-    )
-    @every_stack
-    def test_whether_its_internals_are_saved(self, Stack, policy, saved):
-        answers = []
-
-        class AskingBlock(Block):
-            def __call__(self, x):
-                answers.append(internals_are_saved())
-                return super().__call__(x)
-
-        Stack.init(Layers, AskingBlock, remat=policy)(weights()).fold(ONES)
-        expected = {saved, True} if Stack is BlockSeq and "first_layers=2" in repr(policy) else {saved}
-        assert set(answers) == expected and internals_are_saved()
-
-    @pytest.mark.parametrize(
-        "policy, saved",
-        [
-            (False, ["hidden", "other", None]),
+            *((policy, ["hidden", "other", None]) for policy in (False, "save_all")),
+            (ScanCheckpointPolicy(nested=True, save_block_internals=True), ["hidden", "other", None]),
+            (ScanCheckpointPolicy(nested=True, first_layers=4), ["hidden", "other", None]),
             (True, []),
+            ("nested", []),
+            (ScanCheckpointPolicy(nested=True, first_layers=9, first_policy=True), []),
+            (ScanCheckpointPolicy(nested=True, first_layers=2), []),
             (ScanCheckpointPolicy(save_block_internals=["hidden"]), ["hidden"]),
             (
                 ScanCheckpointPolicy(nested=True, save_block_internals=["hidden", "other"]),
@@ -230,18 +209,24 @@ class TestInternalsAreSaved:
             (ScanCheckpointPolicy(save_block_internals=jax.checkpoint_policies.dots_saveable), []),
         ],
     )
-    def test_whether_those_of_a_name_are(self, policy, saved):
-        answers = set()
+    @every_stack
+    def test_whether_all_and_those_of_a_name_are(self, Stack, policy, saved):
+        answers, inner = set(), set()
 
-        def asking(x):
+        def asking(x, answers):
             answers.add(tuple(name for name in ("hidden", "other", None) if internals_are_saved(name)))
             return x
 
-        def block(x, weight):
-            return checkpoint(asking, save=["other"])(asking(x * weight))
+        class AskingBlock(Block):
+            def __call__(self, x):
+                return checkpoint(lambda x: asking(x, inner), save=["other"])(asking(x, answers))
 
-        jax.eval_shape(fold(block, Layers, remat=policy), ONES, jnp.ones((4, 3)))
-        assert answers == {tuple(saved), tuple(name for name in saved if name == "other")}
+        jax.eval_shape(Stack.init(Layers, AskingBlock, remat=policy)(weights()).fold, ONES)
+        of_first = (
+            {("hidden", "other", None)} if Stack is BlockSeq and "first_layers=2" in repr(policy) else set()
+        )
+        assert answers == {tuple(saved)} | of_first and internals_are_saved()
+        assert inner == {tuple(name for name in of_layer if name == "other") for of_layer in answers}
 
     def test_within_a_scan_that_recomputes_nothing_is_saved(self):
         answers = []

@@ -6,37 +6,26 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 import pytest
 
 from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
 
-from .blocks import NamedBlock, PlainBlock, quick_jit, with_remat3
+from .blocks import POLICIES, quick_jit, with_remat3
 from .jaxprs import equations_of
 from .random_arrays import normal
 
 POLICIES = {
-    "True": True,
-    "False": False,
-    "recompute": "recompute",
-    "offload": "offload",
+    **POLICIES,
     "save_all": "save_all",
-    "nested": "nested",
-    "internals": ScanCheckpointPolicy(save_block_internals=["hidden"]),
     "internals alone": ScanCheckpointPolicy(save_carries=False, save_block_internals=["hidden"]),
     "internals offloaded": ScanCheckpointPolicy(offload_block_internals=["hidden"]),
     "nested=1": ScanCheckpointPolicy(nested=1),
-    "nested=3": ScanCheckpointPolicy(nested=3),
-    "4 carries": ScanCheckpointPolicy(max_carries=4),
-    "nested, boundaries offloaded": ScanCheckpointPolicy(nested=True, save_carries="offload"),
-    "nested, internals": ScanCheckpointPolicy(nested=True, save_block_internals=["hidden"]),
     "nested, everything": ScanCheckpointPolicy(nested=True, save_block_internals=True),
     "nested, everything, boundaries offloaded": ScanCheckpointPolicy(
         nested=True, save_block_internals=True, save_carries="offload"
     ),
     "2 keep internals": ScanCheckpointPolicy(first_layers=2),
-    "2 keep internals, nested": ScanCheckpointPolicy(nested=True, first_layers=2),
     "5 keep a name, nested=2, boundaries offloaded": ScanCheckpointPolicy(
         nested=2,
         save_carries="offload",
@@ -48,12 +37,7 @@ POLICIES = {
     ),
     "2 keep carries, 3 carries": ScanCheckpointPolicy(max_carries=3, first_layers=2, first_policy=True),
     "3 carries, internals": ScanCheckpointPolicy(max_carries=3, save_block_internals=["hidden"]),
-    "nested, internals, boundaries offloaded": ScanCheckpointPolicy(
-        nested=5, save_carries="offload", save_block_internals=["hidden"]
-    ),
 }
-# One policy for each kind of program.
-KINDS = ("True", "internals", "nested, boundaries offloaded", "5 keep a name, nested=2, boundaries offloaded")
 Hidden = hax.Axis("hidden", 3)
 Out = hax.Axis("out", 3)
 
@@ -152,7 +136,7 @@ def test_values_and_gradients_equal_the_python_loop(remat):
 
 @pytest.mark.parametrize(
     ("name", "N"),
-    [("recompute", 1), *((name, N) for N in (1, 5, 7) for name in ("nested=3", "2 keep internals, nested"))],
+    [("recompute", 1), *((name, N) for N in (1, 5, 7) for name in ("segments", "first layers"))],
 )
 def test_a_stack_of_one_layer_and_loops_that_are_unrolled(name, N):
     assert_as_looped(POLICIES[name], N)
@@ -162,34 +146,6 @@ def assert_as_looped(remat, N):
     found = values_and_gradients(functools.partial(run_policy, remat), N)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
     jax.tree.map(close, found, reference(N))
-
-
-@functools.cache
-def value_and_gradient_of_a_block_seq(remat):
-    """Under a policy, or of the Python loop where that is `None`."""
-    keys, scales = jax.random.split(jax.random.key(0), 7), jnp.linspace(0.1, 0.7, 7)
-    sequence = BlockSeq.init(hax.Axis("layers", 7), PlainBlock)(3, key=keys)
-    arrays, static = eqx.partition((sequence, jnp.linspace(-0.5, 1.0, 3)), eqx.is_array)
-
-    def loss(arrays):
-        layers, x = eqx.combine(arrays, static)
-        if remat is not None:
-            return jnp.sum(layers.fold(x, scales, remat=remat) ** 2)
-        for block, scale in zip(layers.blocks, scales, strict=True):
-            x = block(x, scale)
-        return jnp.sum(x**2)
-
-    value, gradient = quick_jit(jax.value_and_grad(loss))(arrays)
-    return value, jax.tree.leaves(gradient)
-
-
-@pytest.mark.parametrize(
-    "remat",
-    with_remat3({name: POLICIES[name] for name in (*KINDS, "False", "recompute", "nested", "4 carries")}),
-)
-def test_values_and_gradients_of_a_block_seq_equal_the_python_loop(remat):
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, value_and_gradient_of_a_block_seq(remat), value_and_gradient_of_a_block_seq(None))
 
 
 N = 12
@@ -342,22 +298,6 @@ def test_barriers_are_where_layers_share_one_program():
     assert has_barriers(stack, remat="recompute")
     assert has_barriers(sequence)
     assert has_barriers(sequence, remat="nested")
-
-
-@pytest.mark.parametrize("Stack", STACKS)
-def test_the_call_overrides_the_policy_of_the_stack(Stack):
-    layers = STACKS[Stack]("nested")
-    assert kept(layers, True) != kept(layers, None) == kept(layers, "nested")
-
-
-def test_named_blocks_keep_their_axes_in_the_gradient():
-    Layers = hax.Axis("layers", 4)
-    stack = Stacked.init(Layers, NamedBlock, remat="nested")(
-        Hidden, key=jax.random.split(jax.random.key(0), 4)
-    )
-    gradient = eqx.filter_grad(lambda s: hax.sum(s.fold(hax.ones(Hidden))).scalar())(stack)
-    assert jtu.tree_structure(gradient) == jtu.tree_structure(stack)
-    assert gradient.stacked.weight.axes == (Layers, Hidden, Out)
 
 
 @pytest.mark.remat3

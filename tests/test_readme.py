@@ -17,7 +17,7 @@ from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-SLOW_PAGES = ("porting", "port-a-loop", "nnx", "extending", "fused-updates")
+SLOW_PAGES = ("porting", "port-a-loop", "nnx", "extending", "fused-updates", "ops", "ghost", "long-loops")
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 POLICY_TABLE = re.compile(

@@ -19,7 +19,7 @@ from stacked_remat import (
     unsliced,
 )
 
-from .blocks import assert_close
+from .blocks import assert_close, quick_jit
 
 LAYERS, WIDTH = 12, 8
 Layers = hax.Axis("layers", LAYERS)
@@ -83,31 +83,37 @@ def inputs():
     return x, jnp.linspace(0.5, 1, LAYERS), jnp.float32(0.1)
 
 
-@pytest.mark.parametrize(("remat", "reverse"), CASES.values(), ids=CASES)
-def test_values_and_gradients_are_those_of_layers_on_the_device(remat, reverse):
-    resident = stack(remat)
-    streamed = streaming.to_host(resident, where=is_streamed)
-
-    def loss(arguments):
+def test_values_and_gradients_are_those_of_layers_on_the_device():
+    def loss(arguments, reverse):
         stack, x, strengths, offset = arguments
         y, outputs = stack.scan(x, strengths, shared(offset), reverse=reverse)
         return jnp.sum(jnp.square(y.array)) + jnp.vdot(outputs, jnp.arange(LAYERS) / LAYERS), outputs
 
     gradient = eqx.filter_value_and_grad(loss, has_aux=True)
-    assert memory.count_flops(eqx.filter_make_jaxpr(gradient)((streamed, *inputs()))[0]).exact
-    run = eqx.filter_jit(gradient)
-    found, expected = run((streamed, *inputs())), run((resident, *inputs()))
-    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.
-        np.testing.assert_allclose(leaf, wanted, rtol=0, atol=1e-6 * max(1, np.abs(wanted).max()))
-    _, gradient = found
-    of_block = gradient[0].stacked
-    assert on_host((of_block.weight, of_block.bias, of_block.unused)) == [True, True, True]
-    assert on_host((of_block.scale, of_block.table)) == [False, False]
-    # What is not differentiated runs in another loop.
-    value, outputs = eqx.filter_jit(loss)((streamed, *inputs()))
-    np.testing.assert_allclose(value, expected[0][0], rtol=1e-6)
-    np.testing.assert_allclose(outputs, expected[0][1], rtol=1e-6)
+
+    @quick_jit
+    def every(resident, streamed, inputs):
+        expected, found = [gradient((resident, *inputs), reverse) for reverse in (False, True)], {}
+        for name, (remat, reverse) in CASES.items():
+            given = (streamed.with_remat(remat), *inputs)
+            # What is not differentiated runs in another loop.
+            found[name] = gradient(given, reverse), loss(given, reverse)
+        return expected, found
+
+    resident = stack()
+    args = resident, streaming.to_host(resident, where=is_streamed), inputs()
+    traced = every.trace(*args)
+    assert memory.count_flops(traced.jaxpr).exact
+    expected, found = traced.lower().compile()(*args)
+    for name, (_, reverse) in CASES.items():
+        wanted = expected[reverse], expected[reverse][0]
+        for leaf, other in zip(*map(jax.tree.leaves, (found[name], wanted)), strict=True):
+            # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.
+            limit = 1e-6 * max(1, np.abs(other).max())
+            np.testing.assert_allclose(leaf, other, rtol=0, atol=limit, err_msg=name)
+        of_block = found[name][0][1][0].stacked
+        assert on_host((of_block.weight, of_block.bias, of_block.unused)) == [True, True, True]
+        assert on_host((of_block.scale, of_block.table)) == [False, False]
 
 
 class Model(eqx.Module):

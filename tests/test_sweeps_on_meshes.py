@@ -1,21 +1,24 @@
 """Stacks of one and of two kinds on meshes, under every policy, beside the loop over layers."""
 
 import functools
+import re
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import stacked_remat as sr
-from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, fused_update, scan
+from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, fold, fused_update, scan
 
 from .blocks import deep_cases
-from .sweep_cases import assert_close, jit
+from .random_arrays import normal
+from .sweep_cases import WIDTH, assert_close, jit, mlp, nested
 
 Layers = hax.Axis("layers", 3)
 POLICIES = [
@@ -126,49 +129,19 @@ def test_a_batch_that_is_sharded_over_explicit_axes(cases):
         assert_close(case, expected)
 
 
-def test_each_example_of_a_batch_has_gradients_from_carries_on_the_host_beside_saved_names():
-    remat, key = POLICIES[6], jax.random.key(0)
+def test_each_example_has_gradients_where_a_part_of_the_carry_begins_as_a_constant():
+    mesh, key = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,)), jax.random.key(0)
+    policies = ("offload", POLICIES[6], ScanCheckpointPolicy(offload_block_internals=["kept"]))
 
-    def gradients(kind):
+    def gradients(kind, remat, x):
         value = functools.partial(run, kind, remat=remat, key=key)
-        return jax.vmap(jax.grad(lambda weights, x: value(weights, x), (0, 1)), (None, 0))(WEIGHTS, X)
-
-    assert_close(*jit(lambda: (gradients("two"), gradients("loop")))())
-
-
-class Counting(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, carry):
-        x = sr.checkpoint_name(jnp.sin(carry["x"] * self.weight), "sine")
-        return {"x": x, "count": carry["count"] + 1, "sum": carry["sum"] + jnp.sum(x)}
-
-
-def test_a_part_of_the_carry_that_begins_as_a_constant_is_on_the_mesh_too():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
-    layers = [Counting(weight) for weight in WEIGHTS]
-
-    def gradients(x, fold):
-        def value(x):
-            last = fold({"x": x, "count": jnp.int32(0), "sum": jnp.zeros(())})
-            return jnp.sum(last["x"] ** 2) * last["count"].astype(x.dtype) + last["sum"]
-
-        return jax.vmap(jax.grad(value))(x)
-
-    def loop(carry):
-        for layer in layers:
-            carry = layer(carry)
-        return carry
+        return jax.vmap(jax.grad(lambda weights, x: value(weights, x), (0, 1)), (None, 0))(WEIGHTS, x)
 
     def both(x):
-        kinds = {"counting": Stacked(Counting(WEIGHTS), Layers)}
-        pattern = StackedPattern(kinds, ("counting",) * 3, Layers)
-        policies = ("offload", ScanCheckpointPolicy(offload_block_internals=["sine"]))
-        folds = [functools.partial(pattern.fold, remat=remat) for remat in policies]
-        return [gradients(x, fold) for fold in (loop, *folds)]
+        return gradients("loop", None, x), [gradients("two", remat, x) for remat in policies]
 
     with jax.set_mesh(mesh):
-        expected, *found = jit(both)(jax.device_put(X, NamedSharding(mesh, PartitionSpec("d"))))
+        expected, found = jit(both)(jax.device_put(X, NamedSharding(mesh, PartitionSpec("d"))))
     for case in found:
         assert_close(case, expected)
 
@@ -195,40 +168,36 @@ def test_weights_that_were_made_before_the_mesh_are_updated():
     assert_close(found, expected)
 
 
-def test_layers_that_send_to_a_neighbour_of_the_batch():
-    def layer(carry, weight):
-        return jnp.sin(lax.ppermute(carry, "batch", [(i, (i + 1) % 8) for i in range(8)]) * weight), carry
+def test_layers_that_use_other_examples():
+    """Of a neighbour, and means over two axes, beside a carry that all share; weights are shared or not."""
 
-    def value(apply, weights, x):
-        carry, outputs = jax.vmap(lambda row: apply(row, weights), axis_name="batch")(x)
-        return jnp.sum(carry**2) + jnp.sum(jnp.cos(outputs))
+    def layer(carry, weight):
+        x, count = carry
+        sent = lax.ppermute(x, "inner", [(i, (i + 1) % 8) for i in range(8)])
+        return (jnp.sin(sent * weight) - lax.pmean(x, ("outer", "inner")), count + 1), (x, count)
+
+    def value(apply, of_weights, weights, x):
+        def one(x, scale, sign):
+            (x, count), (xs, counts) = apply(layer, (x * sign, jnp.int32(0)), weights * scale)
+            return x, xs, count, counts
+
+        inner = jax.vmap(one, (0, of_weights, None), (0, 0, None, None), axis_name="inner")
+        outer = jax.vmap(inner, (None, None, 0), (0, 0, None, None), axis_name="outer")
+        scale = 1.0 if of_weights is None else jnp.linspace(0.5, 1.0, 8)
+        x, xs, count, counts = outer(x, scale, jnp.array([1.0, -0.5]))
+        return jnp.sum(x**2) * count.astype(x.dtype) + jnp.sum(
+            jnp.cos(xs) * jnp.cos(counts)[None, None, :, None]
+        )
 
     def both(weights, x):
-        ours = {str(remat): functools.partial(value, scan(layer, Layers, remat=remat)) for remat in POLICIES}
-        plain = functools.partial(value, lambda x, weights: lax.scan(layer, x, weights))
-        return {name: derivatives(fn)(weights, x) for name, fn in (ours | {"plain": plain}).items()}
+        ours = [lambda f, *args, remat=remat: scan(f, Layers, remat=remat)(*args) for remat in POLICIES]
+        cases = [(apply, None) for apply in (lax.scan, *ours)] + [(apply, 0) for apply in (lax.scan, ours[2])]
+        return [derivatives(functools.partial(value, *case))(weights, x) for case in cases]
 
-    found = jit(both)(WEIGHTS, X)
-    expected = found.pop("plain")
-    for case in found.values():
-        assert_close(case, expected)
-
-
-def test_an_argument_that_reaches_no_rule_has_derivatives_of_the_gradient():
-    @jax.custom_vjp
-    def ruled(x, weight):
-        return jnp.tanh(x * weight)
-
-    ruled.defvjp(lambda x, weight: (ruled(x, weight), x), lambda x, ct: (2 * ct, ct * x))
-
-    def value(apply, scale):
-        return jnp.sum(apply(lambda carry, weight: (ruled(carry, weight), scale**3), X[0], WEIGHTS)[1])
-
-    for remat in POLICIES:
-        hessian = jax.hessian(
-            functools.partial(value, lambda f, *args, remat=remat: scan(f, Layers, remat=remat)(*args))
-        )
-        assert_close(jit(hessian)(2.0), jnp.asarray(3 * 2 * 6 * 2.0 / 2))
+    plain, *found, plain_of_each, found_of_each = jit(both)(WEIGHTS, X)
+    for case in found:
+        assert_close(case, plain)
+    assert_close(found_of_each, plain_of_each)
 
 
 def test_tiles_of_an_empty_batch_and_on_some_axes_of_a_mesh():
@@ -238,3 +207,56 @@ def test_tiles_of_an_empty_batch_and_on_some_axes_of_a_mesh():
     spec = PartitionSpec("d")
     on_axis = jax.shard_map(tiled, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"d"})
     assert_close(jax.jit(on_axis)(X), jnp.sin(X) * X)
+
+
+def test_sharded_stacks_are_not_gathered():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    length, width, hidden, rows = 12, 8, 16, 8
+
+    def place(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    shardings = (place(None, None, "model"), place(None, "model", None), place("data", None))
+    shapes = ((length, width, hidden), (length, hidden, width), (rows, width))
+    args = [
+        jax.device_put(0.3 * normal(seed, *shape), sharding)
+        for seed, (shape, sharding) in enumerate(zip(shapes, shardings, strict=True))
+    ]
+
+    def compiled(run):
+        def value(up, down, x):
+            return jnp.mean(run(mlp, x, (up, down))[0] ** 2)
+
+        return jax.jit(jax.value_and_grad(value, (0, 1, 2))).lower(*args).compile()
+
+    ours, plain = compiled(nested(length)), compiled(lax.scan)
+    for a, b in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(plain(*args)), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+    program = ours.as_text() or ""
+    gathers = [line for line in program.splitlines() if re.search(r"all-gather(-start)?\(", line)]
+    assert not [line for line in gathers if f"[{length}," in line]
+
+
+def test_weights_that_types_divide_are_gathered_in_the_block():
+    """As JAX asks: where both sides of a product are divided over one axis, programs say what results."""
+    args = [0.3 * normal(k, *shape) for k, shape in enumerate([(3, WIDTH, 8), (3, 8, WIDTH), (8, WIDTH)])]
+    specs = [PartitionSpec(*axes) for axes in ((None, None, "data"), (None, "data", None), ("data", None))]
+
+    def value(whole, remat, up, down, x):
+        def block(carry, *weights):
+            return mlp(carry, [whole(weight) for weight in weights])[0]
+
+        return jnp.sum(fold(block, Layers, remat=remat)(x, up, down) ** 2)
+
+    def gradients(whole, *policies):
+        of = [jax.grad(functools.partial(value, whole, remat), (0, 1, 2)) for remat in policies]
+        return jit(lambda *args: [gradient(*args) for gradient in of])
+
+    (wanted,) = gradients(lambda weight: weight, False)(*args)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        placed = [jax.device_put(arg, spec) for arg, spec in zip(args, specs, strict=True)]
+        gather = lambda weight: jax.sharding.reshard(weight, PartitionSpec())  # noqa: E731
+        for found in gradients(gather, "nested", "offload")(*placed):
+            assert [jax.typeof(leaf).sharding.spec for leaf in found] == specs
+            assert_close(found, wanted)

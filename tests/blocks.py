@@ -91,8 +91,8 @@ def derivatives(value: Callable, *args: Any) -> tuple:
 class Tanh(eqx.Module):
     weight: jax.Array
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + jnp.tanh(x @ self.weight)
+    def __call__(self, x: jax.Array, fn: Callable = jnp.tanh) -> jax.Array:
+        return x + fn(x @ self.weight)
 
 
 class NamedBlock(eqx.Module):

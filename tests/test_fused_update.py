@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 from stacked_remat import (
     LayerStack,
@@ -338,6 +339,37 @@ def test_a_stack_without_layers_is_trained_beside_others():
     assert saved == {} and model.empty.from_state_dict(saved, "empty").stacked.weight.shape == (0, 8, 8)
 
 
+def test_folds_inside_of_jit_and_beside_checkpoints_and_loops():
+    @eqx.filter_jit
+    def inner(model, tokens):
+        return jax.checkpoint(lambda x: jnp.sin(x))(model(tokens)[0]), model.scale * 2
+
+    def nested_loss(model, tokens):
+        @jax.jit
+        def outer(scale):
+            logits, scales = inner(model, tokens)
+            return logits * scale, scales
+
+        logits, scales = outer(jax.jit(lambda model: model.scale[0])(model))
+        total, _ = jax.lax.scan(lambda total, row: (total + jnp.mean(row**2), None), jnp.zeros(()), logits)
+        return total + jnp.sum(scales), None
+
+    optimizer = optax.adam(0.01, eps=1e-3)
+    found = fused_steps(optimizer, model(), loss=nested_loss)
+    assert_close(found, plain_steps(optimizer, model(), loss=nested_loss))
+
+
+def test_stacks_on_which_the_loss_does_not_depend_are_updated_by_zeros():
+    def independent(model, tokens):
+        logits, outputs, count = model(tokens)
+        return jnp.sum(model.scale**2) + lax.stop_gradient(jnp.sum(logits) + outputs), count
+
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    for options in ({}, {"max_grad_norm": 100.0}):
+        found = fused_steps(optimizer, model(), steps=1, loss=independent, **options)
+        assert_close(found, plain_steps(optimizer, model(), steps=1, loss=independent))
+
+
 def test_no_gradient_of_the_stack_exists():
     stack, x = weights(48, 64), jnp.ones((2, 64))
     fused = fused_update(mean_square, optax.sgd(0.1))
@@ -390,6 +422,9 @@ class TestRefused:
                 "model has fold and scan, and no .stacked",
             ),
             (lambda m, x: jnp.mean(m.fold(x, remat="recompute")), "is not supported with a visitor"),
+            (lambda m, x: jnp.mean(m[:2].fold(x)), "model .* no layers by index"),
+            (lambda m, x: jnp.mean([block(x) for block in m][0]), "no layers one by one"),
+            (lambda m, x: jnp.mean(m.fold(x, lambda h: h * x)), "model.fold uses arrays of the loss"),
             (lambda m, x: m.fold(x), "returns a scalar array of floating point; got float32\\[3,8\\]"),
             (lambda m, x: (jnp.mean(m.fold(x)), 3), "returns a scalar array"),
         ],

@@ -1,4 +1,4 @@
-"""The examples of the gallery run, print, and become pages and notebooks."""
+"""Examples run, print, and become pages and notebooks; links of the documentation lead somewhere."""
 
 import ast
 import json
@@ -6,7 +6,10 @@ import re
 
 import pytest
 
-from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run
+from scripts.gallery import GALLERY, ROOT, cells_of, examples, notebook, page, run, with_links_to_pages
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *examples()]
+LINK = re.compile(r"""(?:\]\(|(?:src|srcset|href)=")(?!https?:)([^)#"\s]+)(?:#[\w-]+)?[)"]""")
 
 
 def test_an_example_that_fails_or_prints_once_ends_the_build(tmp_path):
@@ -60,8 +63,25 @@ def test_a_script_without_a_title_is_refused(tmp_path):
             cells_of(script)
 
 
-def test_links_of_the_examples_lead_to_pages():
-    made = {f"{script.stem}.md" for script in examples()}
-    for script in examples():
-        for link in re.findall(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)", script.read_text(encoding="utf-8")):
-            assert link in made or (GALLERY / link).is_file(), (script.name, link)
+def test_every_relative_link_leads_to_a_file_of_the_repository():
+    links = [(page, link) for page in PAGES for link in LINK.findall(text_of(page))]
+    dead = [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+    assert not dead and len(links) > 100
+
+
+def text_of(page):
+    lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if page.suffix == ".md" or line.startswith("#"))
+
+
+@pytest.mark.parametrize(
+    ("link", "on_site"),
+    [
+        ("visitor.py", "visitor.md"),
+        ("../gallery/llama_lora.py", "../gallery/llama_lora.md"),
+        ("data.md#chats", "data.md#chats"),
+        ("https://example.com/gallery/visitor.py", "https://example.com/gallery/visitor.py"),
+    ],
+)
+def test_links_to_examples_lead_to_their_pages(link, on_site):
+    assert with_links_to_pages(f"see [it]({link}), (x)") == f"see [it]({on_site}), (x)"

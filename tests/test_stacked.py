@@ -1,7 +1,7 @@
-"""The methods of `Stacked` and `BlockSeq`: building, applying and unstacking."""
+"""The methods of `Stacked` and `BlockSeq`: which blocks and options they take, applying, and taking apart."""
 
 import pickle
-from typing import TYPE_CHECKING, assert_type
+from typing import assert_type
 
 import equinox as eqx
 import haliax as hax
@@ -23,12 +23,6 @@ def keys(n=Layers.size):
     return jax.random.split(jax.random.key(0), n)
 
 
-def loop(layers, x, scales):
-    for layer, scale in zip(layers.unstacked(), scales, strict=True):
-        x = layer(x, scale)
-    return x
-
-
 @both
 class TestInit:
     def test_haliax_style_and_equinox_style(self, Stack):
@@ -41,15 +35,10 @@ class TestInit:
             np.testing.assert_array_equal(plain.get_layer(i).weight, PlainBlock(3, key=key).weight)
         assert plain.get_layer(0).size == 3
 
-    def test_a_function_may_build_the_block(self, Stack):
-        stack = Stack.init(Layers, lambda key, size: PlainBlock(size, key=key))(keys(), 3)
-        assert stack.get_layer(1).weight.shape == (3, 3)
-
     def test_a_number_is_an_axis(self, Stack):
         stack = Stack.init(4, PlainBlock)(3, key=keys())
-        assert stack.Layers == Layers and stack == Stack(
-            stack.stacked if Stack is Stacked else stack.blocks, 4
-        )
+        assert stack == Stack(stack.stacked if Stack is Stacked else stack.blocks, 4)
+        assert stack.Layers == stack.Block == Layers and isinstance(stack, BlockFoldable)
         assert jax.tree.structure(pickle.loads(pickle.dumps(stack))) == jax.tree.structure(stack)
         with pytest.raises(ValueError, match=rf"{Stack.__name__}.init takes the number of layers; got -1"):
             Stack.init(-1, PlainBlock)
@@ -86,27 +75,18 @@ class TestInit:
         assert type(tower) is Tower and tower.twice(jnp.ones(3)).shape == (3,)
         assert type(tower.from_state_dict(tower.to_state_dict())) is Tower
 
-    def test_the_axis_has_two_names(self, Stack):
-        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
-        assert stack.Layers == stack.Block == Layers
-        assert isinstance(stack, BlockFoldable)
-
 
 @both
 class TestApplying:
     scales = jnp.array([0.5, 1.0, 1.5, 2.0])
 
     def test_fold(self, Stack):
-        plain = Stack.init(Layers, PlainBlock)(3, key=keys())
-        named = Stack.init(Layers, NamedBlock)(Hidden, key=keys())
-        x = jnp.arange(3.0)
-        expected = loop(plain, x, self.scales)
-        np.testing.assert_allclose(plain.fold(x, self.scales), expected, rtol=1e-5)
-        np.testing.assert_allclose(plain.fold(x, scale=self.scales), expected, rtol=1e-5)
-        np.testing.assert_allclose(plain.fold_via(PlainBlock.__call__)(x, self.scales), expected, rtol=1e-5)
-        x = hax.named(x, Hidden)
+        named, x = Stack.init(Layers, NamedBlock)(Hidden, key=keys()), hax.arange(Hidden, dtype=jnp.float32)
+        expected = x
+        for layer, scale in zip(named.unstacked(), self.scales, strict=True):
+            expected = layer(expected, scale)
         got = named.fold(x, hax.named(self.scales, Layers))
-        np.testing.assert_allclose(got.array, loop(named, x, self.scales).array, rtol=1e-5)
+        np.testing.assert_allclose(got.array, expected.array, rtol=1e-5)
 
     def test_vmap(self, Stack):
         plain = Stack.init(Layers, PlainBlock)(3, key=keys())
@@ -222,35 +202,33 @@ class TestStacked:
         ensemble = build(jax.random.split(jax.random.key(0), (2, 4)))
         assert ensemble.stacked.weight.shape == (2, 4, 3, 3)
 
-    def test_type_checkers_know_the_block(self):
-        """`make lint` runs pyright over this file."""
-        plain = Stacked.init(Layers, PlainBlock)
-        named = Stacked.init(Layers, NamedBlock, remat="nested")
-        assert_type(plain(3, key=keys()), Stacked[PlainBlock])
-        assert_type(named(Hidden, key=keys()), Stacked[NamedBlock])
-        assert_type(named(Hidden, key=keys()).get_layer(0), NamedBlock)
-        assert_type(plain(3, key=keys())[1:3][0], PlainBlock)
-        assert_type(BlockSeq.init(Layers, PlainBlock)(3, key=keys()), BlockSeq[PlainBlock])
-        assert_type(Stacked.init(Layers, lambda keys: PlainBlock(3, key=keys))(keys()), Stacked[PlainBlock])
-        with pytest.raises(TypeError, match="key"):
-            plain(3)  # pyright: ignore[reportCallIssue]
 
-        class Tower(Stacked[PlainBlock]):
-            pass
+def types_that_checkers_know():
+    """`make lint` runs pyright over this file."""
+    plain = Stacked.init(Layers, PlainBlock)
+    named = Stacked.init(Layers, NamedBlock, remat="nested")
+    assert_type(plain(3, key=keys()), Stacked[PlainBlock])
+    assert_type(named(Hidden, key=keys()), Stacked[NamedBlock])
+    assert_type(named(Hidden, key=keys()).get_layer(0), NamedBlock)
+    assert_type(plain(3, key=keys())[1:3][0], PlainBlock)
+    assert_type(BlockSeq.init(Layers, PlainBlock)(3, key=keys()), BlockSeq[PlainBlock])
+    assert_type(Stacked.init(Layers, lambda keys: PlainBlock(3, key=keys))(keys()), Stacked[PlainBlock])
+    plain(3)  # pyright: ignore[reportCallIssue]
 
-        assert_type(Tower.init(4, PlainBlock)(3, key=keys()), Tower)
-        kinds = StackedPattern.init(4, {"a": PlainBlock, "b": PlainScanBlock}, ("a", "b"))(3, key=keys())
-        assert_type(kinds, StackedPattern[PlainBlock])
-        x, state = jnp.ones(3), eqx.nn.State({})
-        assert_type(plain(3, key=keys()).fold(x, 1.0), jax.Array)
-        assert_type(plain(3, key=keys()).fold_via(lambda block, x: block(x))(x), jax.Array)
-        passed_on = kinds.fold_via(lambda block, x, state: (x, state))
-        assert passed_on(x, state)[1] is not state
-        if TYPE_CHECKING:
-            named_or_plain = StackedPattern.init(4, {"a": PlainBlock, "b": NamedBlock}, ("a", "b"))()
-            assert_type(named_or_plain, StackedPattern[PlainBlock | NamedBlock])
-            assert_type(kinds.fold(x, state), tuple[jax.Array, eqx.nn.State])
-            assert_type(kinds.fold(x, 1.0, state=state, remat=True), tuple[jax.Array, eqx.nn.State])
+    class Tower(Stacked[PlainBlock]):
+        pass
+
+    assert_type(Tower.init(4, PlainBlock)(3, key=keys()), Tower)
+    kinds = StackedPattern.init(4, {"a": PlainBlock, "b": PlainScanBlock}, ("a", "b"))(3, key=keys())
+    assert_type(kinds, StackedPattern[PlainBlock])
+    x, state = jnp.ones(3), eqx.nn.State({})
+    assert_type(plain(3, key=keys()).fold(x, 1.0), jax.Array)
+    assert_type(plain(3, key=keys()).fold_via(lambda block, x: block(x))(x), jax.Array)
+    kinds.fold_via(lambda block, x, state: (x, state))(x, state)
+    named_or_plain = StackedPattern.init(4, {"a": PlainBlock, "b": NamedBlock}, ("a", "b"))()
+    assert_type(named_or_plain, StackedPattern[PlainBlock | NamedBlock])
+    assert_type(kinds.fold(x, state), tuple[jax.Array, eqx.nn.State])
+    assert_type(kinds.fold(x, 1.0, state=state, remat=True), tuple[jax.Array, eqx.nn.State])
 
 
 class TestBlockSeq:
@@ -325,3 +303,121 @@ class TestTakingApart:
         else:
             found = weights(stack, jnp.asarray([2, -1, 0]))
             np.testing.assert_array_equal(found, stack.stacked.weight[jnp.asarray([2, -1, 0])])
+
+
+@both
+def test_a_built_block_is_not_its_class(Stack):
+    name = f"{Stack.__name__}.init"
+    with pytest.raises(TypeError, match=rf"{name} takes the class of the blocks.*got 3 \(int\)"):
+        Stack.init(Layers, 3)
+    partial = eqx.Partial(PlainBlock, 3)  # a module too, and one that builds blocks
+    for build in (partial, eqx.filter_jit(partial)):
+        assert Stack.init(Layers, build)(key=keys())[0].size == 3
+
+
+@both
+def test_an_ordinary_method_named_init_builds_nothing(Stack):
+    class Block(PlainBlock):
+        def init(self, x):
+            return x
+
+    with pytest.raises(TypeError, match="Block.init, which is an ordinary method.*@staticmethod.*lambda"):
+        Stack.init(Layers, Block)
+    assert Stack.init(Layers, lambda **kwargs: Block(3, **kwargs))(key=keys())[0].init(1) == 1
+
+    class Built(eqx.Module):
+        weight: jax.Array
+
+        @classmethod
+        def init(cls, size, *, key):
+            return cls(jax.random.normal(key, (size,)))
+
+    assert Stack.init(Layers, Built)(3, key=keys())[0].weight.shape == (3,)
+
+
+@both
+@pytest.mark.parametrize("verb", ["fold", "scan"])
+@pytest.mark.parametrize("name, value", [("unroll", 2), ("remat", False), ("reverse", False)])
+def test_an_option_may_be_a_parameter_of_the_block(Stack, verb, name, value):
+    class Block(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, remat=1.0, unroll=1.0, reverse=1.0):
+            assert remat == unroll == reverse == 1.0
+            return x if verb == "fold" else (x, x)
+
+    stack = Stack.init(Layers, Block)(jnp.ones(4))
+    getattr(stack, verb)(1.0)
+    with pytest.raises(
+        TypeError, match=rf"{name}={value} may be for {verb} or for Block.__call__.*{verb}_via"
+    ):
+        getattr(stack, verb)(1.0, **{name: value})
+    if Stack is Stacked:
+        options = rf"block\(x\), Layers, {name}=...\)\(x, layers.stacked\)"
+        with pytest.raises(TypeError, match=rf"for {verb}_vjp write stacked_remat.{verb}_vjp.*{options}"):
+            getattr(stack, f"{verb}_vjp")(1.0, **{name: value})
+    getattr(stack, f"{verb}_via")(Block.__call__, **{name: value})(1.0)
+
+
+@both
+def test_with_remat(Stack):
+    stack = Stack.init(Layers, PlainBlock)(3, key=keys())
+    nested = stack.with_remat("nested")
+    assert type(nested) is Stack and nested.remat == ScanCheckpointPolicy(nested=True)
+    assert stack.remat == ScanCheckpointPolicy()
+    assert eqx.tree_equal(nested.with_remat(True), stack)
+    ensemble = eqx.filter_vmap(lambda keys: Stack.init(Layers, PlainBlock)(3, key=keys))
+    stacks = ensemble(jax.random.split(jax.random.key(0), (2, 4))).with_remat("nested")
+    assert stacks.remat == nested.remat
+
+
+@both
+def test_it_is_a_sequence(Stack):
+    stack = Stack.init(Layers, NamedBlock)(Hidden, key=keys())
+    layers = list(stack.unstacked())
+    assert len(stack) == 4 and eqx.tree_equal(list(stack), layers)
+    for i in (0, 3, -1, -4, np.int64(2)):
+        assert eqx.tree_equal(stack[i], layers[i]) and eqx.tree_equal(stack.get_layer(i), layers[i])
+    for rows in (
+        slice(1, 3),
+        slice(None, None, 2),
+        slice(-2, None),
+        slice(9),
+        slice(None, None, -1),
+        slice(2, 2),
+    ):
+        part = stack[rows]
+        assert type(part) is Stack and part.remat == stack.remat
+        assert part.Layers == Layers.resize(len(layers[rows]))
+        assert eqx.tree_equal(list(part), layers[rows])
+    x = hax.ones(Hidden)
+    halves = stack[2:].fold(stack[:2].fold(x))
+    np.testing.assert_allclose(halves.array, stack.fold(x).array, rtol=1e-6)
+    assert eqx.tree_equal(stack[2:2].fold(x), x)
+    with pytest.raises(IndexError, match="`layers` has no layers"):
+        stack[2:2][0]
+
+
+@both
+def test_slices_of_any_stack(Stack):
+    """The axis may be at any place, an array shared, and a subclass may have its own constructor."""
+
+    class Block(eqx.Module):
+        late: hax.NamedArray
+        rate: float
+
+    class Tower(Stack):
+        def __init__(self, rate):
+            made = Stack.init(Layers, Block)(hax.arange(Layers), rate)
+            self.Layers, self.remat = Layers, made.remat
+            if Stack is Stacked:
+                table = hax.arange(Layers).broadcast_axis(Hidden)
+                self.stacked = Block(table.rearrange((Hidden, Layers)), rate)
+            else:
+                self.blocks = made.blocks
+
+    part = Tower(0.5)[1:3].with_remat(False)
+    assert (
+        type(part) is Tower and part.remat.saves_everything and [block.rate for block in part] == [0.5, 0.5]
+    )
+    np.testing.assert_array_equal([block.late.array.ravel()[0] for block in part], [1, 2])

@@ -1,5 +1,7 @@
 """Stacks in host memory: the results of stacks on the device, and where everything is."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -19,7 +21,7 @@ from stacked_remat import (
     unsliced,
 )
 
-from .blocks import assert_close, quick_jit
+from .blocks import assert_close, derivatives, quick_jit
 
 LAYERS, WIDTH = 12, 8
 Layers = hax.Axis("layers", LAYERS)
@@ -158,6 +160,43 @@ def test_fused_updates_leave_weights_and_state_on_the_host():
     after = jax.eval_shape(step, streamed, state, x)
     assert jax.tree.structure(after.state) == jax.tree.structure(state)
     assert jax.tree.structure(after.model) == jax.tree.structure(streamed)
+
+
+def test_derivatives_in_all_modes():
+    """By what the layers take, by the layers themselves, and within JAX's loops and branches."""
+    blocks = jax.tree.map(lambda leaf: leaf[:4], model().blocks.stacked)
+    stack = Stacked(blocks, Layers.resize(4), "nested")
+    along, args = jax.tree.map(jnp.cos, stack), (jnp.linspace(-1, 1, WIDTH), jnp.full(WIDTH, 0.7))
+
+    def layer(block, x, scale):
+        return x + jnp.tanh(x @ block.weight + block.bias) * scale
+
+    def fold(blocks, x, scale):
+        return jnp.sum(blocks.fold_via(layer)(x, shared(scale)) ** 2)
+
+    def loop(blocks, x, scale):
+        for block in blocks:
+            x = layer(block, x, scale)
+        return jnp.sum(x**2)
+
+    def every(value, blocks, direction):
+        def of(blocks, x):
+            return value(blocks, x, args[1])
+
+        def looped(blocks, x):
+            total = jax.lax.scan(lambda total, k: (total + of(blocks, k * x), None), 0.0, jnp.arange(2.0))[0]
+            branch = jax.lax.cond(total > 0, lambda x: of(blocks, x), jnp.sum, x)
+            return total + branch + jnp.sum(jax.lax.map(lambda k: of(blocks, k * x), jnp.arange(2.0)))
+
+        def of_gradient(blocks, x):  # reads no gradient of the layers
+            return jnp.sum(jnp.sin(jax.grad(of, (0, 1))(blocks, x)[1]))
+
+        along = jax.jvp(lambda blocks: jax.value_and_grad(of)(blocks, args[0]), (blocks,), (direction,))
+        reverse = [jax.grad(value, (0, 1))(blocks, args[0]) for value in (looped, of_gradient)]
+        return derivatives(functools.partial(value, blocks), *args), jax.tree.leaves((along, reverse))
+
+    found = jax.jit(functools.partial(every, fold))(streaming.to_host(stack), streaming.to_host(along))
+    assert_close(found, jax.jit(functools.partial(every, loop))(stack, along), 2e-5, 2e-5)
 
 
 def test_what_moves_and_comes_back():

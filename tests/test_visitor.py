@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -12,27 +13,29 @@ import pytest
 
 from stacked_remat import (
     LayerResult,
+    LayerStack,
     ScanCheckpointPolicy,
     Stacked,
     checkpoint_name,
     fold_vjp,
     memory,
     shared,
+    unsliced,
 )
 from stacked_remat._placement import compiled_for
 
-from .blocks import POLICIES, policies, with_remat3
+from .blocks import POLICIES, assert_close as close, derivatives, policies, quick_jit, with_remat3
 from .random_arrays import normal
 
 N = 5
 WITH_VISITORS = policies(
     "False", "offload", "nested", "max_carries", "names offloaded", "nested, offload, names", "first layers"
 )
-Layers, Batch, Embed = hax.Axis("layers", N), hax.Axis("batch", 2), hax.Axis("embed", 4)
+Layers, Batch, Expert, Embed = hax.make_axes(layers=N, batch=2, expert=3, embed=4)
 
 
 class Block(eqx.Module):
-    """Named and plain arrays, one that all layers share, an integer, a function and a Python number."""
+    """Named and plain arrays, two of them not sliced, one shared by all, an integer, a function, a number."""
 
     weight: hax.NamedArray
     scale: jax.Array
@@ -40,12 +43,23 @@ class Block(eqx.Module):
     number: jax.Array
     activation: Callable
     power: float
+    experts: hax.NamedArray = unsliced()
+    shift: Any = unsliced()
 
     def __call__(self, carry, offset, *, bias):
         x, count = carry
         h = checkpoint_name(hax.dot(x, self.weight, axis="embed").rename({"out": "embed"}), "hidden")
-        x = x + self.activation(h * self.gain) * self.scale**self.power + offset + bias
+        h = h * self.gain + self.row(self.number % 3) + LayerStack.of(self.shift).layer
+        x = x + self.activation(h) * self.scale**self.power + offset + bias
         return (x, count + self.number), hax.sum(x * x, axis="embed")
+
+    def row(self, choice):
+        """One expert's, without a copy of the others."""
+        if isinstance(self.experts, LayerStack):
+            layer_index, stack = self.experts.layer_index, self.experts.stack
+            assert stack.axes == (Layers, Expert, Embed) and self.experts.layer.axes == (Expert, Embed)
+            return hax.named(stack.array[layer_index, choice], Embed)
+        return hax.named(self.experts.array[choice], Embed)
 
 
 def random(seed, *axes):
@@ -60,6 +74,8 @@ def example():
         jnp.arange(N),
         hax.tanh,
         1.0,
+        random(7, Layers, Expert, Embed),
+        jnp.linspace(0.5, 1, N),
     )
     carry = (random(2, Batch, Embed), jnp.int32(0))
     return Stacked(block, Layers), carry, random(3, Embed, Layers), random(4, Batch)
@@ -81,7 +97,7 @@ def expected(reverse):
     """Gradients by JAX of the Python loop, and the input of every layer."""
     blocks, carry, offset, bias = example()
 
-    def loop(blocks, x, offset, bias):
+    def run_loop(blocks, x, offset, bias):
         carry_, outputs, means = (x, carry[1]), {}, {}
         for i in range(N)[:: -1 if reverse else 1]:
             means[i] = jnp.mean(carry_[0].array)
@@ -91,7 +107,7 @@ def expected(reverse):
 
     @eqx.filter_jit
     def run(*args):
-        (x, ys), pullback, means = eqx.filter_vjp(loop, *args, has_aux=True)
+        (x, ys), pullback, means = eqx.filter_vjp(run_loop, *args, has_aux=True)
         return (x, ys), pullback((random(5, *x.axes), random(6, *ys.axes))), means
 
     return run(blocks, carry[0], offset, bias)
@@ -100,11 +116,12 @@ def expected(reverse):
 def visitor(visit, seen):
     """Uses all that there is: it updates the layer, and returns both states and all cotangents."""
     layer, carry, args, kwargs = visit.vjp("layer", "carry", "args", "kwargs")
-    weight = visit.layer.weight - 0.1 * layer.weight
+    where = lambda block: (block.weight, block.experts, block.shift)  # noqa: E731
+    new = jax.tree.map(lambda leaf, of: leaf - 0.1 * of, where(visit.layer), where(layer))
     order, count = seen
     return LayerResult(
         carry,
-        eqx.tree_at(lambda block: block.weight, visit.layer, weight),
+        eqx.tree_at(where, visit.layer, new),
         args,
         kwargs,
         (order.at[count].set(visit.layer_index), count + 1),
@@ -141,7 +158,9 @@ def test_a_sweep_gives_the_gradients_of_the_loop_and_lets_a_visitor_update_it(re
     assert_close(gradients.layers, of_blocks)
     assert gradients.layers.stacked.number is None
     assert gradients.layers.stacked.activation is None
-    assert_close(visited.layers.stacked.weight, blocks.stacked.weight - 0.1 * of_blocks.stacked.weight)
+    for name in ("weight", "experts", "shift"):
+        found, before, of = (getattr(it.stacked, name) for it in (visited.layers, blocks, of_blocks))
+        assert_close(found, before - 0.1 * of)
     assert_close(visited.layers.stacked.scale, blocks.stacked.scale)
     assert isinstance(visited.layers, Stacked)
     order, _ = visited.state
@@ -163,14 +182,14 @@ def sgd(visit, state):
     return LayerResult(carry, visit.layer - 0.1 * gradient, state=state)
 
 
-def gradient_of(weights, x):
-    def loss(weights):
-        y = x
-        for weight in weights:
-            y = layer_fn(y, weight)
-        return jnp.sum(y)
+def loop(weights, x):
+    for weight in weights:
+        x = layer_fn(x, weight)
+    return x
 
-    return jax.grad(loss)(weights)
+
+def gradient_of(weights, x):
+    return jax.jit(jax.grad(lambda weights: jnp.sum(loop(weights, x))))(weights)
 
 
 fold_vjp_of = functools.partial(fold_vjp, layer_fn, Layers)
@@ -256,42 +275,102 @@ def test_layers_on_the_host_are_read_and_written_there():
         assert_close(on_device, want if i % 2 else weights - 0.1 * want)
 
 
-def test_no_layers_second_derivatives_and_eager_calls_on_the_host():
+def test_results_of_a_visitor_have_no_derivatives_and_eager_calls_on_the_host():
     weights, x = matrices(), jnp.ones((2, 4))
-    for remat in (True, "nested", "offload"):
-        y, sweep_back = fold_vjp(layer_fn, hax.Axis("layers", 0), remat=remat)(x, weights[:0])
-        assert y.tolist() == x.tolist() == sweep_back(x).carry.tolist()
-        assert sweep_back(x, sgd).layers.shape == (0, 4, 4)
-
-    def of_sweep(weights):
-        _, sweep_back = fold_vjp_of(remat="nested")(x, weights)
-        return jnp.mean(sweep_back(jnp.ones_like(x)).carry ** 2)
-
-    def loop(x, weights):
-        for weight in weights:
-            x = layer_fn(x, weight)
-        return jnp.sum(x)
-
-    def of_loop(weights):
-        return jnp.mean(jax.grad(loop)(x, weights) ** 2)
-
-    assert_close(jax.jit(jax.grad(of_sweep))(weights), jax.jit(jax.grad(of_loop))(weights))
 
     def of_visitor(weights, remat):
         y, sweep_back = fold_vjp_of(remat=remat)(x, weights)
-        new = sweep_back(y, sgd).layers
+        new = sweep_back(jnp.ones_like(y), sgd).layers
         return jnp.sum(y), jnp.sum(new)
 
     for remat in (True, "nested", False):
         run = functools.partial(of_visitor, remat=remat)
         with pytest.raises(TypeError, match="the results of a sweep with a visitor have no derivatives"):
             jax.grad(lambda weights, run=run: run(weights)[1])(weights)
-        assert_close(jax.jit(jax.grad(run, has_aux=True))(weights)[0], jax.grad(loop, 1)(x, weights))
+        gradient = jax.jit(jax.grad(run, has_aux=True))(weights)[0]
+        assert_close(gradient, gradient_of(weights, x))
     host = jax.device_put(weights, weights.sharding.with_memory_kind("pinned_host"))
     y, sweep_back = fold_vjp_of(remat="nested")(x, host)
     new = sweep_back(jnp.ones_like(y), sgd).layers
     assert new.sharding.memory_kind == "pinned_host"
-    assert_close(jax.device_put(new, weights.sharding), weights - 0.1 * gradient_of(weights, x))
+    assert_close(jax.device_put(new, weights.sharding), weights - 0.1 * gradient)
+
+
+def test_derivatives_of_sweeps_that_a_visitor_may_follow():
+    def value(w, x):
+        y, sweep_back = fold_vjp_of(remat="offload")(x, w)
+        return jnp.sum(y**2) + sum(map(jnp.sum, jax.tree.leaves(sweep_back(jnp.cos(y)))))
+
+    def wanted(w, x):
+        y, pullback = jax.vjp(loop, w, x)
+        return jnp.sum(y**2) + sum(map(jnp.sum, pullback(jnp.cos(y))))
+
+    args = 3 * matrices(), jnp.linspace(-1, 1, 4)[None]
+    found, want = quick_jit(lambda *args: (derivatives(value, *args), derivatives(wanted, *args)))(*args)
+    close(found, want, 2e-5, 2e-5)
+
+
+class Slice(eqx.Module):
+    weight: jax.Array = unsliced()
+
+    def __call__(self, x):
+        weight = LayerStack.of(self.weight)
+        return layer_fn(x, weight.stack[:, :, :4][weight.layer_index])
+
+
+class Inner(eqx.Module):
+    layers: Stacked
+
+    def __call__(self, x):
+        return self.layers.fold(x, remat="nested")
+
+
+class Row(eqx.Module):
+    weight: hax.NamedArray = unsliced()
+    gain: Any = unsliced()
+
+    def __call__(self, x):
+        weight, gain = LayerStack.of(self.weight, "blocks"), LayerStack.of(self.gain)
+        return x * weight.stack["blocks", weight.layer_index].array * gain.stack[gain.layer_index]
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_no_layers_and_layers_under_another_name(layers):
+    Blocks = hax.Axis("blocks", layers)
+    blocks = Stacked(Row(random(0, Blocks, Embed), jnp.linspace(0.5, 1, layers)), Blocks)
+    x = want = jnp.ones(4)
+    for block in blocks:
+        want = block(want)
+    for remat in (True, False, "nested", "offload"):
+        found, of_x = jax.value_and_grad(lambda x, remat=remat: jnp.sum(blocks.fold(x, remat=remat)))(x)
+        assert_close(found, jnp.sum(want))
+        y, sweep_back = blocks.fold_vjp(x, remat=remat)
+        assert_close(y, want)
+        of_y = jax.grad(lambda x, remat=remat: jnp.sum(blocks.fold_vjp(x, remat=remat)[0]))(x)
+        assert_close(of_y, of_x)
+        for result in (sweep_back(x), sweep_back(x, lambda visit, _: LayerResult(*visit.vjp("carry")))):
+            assert_close(result.carry, of_x)
+            assert result.layers.stacked.weight.axes == (Blocks, Embed)
+
+
+def test_unsliced_fields_anywhere():
+    """Read through a static slice, in a stack within a stack, outside of folds, and from the host."""
+    stacks = [Stacked(Slice(matrices(seed, 3)), hax.Axis("inner", 3)) for seed in range(2)]
+    outer = Stacked(Inner(jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)), hax.Axis("layers", 2))
+    x = jnp.ones((2, 4))
+
+    def of_loop(outer):
+        y = x
+        for stack in outer:
+            for layer in stack.layers:
+                y = layer(y)
+        return jnp.sum(y)
+
+    found = jax.jit(jax.grad(lambda outer: jnp.sum(outer.fold(x, remat="nested"))))(outer)
+    assert_close(found, jax.jit(jax.grad(of_loop))(outer))
+    stack = Stacked(Slice(matrices()), Layers)
+    host = jax.device_put(matrices(), matrices().sharding.with_memory_kind("pinned_host"))
+    assert_close(jax.jit(lambda x: Stacked(Slice(host), Layers).fold(x))(x), stack.fold(x))
 
 
 def result(**fields):

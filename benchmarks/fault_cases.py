@@ -145,13 +145,6 @@ CASES = [
         f'{_NEWEST}; command generate --run_dir "$own/run" --prompt a',
         "checkpoints/150",
     ),
-    Case(
-        "overwrite of a run whose checkpoints are a link",
-        'copy; mv run/checkpoints elsewhere; ln -s "$own/elsewhere" run/checkpoints\n'
-        "train --trainer.checkpoint.overwrite true; status=$?\n"
-        "[ -e run/metrics.jsonl ] || echo error: the metrics are gone; exit $status",
-        "is a symbolic link to",
-    ),
     Case("no run to generate from", 'command generate --run_dir "$own" --prompt a', "run folder"),
     Case("no model to generate from", 'command generate --model "$own/none" --prompt a', "none"),
     Case("no run to export", 'command export_hf --run_dir "$own" --out "$own/out"', "not a run folder"),

@@ -4,15 +4,19 @@ import functools
 import math
 
 import jax
+from haliax import NamedArray
 
-from models.lm import auxiliary_of_sums, example_losses
+from models.decoder.decoder import Decoder
+from models.lm import example_losses
 from models.run_config import LmRunConfig
 from stacked_remat.ghost import ScoreLog, ScoreLogError
 from stacked_remat.ghost.log import import_pyarrow
 from stacked_remat.training import (
     ConfigError,
+    Metrics,
     RunFolder,
     Scoring,
+    TokenBatch,
     Tokenizer,
     TrainingData,
     ValidationBatch,
@@ -81,13 +85,17 @@ def run_scoring(
         raise ConfigError(str(error)) from error
     return Scoring(
         config.ghost,
-        losses=functools.partial(example_losses, z_loss=config.z_loss),
-        auxiliary=config.ghost.auxiliary_losses if _has_auxiliary_losses(config) else "none",
+        losses=functools.partial(_sequence_losses, z_loss=config.z_loss),
+        is_whole=not _has_auxiliary_losses(config),
         validation=validation,
         decode=tokenizer.decode,
         log=log,
-        auxiliary_of=auxiliary_of_sums,
     )
+
+
+def _sequence_losses(model: Decoder, batch: TokenBatch, z_loss: float) -> tuple[NamedArray, Metrics]:
+    (losses, _), metrics = example_losses(model, batch, z_loss)
+    return losses, metrics
 
 
 def _has_auxiliary_losses(config: LmRunConfig) -> bool:

@@ -102,7 +102,7 @@ def initial_state(
         WeightsError, FileNotFoundError: the weights can't be read, or are not of this model.
         ConfigError: the adapters fit nothing; the arrays can't be divided like that.
     """
-    model_key, step_key = jax.random.split(jax.random.key(config.trainer.seed))
+    model_key = jax.random.split(jax.random.key(config.trainer.seed))[0]
     dtype = config.trainer.precision.parameters
     if remat is None:
         remat = config.policy
@@ -114,7 +114,7 @@ def initial_state(
         adapted, trainable = with_adapters(weights, config.lora, key=model_key)
         if streamed and config.trainer.update.fused:  # adapters too
             adapted = streaming.to_host(adapted)
-        return TrainState.init(adapted, run_optimizer(config), trainable, key=step_key)
+        return TrainState.init(adapted, run_optimizer(config), trainable)
 
     def init_stack(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec) -> Callable[..., Stacked]:
         def init(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,6 @@ stopped or killed, if `trainer.run_dir` names its folder.
 
 import contextlib
 import functools
-import secrets
 import signal
 import sys
 import time
@@ -68,7 +67,7 @@ from stacked_remat.training.processes import (
     of_all,
     start_processes,
 )
-from stacked_remat.training.run_folder import check_same_in_all, has_mark
+from stacked_remat.training.run_folder import check_same_in_all
 from stacked_remat.training.throughput import peak_memory_bytes
 
 
@@ -204,14 +203,17 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
     given = config.trainer.run_dir
     now = time.strftime("%Y%m%d-%H%M%S", time.localtime(of_all(time.time())[0]))
     root = Path(f"runs/{now}" if given is None else given).expanduser()
-    mark = of_all(secrets.token_hex(4))[0]
 
-    def opened() -> RunFolder | None:
+    def opened() -> RunFolder:
         is_first = jax.process_index() == 0
         if is_first:
-            closing.enter_context(lock_run_folder(root, mark))
-        elif not has_mark(root, mark):
-            return None
+            closing.enter_context(lock_run_folder(root))
+        elif not root.is_dir():
+            raise ConfigError(
+                f"process {jax.process_index()} does not see the run folder that process 0 made; in this "
+                f"process it is {root.absolute()}. All processes must see one folder: give --trainer.run_dir "
+                f"an absolute path on a file system that all hosts share."
+            )
         return RunFolder.open(
             root,
             config.entries,
@@ -219,15 +221,7 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
             accept_changes=config.trainer.checkpoint.accept_changes,
         )
 
-    folder = in_turn(opened)
-    without = [index for index, sees in enumerate(of_all(folder is not None)) if not sees]
-    if folder is None or without:
-        raise ConfigError(
-            f"process {without[0]} does not see the run folder that process 0 made; in this process it is "
-            f"{root.absolute()}. All processes must see one folder: give --trainer.run_dir an absolute path "
-            f"on a file system that all hosts share."
-        )
-    return folder
+    return in_turn(opened)
 
 
 def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) -> None:

@@ -61,9 +61,7 @@ from .optimizer_config import (
     WarmupStableDecaySchedule as WarmupStableDecaySchedule,
 )
 from .precision import cast_parameters as cast_parameters
-from .progress import (
-    ConsoleProgress as ConsoleProgress,
-)
+from .progress import ConsoleProgress as ConsoleProgress
 from .remat import (
     RematPresets as RematPresets,
     check_remat as check_remat,
@@ -88,7 +86,6 @@ from .step import (
     FusedOptimizer as FusedOptimizer,
     LossFunction as LossFunction,
     Metrics as Metrics,
-    RandomLoss as RandomLoss,
     Trainable as Trainable,
     TrainState as TrainState,
     TrainStep as TrainStep,

@@ -20,7 +20,7 @@ State = TypeVar("State")
 def arrays_by_name(tree: Any) -> dict[str, Any]:
     """The arrays (or `jax.ShapeDtypeStruct`s) of a tree by path: `trained.head.weight`.
 
-    The array of a `NamedArray` has the path of the latter. Random keys are left as they are.
+    The array of a `NamedArray` has the path of the latter.
     """
     return {name: raw_array(leaf) for name, leaf in _leaves(tree)}
 
@@ -77,8 +77,6 @@ def _digest(array: Array) -> tuple[Array, Array]:
 
 def _digest_from(array: Array, first: Array) -> tuple[Array, Array]:
     """The digest of a part of an array, whose first entry is at the position `first` of the whole."""
-    if is_key(array):
-        array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -92,11 +90,6 @@ def _digest_from(array: Array, first: Array) -> tuple[Array, Array]:
         position = position * jnp.uint32(size % 2**32) + index
     odd = (first + position) * jnp.uint32(2) + jnp.uint32(1)
     return jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * odd, dtype=jnp.uint32)
-
-
-def is_key(array: Any) -> bool:
-    """Whether an array or a `jax.ShapeDtypeStruct` is of random keys."""
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -9,10 +9,8 @@ not wait for it.
 """
 
 import contextlib
-import datetime
 import errno
 import json
-import logging
 import os
 import re
 import time
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._messages import shortened
-from .array_layout import arrays_by_name, differences, digests, is_key, layout, with_arrays
+from .array_layout import arrays_by_name, differences, digests, layout, with_arrays
 from .processes import LargestOfAll
 from .trainer_config import CheckpointConfig
 
@@ -86,7 +84,6 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_kept(config), cleanup_tmp_directories=True
         )
-        logging.getLogger("absl").addFilter(_is_not_raised)
         folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -105,7 +102,7 @@ class Checkpoints:
         return by_step or bool(by_time)
 
     def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-        """Writes a checkpoint, in the background unless the config says otherwise.
+        """Writes a checkpoint, in the background.
 
         Args:
             step: of the checkpoint; later than those of all others.
@@ -114,17 +111,12 @@ class Checkpoints:
 
         Raises:
             OSError: this checkpoint or the one before it can't be written.
-            RuntimeError: there is a checkpoint of this step or a later one.
         """
         import orbax.checkpoint as ocp
 
         self.wait()
         chosen, rest = self._divided(state)
-        arrays = {
-            name: jax.random.key_data(array) if is_key(array) else array
-            for name, array in arrays_by_name(chosen).items()
-            if array.size
-        }
+        arrays = {name: array for name, array in arrays_by_name(chosen).items() if array.size}
         if self._unsaved is None:
             self._unsaved = digests(rest)
         run = {
@@ -137,15 +129,8 @@ class Checkpoints:
         items = {_STATE: ocp.args.PyTreeSave(arrays), _RUN: ocp.args.JsonSave(run)}
         self._saving = step
         with self._writing():
-            written = self._manager.save(step, args=ocp.args.Composite(**items))
-        if not written:
-            raise RuntimeError(
-                f"No checkpoint of step {step} was written to {self.folder}: steps must increase, and the "
-                f"latest checkpoint is of step {self.latest()}."
-            )
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._last_save, self._is_late = time.monotonic(), LargestOfAll()
-        if not self._config.asynchronous:
-            self.wait()
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
         """The state and the position of the latest checkpoint; all processes of a run call this.
@@ -300,22 +285,12 @@ def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            found = reader.restore(state.absolute(), args=arguments)
+            return reader.restore(state.absolute(), args=arguments)
     except Exception as error:  # Orbax and TensorStore raise anything
         cause = error
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
         raise _damaged(state.parent, str(cause).partition("\n")[0]) from error
-    for name, array in wanted.items():
-        if is_key(array):
-            kind = jax.random.key_impl(jnp.empty((), array.dtype))
-            found[name] = jax.random.wrap_key_data(found[name], impl=kind)
-    return found
-
-
-def _is_not_raised(record: logging.LogRecord) -> bool:
-    """Leaves out Orbax's log of errors that it also raises."""
-    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def _kept(config: CheckpointConfig) -> Any:
@@ -325,9 +300,6 @@ def _kept(config: CheckpointConfig) -> Any:
     policies: list[managers.PreservationPolicy] = [managers.LatestN(config.keep_last)]
     if config.keep_every_steps is not None:
         policies.append(managers.EveryNSteps(config.keep_every_steps))
-    if config.keep_every_hours is not None:
-        hours = datetime.timedelta(hours=config.keep_every_hours)
-        policies.append(managers.EveryNSeconds(max(1, round(hours.total_seconds()))))
     return managers.AnyPreservationPolicy(policies)
 
 
@@ -335,5 +307,4 @@ def _target(array: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(array, "sharding", None)
     if sharding is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shape = jax.eval_shape(jax.random.key_data, array) if is_key(array) else array
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

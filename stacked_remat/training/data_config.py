@@ -5,8 +5,6 @@ from typing import Literal
 
 from .config_checks import check_at_least, check_date, check_folder
 
-_LONGEST = 2**31 - 1
-
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -94,11 +92,6 @@ class DataConfig:
             )
         check_at_least(1, "data", self, "seq_len", "batch_size")
         check_at_least(0, "data", self, "prefetch")
-        if self.seq_len > _LONGEST:
-            raise ValueError(
-                f"data.seq_len must be at most {_LONGEST:,}, because positions are 32-bit integers; got "
-                f"{self.seq_len:,}."
-            )
         check_folder("data.cache_dir", self.cache_dir)
         check_date("data.chat_date", self.chat_date)
         for name in self.sources:

@@ -36,31 +36,25 @@ class GhostConfig:
 
     A score is the dot product of the gradient of the sequence's loss with that of the held-out loss, at the
     weights before the step (Wang et al. 2024). They are logged to `ghost/` in the run folder, for
-    `python -m stacked_remat.ghost`. The weights are updated as without.
+    `python -m stacked_remat.ghost`. The weights are updated as without. Scores leave out losses that the
+    model adds to the cross entropy, such as the load balance of experts, which depend on all sequences of a
+    batch together; with such a model a scored step takes one more forward and backward pass.
 
     Attributes:
         method: `grad_dot`, the dot products in the backward pass that the step needs anyway.
         token_mean: the loss of a sequence: `batch` for its part of the batch's mean loss per token, so that a
             sequence of more targets counts more; `example` for the mean over its own tokens.
         every: steps between scored ones.
-        auxiliary_losses: losses that the model adds to the cross entropy, such as the load balance of
-            experts, which depend on all sequences of a batch together. `left_out` of the scores, which takes
-            one more forward and backward pass in a scored step of such a model; `included`, where a score has
-            the part of their gradient that came through the sequence's own tokens.
         norms: also the norm of the gradient of each sequence's cross entropy, which takes one more forward
-            and backward pass in a scored step, for one sequence after the other. With `auxiliary_losses:
-            left_out`, on one device.
+            and backward pass in a scored step, for one sequence after the other. On one device.
         validation: the held-out text.
     """
 
     method: Literal["grad_dot"]
     token_mean: Literal["batch", "example"]
     every: int = 10
-    auxiliary_losses: Literal["left_out", "included"] = "left_out"
     norms: bool = False
     validation: GhostValidationConfig = field(default_factory=GhostValidationConfig)
 
     def __post_init__(self) -> None:
         check_at_least(1, "ghost", self, "every")
-        if self.norms and self.auxiliary_losses == "included":
-            raise ValueError("ghost.norms are of the cross entropy: set ghost.auxiliary_losses: left_out.")

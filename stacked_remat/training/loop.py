@@ -17,7 +17,7 @@ from .mesh import Partitioning
 from .progress import ConsoleProgress
 from .run_folder import RunFolder
 from .scoring import Scoring, StepScorer
-from .step import LossFunction, Metrics, RandomLoss, TrainState, TrainStep
+from .step import Metrics, TrainState, TrainStep
 from .throughput import Clock, peak_memory_bytes, training_flops
 from .trackers import Tracker
 from .trainer_config import TrainerConfig
@@ -70,13 +70,13 @@ class RunOutputs:
 
     Attributes:
         folder: for traces.
-        checkpoints: where the state is saved; None for a run that can't be resumed.
+        checkpoints: where the state is saved.
         trackers: all receive the same metrics.
         progress: shows the run to the user.
     """
 
     folder: RunFolder
-    checkpoints: Checkpoints | None
+    checkpoints: Checkpoints
     trackers: Sequence[Tracker]
     progress: ConsoleProgress
 
@@ -109,8 +109,8 @@ def train(
         position: the position of `state`, if it comes from a checkpoint.
         should_stop: called after every step and after the evaluation that follows it; the text that it
             returns, such as the name of a signal, ends the run after a checkpoint.
-        scoring: how the examples of some steps are scored; the weights are updated as without. It takes
-            neither a `RandomLoss` nor a `FusedOptimizer`.
+        scoring: how the examples of some steps are scored; the weights are updated as without. It takes no
+            `FusedOptimizer`.
 
     Raises:
         NonFiniteLossError: a step is not finite, and the config does not say to skip it, or too many were
@@ -129,7 +129,7 @@ def train(
         done = position.step
     if done < config.num_steps:
         batch = shard(training.next())
-        report.prepare(step.loss_function, state, batch)
+        report.prepare(step, state, batch)
     outputs.progress.start(config.num_steps, done)
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as tracing:
         closing.callback(outputs.progress.stop)
@@ -176,12 +176,13 @@ class _Report:
         self._schedule, self._clock = jax.jit(schedule), Clock()
         self._seconds_at_peak: float | None = None
 
-    def prepare(self, loss_function: LossFunction | RandomLoss, state: TrainState, batch: TokenBatch) -> None:
+    def prepare(self, step: TrainStep, state: TrainState, batch: TokenBatch) -> None:
         """Finds the time of a step at the devices' peak, for the utilisation."""
         devices = list(state.step.devices())
         target = target_of_device(devices[0])
         peak = self._config.profiler.peak_flops or (target and target.flops)
-        flops = peak and training_flops(loss_function, state.model, batch, state.trained)
+        loss = lambda model, batch: step.loss_function(model, batch, *state.loss_keys)  # noqa: E731
+        flops = peak and training_flops(loss, state.model, batch, state.trained)
         if peak and flops:
             self._seconds_at_peak = flops / (peak * len(devices))
 
@@ -218,16 +219,14 @@ class _Report:
     def save(self, state: TrainState, position: Position, scorer: StepScorer | None, is_last: bool) -> None:
         """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
         checkpoints = self._outputs.checkpoints
-        is_due = is_last or (
-            checkpoints is not None and checkpoints.is_due(position.step)
-        )  # once: time passes
-        if scorer is not None and is_due:
+        if not (is_last or checkpoints.is_due(position.step)):
+            return
+        if scorer is not None:
             scorer.flush()
-        if checkpoints is not None and is_due:
-            with self._clock.paused():
-                checkpoints.save(position.step, state, asdict(position))
-                if is_last:
-                    checkpoints.wait()
+        with self._clock.paused():
+            checkpoints.save(position.step, state, asdict(position))
+            if is_last:
+                checkpoints.wait()
 
     def _log(self, done: int, metrics: dict[str, Any]) -> None:
         for tracker in self._outputs.trackers:

@@ -10,7 +10,7 @@ import jax
 
 from .._placement import is_on_host
 from ..memory._table import readable_bytes
-from .array_layout import arrays_by_name, is_key
+from .array_layout import arrays_by_name
 from .errors import ConfigError
 
 _CGROUP, _MEMORY = "/sys/fs/cgroup/memory", "/proc/meminfo"  # of a container, in bytes; of Linux, in kiB
@@ -65,38 +65,30 @@ def memory_bytes(device: Any) -> int | None:
         return int(statistics["bytes_limit"])
     if device.platform != "cpu":
         return None
-    try:
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-    limit = _number(f"{_CGROUP}.max")
-    return min(physical, physical if limit is None else limit) + 1024 * (_number(_MEMORY, "SwapTotal:") or 0)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    swap = 1024 * (number_in(_MEMORY, "SwapTotal:") or 0)
+    return min(physical, number_in(f"{_CGROUP}.max") or physical) + swap
 
 
 def available_host_bytes() -> int | None:
     """Bytes of host memory that a process can still take, without swap; None if not known."""
-    free, most, now = (
-        _number(_MEMORY, "MemAvailable:"),
-        _number(f"{_CGROUP}.max"),
-        _number(f"{_CGROUP}.current"),
-    )
+    free, most = number_in(_MEMORY, "MemAvailable:"), number_in(f"{_CGROUP}.max")
     left = [] if free is None else [1024 * free]
-    if most is not None and now is not None:  # cached files give way
-        left.append(most - now + (_number(f"{_CGROUP}.stat", "inactive_file") or 0))
+    if most is not None:  # cached files give way
+        files = number_in(f"{_CGROUP}.stat", "inactive_file") or 0
+        left.append(most - (number_in(f"{_CGROUP}.current") or 0) + files)
     return max(min(left), 0) if left else None
 
 
-def _number(file: str, *name: str) -> int | None:
-    """The number in a file, or behind a name at the beginning of one of its lines."""
-    lines = Path(file).read_text(encoding="ascii").splitlines() if Path(file).exists() else []
+def number_in(file: str, *name: str) -> int | None:
+    """The number in a file, or behind a name at the beginning of one of its lines; None if there is none."""
+    lines = Path(file).read_text(errors="replace").splitlines() if Path(file).exists() else []
     found = [words[len(name)] for words in map(str.split, lines) if tuple(words[: len(name)]) == name]
     return int(found[0]) if found and found[0].isdigit() else None
 
 
 def _bytes(array: Any, all_devices: bool) -> int:
     """The bytes of an array, or of its shape, on one device, or on all of this process."""
-    if is_key(array):
-        return 0
     shape, copies, sharding = array.shape, 1, getattr(array, "sharding", None)
     if sharding is not None:
         shape = sharding.shard_shape(shape)

@@ -209,15 +209,13 @@ class Partitioning:
         Raises:
             ConfigError: it does not.
         """
-        of = f" in {microbatches} microbatches" if microbatches > 1 else ""
-        sizes = (("batch_size", rows, of, BATCH_AXIS), ("seq_len", positions, "", POSITION_AXIS))
-        for name, size, of, axis in sizes:
-            parts = self.parts_of(axis)
-            multiple = parts * microbatches if axis == BATCH_AXIS else parts
-            if size % multiple:
+        sizes = ("batch_size", rows, microbatches, BATCH_AXIS), ("seq_len", positions, 1, POSITION_AXIS)
+        for name, size, cut, axis in sizes:
+            parts, of = self.parts_of(axis), f" in {cut} microbatches" if cut > 1 else ""
+            if size % (parts * cut):
                 raise ConfigError(
                     f"data.{name} = {size}{of} can't be divided evenly over the {parts} devices that "
-                    f"trainer.mesh.compute_mapping.{axis} gives it: make it a multiple of {multiple}, or "
+                    f"trainer.mesh.compute_mapping.{axis} gives it: make it a multiple of {parts * cut}, or "
                     f"divide it over fewer devices (trainer.mesh.axes)."
                 )
 
@@ -308,11 +306,6 @@ class Partitioning:
         found = NamedSharding(self.mesh, spec, memory_kind=_HOST)
         if found.memory_kind is None and self.mesh.size == 1:  # a GPU that is not attached
             return on_one_device(jax.local_devices()[0], _HOST)
-        if found.memory_kind is None:
-            raise ConfigError(
-                f"Arrays on the host can't be sized for {self.mesh.size} devices of this kind that are not "
-                f"attached. Size one device (trainer.mesh), or leave out trainer.streaming."
-            )
         return found
 
     def _parts(self, physical: Sequence[str]) -> int:

@@ -49,20 +49,16 @@ def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
     if distributed in (False, "off"):
         return
     try:
-        if distributed == "auto":
-            if (cluster_size() or 1) < 2:
-                return
-            distributed = {}
+        if distributed == "auto" and (cluster_size() or 1) < 2:
+            return
         # JAX's own handler of SIGTERM would take the place of the run's.
         jax.config.update("jax_enable_preemption_service", False)
-        arguments: Any = distributed
+        arguments: Any = {} if distributed == "auto" else distributed
         _in_thread(lambda: jax.distributed.initialize(**arguments))
     except Exception as error:  # JAX and its detection of clusters raise anything
         raise ConfigError(
-            f"distributed: JAX can't connect the processes: {type(error).__name__}: {error}. Give "
-            f"coordinator_address (a host and a port, such as 10.0.0.1:1234), num_processes and process_id, "
-            f"or start this process with the cluster's launcher. Or set distributed: off to train in this "
-            f"process alone."
+            f"distributed: JAX can't connect the processes: {type(error).__name__}: {error}. Set "
+            f"distributed: off to train in this process alone."
         ) from error
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,8 +75,8 @@ class RunFolder:
 
         Raises:
             FileExistsError: the folder has a finished run, or results without a config.
-            ConfigError: the folder has a run of another config (the message names the keys that differ), a
-                run whose config can't be read, or a link in place of results that are to be deleted.
+            ConfigError: the folder has a run of another config (the message names the keys that differ), or
+                one whose config can't be read.
         """
         folder = RunFolder(root)
         if overwrite:
@@ -132,15 +131,9 @@ class RunFolder:
         return [path for path in (*names, *more) if path.exists() or path.is_symlink()]
 
     def _delete_results(self) -> None:
-        """Deletes all results, or none if one is a symbolic link."""
-        for path in filter(Path.is_symlink, results := self._results()):
-            raise ConfigError(
-                f"{path} is a symbolic link to {os.readlink(path)}, and trainer.checkpoint.overwrite "
-                f"deletes nothing outside the run folder. Remove the link, or give this run a folder of "
-                f"its own with --trainer.run_dir. Nothing was deleted."
-            )
-        for path in results:  # the config first: without it, the rest is refused and not resumed
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        """Deletes all results; of a symbolic link only the link."""
+        for path in self._results():  # the config first: without it, the rest is refused and not resumed
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 _WAYS_OUT = (
@@ -150,10 +143,10 @@ _WAYS_OUT = (
 
 
 @contextlib.contextmanager
-def lock_run_folder(root: Path, mark: str = "") -> Iterator[None]:
+def lock_run_folder(root: Path) -> Iterator[None]:
     """Locks a run's folder, which is made if needed. The system releases the lock of a process that dies.
 
-    On file systems without locks it only writes the mark, for `has_mark` in the other processes of the run.
+    Does nothing on file systems without locks.
 
     Raises:
         FileExistsError: another process has locked it.
@@ -169,17 +162,7 @@ def lock_run_folder(root: Path, mark: str = "") -> Iterator[None]:
             ) from error
         except OSError:
             pass
-        file.truncate(0)
-        file.write(mark)
-        file.flush()
-        with contextlib.suppress(OSError):  # some file systems have no fsync
-            os.fsync(file.fileno())  # other hosts read the mark while the file is open here
         yield
-
-
-def has_mark(root: Path, mark: str) -> bool:
-    """Whether this process sees in the folder the mark with which another one has locked it."""
-    return (root / _LOCK).exists() and (root / _LOCK).read_text() == mark
 
 
 def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:

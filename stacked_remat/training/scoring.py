@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import equinox as eqx
 import haliax as hax
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
-from haliax.util import is_named_array
 from jaxtyping import Array
 
 from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
@@ -19,13 +18,12 @@ from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
 from .evaluation import counted_targets
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
-from .step import FusedOptimizer, Metrics, RandomLoss, TrainState, TrainStep, marks, of_whole_batch
+from .step import FusedOptimizer, Metrics, TrainState, TrainStep, marks, of_whole_batch
 
-ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[tuple[NamedArray, Array], Metrics]]
-"""From (model, batch) to a pair, and metrics.
+ExampleLosses: TypeAlias = Callable[[Any, TokenBatch], tuple[NamedArray, Metrics]]
+"""From (model, batch) to each sequence's part of the batch's mean loss per token, `[batch]`, and metrics.
 
-The pair is each sequence's part of the batch's mean loss per token, `[batch]`, and sums over the sequences,
-from which auxiliary losses are computed. They take a batch of one sequence too.
+It takes a batch of one sequence too.
 """
 
 
@@ -64,21 +62,19 @@ class Scoring:
     Attributes:
         config: the method, and how often.
         losses: of a batch's examples.
-        auxiliary: what becomes of auxiliary losses: `none` if the model has none, or as in the config.
+        is_whole: whether the loss of the step is the sum of these, without random numbers or auxiliary losses
+            such as the load balance of experts. If not, the update is by a pass of its own.
         validation: the batches of held-out text, from `validation_batches`.
         decode: the text of tokens.
         log: receives the scores.
-        auxiliary_of: for `included`, from the model and the sums to the auxiliary losses, a scalar, and their
-            metrics.
     """
 
     config: GhostConfig
     losses: ExampleLosses
-    auxiliary: Literal["none", "left_out", "included"]
+    is_whole: bool
     validation: tuple[ValidationBatch, ...]
     decode: Callable[[np.ndarray], str]
     log: ScoreLog
-    auxiliary_of: Callable[[Any, Any], tuple[Array, Metrics]] | None = None
 
 
 @final
@@ -86,15 +82,15 @@ class StepScorer:
     """Does the scored steps of a run in place of `step`, and logs their scores.
 
     Raises:
-        ValueError: the step has a `RandomLoss` or a `FusedOptimizer`.
+        ValueError: the step has a `FusedOptimizer`.
 
     Memory: of a scored step, that of another step, one array more for each trained one, and what `grad_dot`
     takes.
     """
 
     def __init__(self, scoring: Scoring, step: TrainStep):
-        if isinstance(step.loss_function, RandomLoss) or isinstance(step.optimizer, FusedOptimizer):
-            raise ValueError("Scored steps take neither a RandomLoss nor a FusedOptimizer: leave them out.")
+        if isinstance(step.optimizer, FusedOptimizer):
+            raise ValueError("Scored steps take no FusedOptimizer: leave it out.")
         self._scoring, self._ordinary = scoring, step
         self._partitioning = step.partitioning or Partitioning.one_device()
         self._add = eqx.filter_jit(
@@ -128,7 +124,7 @@ class StepScorer:
 
     def _sums(self, model: Any, batch: TokenBatch) -> NamedArray:
         """The losses of the sequences, added up over their tokens: they are the same alone and in a batch."""
-        return self._scoring.losses(model, batch)[0][0] * _weight(batch)
+        return self._scoring.losses(model, batch)[0] * _weight(batch)
 
     def log(self, step: int, batch: TokenBatch) -> None:
         """Logs the scores of the latest `step`; those of a step that is not finite are left out."""
@@ -147,7 +143,7 @@ class StepScorer:
         trained, frozen, batch, weight = data
         gradients = val_direction(
             eqx.combine(trained, frozen),
-            lambda model, batch: self._scoring.losses(model, batch)[0][0],
+            lambda model, batch: self._scoring.losses(model, batch)[0],
             batch,
             reduction="sum",
             trainable=marks(trained),
@@ -165,7 +161,7 @@ class StepScorer:
 
         def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, _BatchScores]:
             gradients, metrics, scores = self._scored_part(part, share, model, options)
-            if self._scoring.auxiliary == "left_out":
+            if not self._scoring.is_whole:
                 # The compiler leaves out what gives only the gradients above.
                 gradients, metrics, _ = ordinary(part, share, index)
             return step.shard(gradients), metrics, scores
@@ -181,36 +177,19 @@ class StepScorer:
         self, part: TokenBatch, share: Any, model: Any, options: dict[str, Any]
     ) -> tuple[Any, Metrics, "_BatchScores"]:
         """The gradients, metrics and scores of a microbatch that has a share of the batch's weights."""
-        scoring, total = self._scoring, _weight(part)
-        auxiliary_of = scoring.auxiliary_of if scoring.auxiliary == "included" else None
-        coupled = None
-        if auxiliary_of is not None:
-            coupled = lambda sums: auxiliary_of(model, sums)[0] / self._ordinary.microbatches  # noqa: E731
+        total = _weight(part)
 
-        def of_examples(model: Any, one: TokenBatch) -> Any:
-            (each, sums), metrics = scoring.losses(model, one)
+        def of_examples(model: Any, one: TokenBatch) -> tuple[NamedArray, Any]:
+            each, metrics = self._scoring.losses(model, one)
             each = each * (_weight(one) / total * share)
-            return (each if coupled is None else (each, sums)), (each, sums, metrics)
+            return each, (each, metrics)
 
-        gradients, found = grad_dot(model, of_examples, part, coupled=coupled, has_aux=True, **options)
-        each, sums, metrics = found.aux
+        gradients, found = grad_dot(model, of_examples, part, has_aux=True, **options)
+        each, metrics = found.aux
         metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
-        if auxiliary_of is not None:
-            add = lambda leaf: hax.sum(leaf, BATCH_AXIS) if is_named_array(leaf) else jnp.sum(leaf, 0)  # noqa: E731
-            sums = jax.tree.map(add, sums, is_leaf=is_named_array)
-            trained, frozen = eqx.partition(model, options["trainable"])
-
-            def of_model(trained: Any) -> tuple[Array, Metrics]:
-                loss, metrics = auxiliary_of(eqx.combine(trained, frozen), sums)
-                return loss / self._ordinary.microbatches, metrics
-
-            # The gradients so far are by the sums alone, and the loss may depend on the model besides.
-            own, more = eqx.filter_grad(of_model, has_aux=True)(trained)
-            gradients = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype), gradients, own)
-            metrics |= more
         norms = None
-        if scoring.config.norms:
-            alone = lambda model, one: of_examples(model, one)[1][0]  # noqa: E731
+        if self._scoring.config.norms:
+            alone = lambda model, one: of_examples(model, one)[0]  # noqa: E731
             norms = grad_dot(model, alone, part, norms=True, **options)[1].norms
             norms = None if norms is None else _arrays(norms)
         return gradients, metrics, _BatchScores(_arrays(found.scores), each.array, norms)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from haliax import Axis
 from haliax.util import is_named_array
-from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray
+from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, UInt32
 
 from .._fused import FusedState, fused_update
 from .batches import BATCH_AXIS, TokenBatch
@@ -22,8 +22,10 @@ T = TypeVar("T")
 Metrics: TypeAlias = dict[str, Array]
 """Named scalars, or arrays of one number per layer."""
 
-LossFunction: TypeAlias = Callable[[Any, TokenBatch], tuple[Float[Array, ""], Metrics]]
+LossFunction: TypeAlias = Callable[..., tuple[Float[Array, ""], Metrics]]
 """From (model, batch) to the scalar to minimise and metrics, one of which is `loss`.
+
+A loss that draws random numbers, as dropout does, takes a key as its third argument (`TrainState.key`).
 
 `loss` is the mean over the batch's weights, and differentiable. The rest of the scalar (a load-balance loss)
 is averaged over microbatches, where `loss` is weighted by their shares of the weights.
@@ -33,18 +35,6 @@ Trainable: TypeAlias = Any
 """Which arrays of a model are trained: a predicate on leaves, or a tree of bools like the model."""
 
 _MICROBATCH = "microbatch"
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomLoss:
-    """A loss function that draws random numbers, as dropout does.
-
-    Attributes:
-        function: from (model, batch, key) to what a `LossFunction` returns; each step and microbatch has its
-            own key.
-    """
-
-    function: Callable[[Any, TokenBatch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +67,8 @@ class TrainState(eqx.Module):
         frozen: the model with `None` in place of all leaves that are trained. No step changes it, and
             checkpoints leave it out.
         optimizer_state: the optimizer's state for the trained arrays.
-        key: folded with the number of the step for each step's random numbers.
+        key: the words of the key that is folded with the number of the step for each step's random numbers;
+            None for a loss that draws none.
         skips: how many of the latest steps in a row were skipped because they were not finite.
     """
 
@@ -85,7 +76,7 @@ class TrainState(eqx.Module):
     trained: Any
     frozen: Any
     optimizer_state: optax.OptState | FusedState
-    key: PRNGKeyArray
+    key: UInt32[Array, " words"] | None
     skips: Int[Array, ""]
 
     @staticmethod
@@ -102,7 +93,7 @@ class TrainState(eqx.Module):
             model: any tree.
             optimizer: the optimizer of the step.
             trainable: which arrays are trained; all floating-point arrays by default.
-            key: for random numbers in the steps; `jax.random.key(0)` by default.
+            key: for a loss that draws random numbers; each step and microbatch has its own key.
 
         Raises:
             ValueError: no array is trainable, or one that is not of floating-point numbers.
@@ -122,7 +113,7 @@ class TrainState(eqx.Module):
             trained,
             frozen,
             optimizer.init(model, trainable) if is_fused else optimizer.init(trained),
-            jax.random.key(0) if key is None else key,
+            None if key is None else jax.random.key_data(key),
             jnp.zeros((), jnp.int32),
         )
 
@@ -130,6 +121,12 @@ class TrainState(eqx.Module):
     def model(self) -> Any:
         """The whole model, without copies."""
         return eqx.combine(self.trained, self.frozen)
+
+    @property
+    def loss_keys(self) -> tuple[PRNGKeyArray, ...]:
+        """What the loss of the next step takes beside the model and the batch: a key, or nothing."""
+        keys = () if self.key is None else (jax.random.wrap_key_data(self.key),)
+        return tuple(jax.random.fold_in(key, self.step) for key in keys)
 
 
 Compute: TypeAlias = Callable[[TokenBatch, Any, Any], tuple[Any, Metrics, Any]]
@@ -159,7 +156,7 @@ class TrainStep(eqx.Module):
     Memory: the model's, and with microbatches one more copy of the trained arrays in `gradient_dtype`.
     """
 
-    loss_function: LossFunction | RandomLoss
+    loss_function: LossFunction
     optimizer: optax.GradientTransformation | FusedOptimizer
     microbatches: int = 1
     gradient_dtype: DTypeLike = jnp.float32
@@ -194,26 +191,20 @@ class TrainStep(eqx.Module):
         """A tree of weights, gradients or optimizer state, sharded."""
         return tree if self.partitioning is None else self.partitioning.shard_weights(tree)
 
-    def loss(self, model: Any, batch: TokenBatch, key: PRNGKeyArray) -> tuple[Array, Metrics]:
-        """What the loss function returns."""
-        if isinstance(self.loss_function, RandomLoss):
-            return self.loss_function.function(model, batch, key)
-        return self.loss_function(model, batch)
-
     def gradients_of(self, state: TrainState) -> Compute:
         """The gradients of each microbatch's part of the batch's objective.
 
         The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the
         weights.
         """
-        key, count = jax.random.fold_in(state.key, state.step), self.microbatches
+        keys, count = state.loss_keys, self.microbatches
 
         def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, None]:
-            own = key if count == 1 else jax.random.fold_in(key, index)
+            own = keys if count == 1 else tuple(jax.random.fold_in(key, index) for key in keys)
 
             def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
                 model = eqx.combine(self.shard(trained), state.frozen)  # which shards the gradients too
-                objective, metrics = self.loss(model, part, own)
+                objective, metrics = self.loss_function(model, part, *own)
                 if count > 1:
                     objective = metrics["loss"] * share + (objective - metrics["loss"]) / count
                 return objective, metrics
@@ -267,7 +258,7 @@ class TrainStep(eqx.Module):
     ) -> tuple[TrainState, Metrics]:
         is_trained, before = marks(state.trained), state.optimizer_state
         step = fused_update(
-            self.loss,
+            self.loss_function,
             optimizer.optimizer,
             trainable=is_trained,
             has_aux=True,
@@ -275,8 +266,7 @@ class TrainStep(eqx.Module):
             gradient_dtype=self.gradient_dtype,
         )
         model = eqx.combine(self.shard(state.trained), state.frozen)
-        key = jax.random.fold_in(state.key, state.step)
-        result = step(model, before, batch, key)  # pyright: ignore[reportArgumentType]
+        result = step(model, before, batch, *state.loss_keys)  # pyright: ignore[reportArgumentType]
         after = _after(state, eqx.filter(result.model, is_trained), result.state)
         return self.shard(after), {**result.value[1], "grad_norm": result.grad_norm}
 
@@ -311,11 +301,6 @@ def _split(batch: TokenBatch, count: int) -> TokenBatch:
 
     def split(leaf: Any) -> Any:
         rows = leaf.resolve_axis(BATCH_AXIS).size
-        if rows % count:
-            raise ValueError(
-                f"A batch of {rows} sequences can't be cut into trainer.update.microbatches = {count} equal "
-                f"parts; use a divisor of data.batch_size."
-            )
         axes = (Axis(BATCH_AXIS, rows // count), Axis(_MICROBATCH, count))
         return leaf.unflatten_axis(BATCH_AXIS, axes).rearrange((_MICROBATCH, ...))
 

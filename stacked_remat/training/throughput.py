@@ -1,12 +1,9 @@
 """Throughput of a run: time per step, tokens per second, model FLOPs and peak memory."""
 
 import contextlib
-import re
 import resource
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -14,53 +11,51 @@ import jax
 
 from ..memory import count_flops
 from .batches import TokenBatch
-from .step import LossFunction, RandomLoss
+from .memory_check import number_in
+from .step import LossFunction, marks
 
 
 class Clock:
     """Time and tokens of the steps since the last restart, without the first step, which compiles."""
 
     def __init__(self) -> None:
-        self._began: float | None = None
-        self._now = 0.0
-        self._steps = self._tokens = 0
+        self._last: float | None = None
+        self.restart()
 
     def tick(self, tokens: int) -> None:
         """Counts a finished step of this many tokens."""
-        self._now = time.monotonic()
-        if self._began is None:
-            self._began = self._now
-        else:
+        now = time.monotonic()
+        if self._last is not None:
+            self._seconds += now - self._last
             self._steps += 1
             self._tokens += tokens
+        self._last = now
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context whose time is not counted."""
         before = time.monotonic()
         yield
-        if self._began is not None:
-            paused = time.monotonic() - before
-            self._began, self._now = self._began + paused, self._now + paused
+        if self._last is not None:
+            self._last += time.monotonic() - before
 
     def restart(self) -> None:
         """Starts a new count at the last step."""
-        if self._began is not None:
-            self._began, self._steps, self._tokens = self._now, 0, 0
+        self._seconds, self._steps, self._tokens = 0.0, 0, 0
 
     @property
     def step_seconds(self) -> float:
         """Mean time of a step; nan before the first one is counted."""
-        return (self._now - (self._began or 0.0)) / self._steps if self._steps else float("nan")
+        return self._seconds / self._steps if self._steps else float("nan")
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second; nan before the first step is counted."""
-        return self._tokens / (self._steps * self.step_seconds) if self._steps else float("nan")
+        return self._tokens / self._seconds if self._steps else float("nan")
 
 
 def training_flops(
-    loss_function: LossFunction | RandomLoss, model: Any, batch: TokenBatch, trained: Any = None
+    loss_function: LossFunction, model: Any, batch: TokenBatch, trained: Any = None
 ) -> float | None:
     """FLOPs of the matrix products of one step, without recomputation; costs one tracing.
 
@@ -77,15 +72,10 @@ def training_flops(
         The count; None if the trip count of a loop depends on the data.
     """
     trained = eqx.filter(model, eqx.is_inexact_array) if trained is None else trained
-    frozen = jax.tree.map(
-        lambda leaf, own: leaf if own is None else None, model, trained, is_leaf=lambda leaf: leaf is None
-    )
+    frozen = eqx.filter(model, marks(trained), inverse=True)
 
     def loss(trained: Any, frozen: Any, batch: TokenBatch) -> Any:
-        model = eqx.combine(trained, frozen)
-        if isinstance(loss_function, RandomLoss):
-            return loss_function.function(model, batch, jax.random.key(0))
-        return loss_function(model, batch)
+        return loss_function(eqx.combine(trained, frozen), batch)
 
     jaxpr, _, _ = eqx.filter_make_jaxpr(loss)(trained, frozen, batch)
     num_trained = len(jax.tree.leaves(trained))
@@ -98,17 +88,11 @@ def peak_memory_bytes() -> int | None:
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return int(statistics["peak_bytes_in_use"])
-    if jax.default_backend() != "cpu":
-        return None
-    return peak_resident_bytes()
+    return peak_resident_bytes() if jax.default_backend() == "cpu" else None
 
 
 def peak_resident_bytes() -> int:
     """The peak of resident memory of this process so far."""
     # Not `ru_maxrss` on Linux, which a process inherits from the one that started it.
-    if (status := Path("/proc/self/status")).exists():
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        if found is not None:
-            return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    kibibytes = number_in("/proc/self/status", "VmHWM:")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if kibibytes is None else 1024 * kibibytes

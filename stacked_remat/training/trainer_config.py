@@ -5,8 +5,6 @@ from typing import Literal, TypeAlias
 
 from .config_checks import check_at_least, check_folder, check_positive
 
-_MOST_STEPS = 2**31 - 1
-
 FloatName: TypeAlias = Literal["float32", "bfloat16"]
 
 
@@ -110,8 +108,6 @@ class CheckpointConfig:
         every_minutes: minutes between checkpoints; null for none by time.
         keep_last: how many of the latest are kept.
         keep_every_steps: checkpoints at multiples of this are kept forever; null for none.
-        keep_every_hours: one checkpoint in this many hours is kept forever; null for none.
-        asynchronous: whether training continues while a checkpoint is written.
         overwrite: whether to delete the results of an earlier run in `run_dir` and start again.
         accept_changes: whether a run may resume with a config that would give other results.
     """
@@ -120,14 +116,12 @@ class CheckpointConfig:
     every_minutes: float | None = 10.0
     keep_last: int = 2
     keep_every_steps: int | None = None
-    keep_every_hours: float | None = None
-    asynchronous: bool = True
     overwrite: bool = False
     accept_changes: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, "trainer.checkpoint", self, "keep_last")
-        optional = ("every_steps", "every_minutes", "keep_every_steps", "keep_every_hours")
+        optional = ("every_steps", "every_minutes", "keep_every_steps")
         check_positive("trainer.checkpoint", self, *optional, fix="; null for none")
 
 
@@ -223,11 +217,6 @@ class TrainerConfig:
         check_at_least(1, "trainer", self, "num_steps", "log_every", "eval_every", "eval_batches")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
-        if self.num_steps > _MOST_STEPS:
-            raise ValueError(
-                f"trainer.num_steps must be at most {_MOST_STEPS:,}, because steps are counted by 32-bit "
-                f"integers; got {self.num_steps:,}."
-            )
         if self.run_dir is not None:
             check_folder("trainer.run_dir", self.run_dir)
         start = self.profiler.start_step

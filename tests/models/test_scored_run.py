@@ -90,7 +90,7 @@ def test_biases_by_load_are_updated_as_without_scores(workplace):
     entries = yaml.safe_load("vocab_size" + text) | {"model": model}
     (workplace / "config.yaml").write_text(yaml.safe_dump(entries))
     few, found = ("--trainer.num_steps", "3"), []
-    for run, options in (("plain", ()), ("run", ghost(auxiliary_losses="included"))):
+    for run, options in (("plain", ()), ("run", ghost())):
         assert train(workplace, *few, *options, run=run) == 0
         state = restored_state(workplace / run, read_run_config(workplace / run))
         found.append(state.trained.layers.stacked.mlp.bias.array)
@@ -108,7 +108,6 @@ PARTS = ("--trainer.update.microbatches", "2")
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        pytest.param({"auxiliary_losses": "included"}, PARTS, id="with auxiliary losses, in microbatches"),
         pytest.param(SOURCES, (*PARTS, "--lora.rank", "2"), id="adapters, two sources, per example"),
         pytest.param({}, ("--trainer.mesh.axes.data", "4"), id="four devices"),
     ],
@@ -130,12 +129,9 @@ def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, setti
 
     norms = read_scores(workplace / "run" / "ghost", ["norm"])["norm"]
     assert norms.null_count == (0 if settings.get("norms") else len(norms))
-    if settings.get("auxiliary_losses") != "included":
-        of_example = settings.get("token_mean") == "example"
-        expected = expected_totals(
-            workplace, *few, *ghost(**settings), held_out=held_out, of_example=of_example
-        )
-        np.testing.assert_allclose(totals_of(workplace / "run", 1), expected, rtol=1e-5)
+    of_example = settings.get("token_mean") == "example"
+    expected = expected_totals(workplace, *few, *ghost(**settings), held_out=held_out, of_example=of_example)
+    np.testing.assert_allclose(totals_of(workplace / "run", 1), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +139,6 @@ def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, setti
     [
         ({"method": "grad_prod"}, (), "ghost.method"),
         ({"every": 61}, (), "ghost.every = 61 is never reached with trainer.num_steps = 60"),
-        ({"norms": True, "auxiliary_losses": "included"}, (), "ghost.norms are of the cross entropy: set"),
         ({"validation": {"batches": 99}}, (), "Lower ghost.validation.batches, data.batch"),
         ({"validation": {"sources": {"wiki": 1}}}, (), "names 'wiki', which data.sources lacks. Valid: text"),
         (

@@ -19,7 +19,7 @@ def state(out=Out, dtype=jnp.float32):
 
 
 def test_arrays_and_shapes_are_named_by_their_paths():
-    names = {"step", "skips", "key", "trained.head.weight", "optimizer_state.0.count"}
+    names = {"step", "skips", "trained.head.weight", "optimizer_state.0.count"}
     names |= {f"optimizer_state.0.{moment}.head.weight" for moment in ("mu", "nu")}
     assert set(arrays_by_name(state())) == names
     assert set(arrays_by_name(eqx.filter_eval_shape(state))) == names

@@ -69,7 +69,7 @@ def test_a_state_is_restored_bit_by_bit_with_its_position(tmp_path):
     for like in (shapes(), state(seed=9)):
         restored, position = checkpoints.restore(like)
         assert eqx.tree_equal(restored, state(seed=3)) and position == {"step": 3}
-    assert jax.random.uniform(restored.key) == jax.random.uniform(jax.random.key(3))
+    assert eqx.tree_equal(restored.key, jax.random.key_data(jax.random.key(3)))
     checkpoints.close()
 
 
@@ -174,16 +174,10 @@ def test_a_damaged_checkpoint_names_those_to_resume_from(tmp_path):
     assert steps_in(tmp_path)[-1] == 3
 
 
-@pytest.mark.parametrize(
-    ("config", "kept"),
-    [
-        (CheckpointConfig(keep_last=2, keep_every_steps=2), [2, 4, 5]),
-        (CheckpointConfig(keep_last=1, keep_every_hours=100.0), [1, 5]),
-    ],
-)
-def test_the_latest_checkpoints_are_kept_and_some_of_the_others(tmp_path, config, kept):
+def test_the_latest_checkpoints_are_kept_and_some_of_the_others(tmp_path):
+    config = CheckpointConfig(keep_last=2, keep_every_steps=2)
     saved_at(tmp_path, *range(1, 6), config=config, one={"w": jnp.ones(2)})
-    assert steps_in(tmp_path) == kept
+    assert steps_in(tmp_path) == [2, 4, 5]
 
 
 def test_a_checkpoint_is_due_by_step_and_by_time(tmp_path, monkeypatch):
@@ -221,7 +215,6 @@ def test_frozen_arrays_need_not_be_saved(tmp_path):
         "step",
         "trained.weight",
         "optimizer_state.0.trace.weight",
-        "key",
         "skips",
     ]
     assert list(json.loads(run)["unsaved"]) == ["frozen.bias"]

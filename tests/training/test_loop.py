@@ -12,7 +12,6 @@ from stacked_remat.training import (
     NonFiniteLossError,
     Position,
     ProfilerConfig,
-    RandomLoss,
     RunFolder,
     RunOutputs,
     Tracker,
@@ -89,7 +88,8 @@ def run(
         )["held_out"]
         for number, name in enumerate(("held_out", "code")[:num_sets])
     }
-    state, position = TrainState.init(next_byte(vocab), optimizer), None
+    key = jax.random.key(0) if noise else None
+    state, position = TrainState.init(next_byte(vocab), optimizer, key=key), None
     checkpoints = Checkpoints(folder / "checkpoints", trainer.checkpoint, run_config={})
     if checkpoints.latest() is not None:
         state, restored = checkpoints.restore(state)
@@ -97,9 +97,7 @@ def run(
     try:
         return train(
             state,
-            TrainStep.of(
-                trainer, loss_function=RandomLoss(noisy_loss) if noise else loss_function, optimizer=optimizer
-            ),
+            TrainStep.of(trainer, loss_function=noisy_loss if noise else loss_function, optimizer=optimizer),
             schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
             training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
             evaluators=evaluators,

@@ -12,7 +12,6 @@ import pytest
 
 from stacked_remat.training import (
     PrecisionConfig,
-    RandomLoss,
     TrainerConfig,
     TrainState,
     TrainStep,
@@ -133,7 +132,7 @@ def test_random_numbers_differ_by_step_and_microbatch_and_repeat_with_the_key():
         noise = jax.random.uniform(key)
         return loss, {"loss": loss, "noise": noise}
 
-    step = functools.partial(compiled_step, loss_function=RandomLoss(noisy), optimizer=SGD)
+    step = functools.partial(compiled_step, loss_function=noisy, optimizer=SGD)
     state = TrainState.init(next_byte(5), SGD, key=jax.random.key(7))
     second, first = step(BATCHES.batch(0), state)
     _, other = step(BATCHES.batch(0), second)

@@ -11,7 +11,6 @@ from typing import Any, final
 
 from ..errors import DataError
 from ..extra import optional
-from .chat_answers import find_answers
 
 # Noncharacters of Unicode, which are for a program's own use: here they enclose the assistant's answers.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -78,16 +77,17 @@ class ChatTemplate:
         """
         return _MARKS.sub("", self._run(messages, add_generation_prompt, variables))
 
-    def render_with_answers(self, messages: Sequence[Mapping[str, Any]]) -> RenderedChat:
-        """The text of a chat, and the positions of the assistant's answers in it.
+    def render_with_answers(self, messages: Sequence[Mapping[str, Any]]) -> list[RenderedChat]:
+        """A chat as texts that together have each of the assistant's answers once, and where.
 
         Answers are what the template marks with `{% generation %}`. A template without such marks is run
-        twice more for each answer: on the messages before it, and on those up to and including it. Earlier
-        answers may lack their thoughts in the whole chat, or end otherwise.
+        twice more for each answer: on the messages before it, with the prompt for an answer, and on those up
+        to it. An answer that is written otherwise where other messages follow, such as without its thoughts,
+        is that of the chat up to it, which is a text of its own.
 
         Raises:
-            ChatTemplateError: as for `render`; or there are no marks, and an answer can't be found in the
-                text.
+            ChatTemplateError: as for `render`; or there are no marks, and an answer does not follow the
+                prompt.
             DataError: as for `render`.
         """
         marked = self._run(messages, False)
@@ -97,18 +97,23 @@ class ChatTemplate:
                 if number % 2:
                     found.append((len(text), len(text) + len(piece)))
                 text += piece
-            return RenderedChat(text, tuple(found))
-        answers = find_answers(
-            lambda some, prompt: self.render(some, add_generation_prompt=prompt), messages, marked
-        )
-        lost = [at for at, answer in answers.items() if answer is None]
-        if lost:
-            raise ChatTemplateError(
-                f"the answer of message {lost[0]} can't be found in the text, because the template changes "
-                f"it when others follow; train on all of the chat, or mark answers in the template with "
-                f"{{% generation %}} and {{% endgeneration %}}"
+            return [RenderedChat(text, tuple(found))]
+        texts: dict[str, list[tuple[int, int]]] = {marked: []}
+        for at in reversed([at for at, message in enumerate(messages) if message["role"] == "assistant"]):
+            prompt, chat = (
+                self.render(messages[:at], add_generation_prompt=True),
+                self.render(messages[: at + 1]),
             )
-        return RenderedChat(marked, tuple(answer for answer in answers.values() if answer is not None))
+            if not chat.startswith(prompt):
+                raise ChatTemplateError(
+                    f"the answer of message {at} does not follow the template's prompt for an answer; train "
+                    f"on all of the chat, or mark answers in the template with {{% generation %}} and "
+                    f"{{% endgeneration %}}"
+                )
+            whole = next((text for text in texts if text.startswith(chat)), chat)
+            texts.setdefault(whole, []).insert(0, (len(prompt), len(chat)))
+        found = [RenderedChat(text, tuple(spans)) for text, spans in texts.items() if spans]
+        return found or [RenderedChat(marked, ())]
 
     def _run(
         self,

@@ -1,32 +1,24 @@
 """Reads files: each text file, line of JSON or row of Parquet is a document."""
 
-import contextlib
 import functools
-import io
 import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import fsspec
 import fsspec.compression
+from fsspec.core import OpenFile
+from fsspec.implementations.local import LocalFileSystem
 
+from ..data_config import SourceConfig
 from ..errors import DataError
 from ..extra import optional
 from .files import SourceFile
 
 Message: TypeAlias = dict[str, Any]
 """One turn of a chat: `role`, `content`, and any other fields that the chat template reads."""
-
-
-@dataclass(frozen=True)
-class RecordFormat:
-    """How the files of a source are read; the fields are those of `SourceConfig`."""
-
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    text_key: str = "text"
-    messages_key: str = "messages"
 
 
 @dataclass(frozen=True)
@@ -53,15 +45,15 @@ class _Malformed(Exception):
 _Numbered: TypeAlias = tuple[int, int, Callable[[], Any]]  # a record's number, offset and how to parse it
 
 
-def read_records(file: SourceFile, how: RecordFormat, start: int = 0) -> Iterator[Record]:
-    """The records of a file from number `start` on.
+def read_records(file: SourceFile, how: SourceConfig, start: int = 0) -> Iterator[Record]:
+    """The records of a file of a source from number `start` on.
 
     Blank lines are not records. Memory: one line or text file, or 64 rows of Parquet.
 
     Raises:
         DataError: the file can't be opened or decompressed, is not Parquet, or lacks both columns.
     """
-    reader = _READERS[format_of(file, how)]
+    reader = _READERS[_format_of(file, how)]
     try:
         for number, offset, parse in reader(file, how, start):
             content = problem = None
@@ -90,8 +82,7 @@ def place_of(file: SourceFile, number: int) -> str:
     return f"{file.place}:{number + 1}"
 
 
-def format_of(file: SourceFile, how: RecordFormat) -> str:
-    """The format in which a file is read: `text`, `jsonl` or `parquet`."""
+def _format_of(file: SourceFile, how: SourceConfig) -> str:
     if how.format != "auto":
         return how.format
     name = file.name.lower()
@@ -106,41 +97,36 @@ _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 _ROWS = 64  # of Parquet that are in memory at once
 
 
-def _stored(file: SourceFile) -> contextlib.AbstractContextManager[Any]:
-    """The file as it is stored."""
-    path = file.local_path  # in which fsspec would read `::` as a chain of file systems
-    return open(path, "rb") if path is not None else fsspec.open(file.url, "rb")
-
-
-@contextlib.contextmanager
-def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, io.BufferedReader]]:
-    """The file as it is stored, and a buffered stream of its decompressed bytes."""
-    name = file.name.lower()
-    codec = next((codec for ending, codec in _COMPRESSED.items() if name.endswith(ending)), None)
-    known: Any = fsspec.compression.compr
-    if codec is not None and codec not in known:
+def _opened(file: SourceFile, *, as_stored: bool = False) -> OpenFile:
+    """The file, to be entered; its decompressed bytes unless `as_stored`."""
+    name, path = file.name.lower(), file.local_path
+    endings = () if as_stored else _COMPRESSED
+    codec = next((_COMPRESSED[ending] for ending in endings if name.endswith(ending)), None)
+    if codec not in fsspec.compression.compr:
         raise DataError(f"{file.place} is compressed with zstd: pip install zstandard, or decompress it.")
-    with _stored(file) as stored, known[codec](stored, mode="rb") as plain:
-        yield stored, io.BufferedReader(plain)
+    if path is not None:  # in which fsspec would read `::` as a chain of file systems
+        return OpenFile(LocalFileSystem(), path, compression=codec)
+    return OpenFile(*fsspec.core.url_to_fs(file.url), compression=codec)
 
 
-def _read_text(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
+def _read_text(file: SourceFile, how: SourceConfig, start: int) -> Iterator[_Numbered]:
     if start == 0:
-        with _opened(file) as (_, plain):
+        with _opened(file) as plain:
             yield 0, file.size, functools.partial(plain.read().decode, "utf-8")
 
 
-def _read_jsonl(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
-    with _opened(file) as (stored, plain):
+def _read_jsonl(file: SourceFile, how: SourceConfig, start: int) -> Iterator[_Numbered]:
+    with (opened := _opened(file)) as plain:
         for number, line in enumerate(plain):
             if number >= start and line.strip():
-                yield number, stored.tell(), lambda line=line: _content(json.loads(line), how)
+                stored = opened.fobjects[0].tell()
+                yield number, stored, lambda line=line: _content(json.loads(line), how)
 
 
-def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_Numbered]:
+def _read_parquet(file: SourceFile, how: SourceConfig, start: int) -> Iterator[_Numbered]:
     names = ("pyarrow", "pyarrow.parquet")
     pyarrow, parquet = (optional(name, f"Reading {file.place}") for name in names)
-    with _stored(file) as stored:
+    with _opened(file, as_stored=True) as stored:
         try:
             table = parquet.ParquetFile(stored)
         except pyarrow.ArrowException as error:
@@ -166,7 +152,7 @@ def _read_parquet(file: SourceFile, how: RecordFormat, start: int) -> Iterator[_
 _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
 
 
-def _content(fields: Any, how: RecordFormat) -> str | list[Message]:
+def _content(fields: Any, how: SourceConfig) -> str | list[Message]:
     """The text or chat of a JSON object or a row."""
     if not isinstance(fields, dict):
         raise _Malformed(f"holds {type(fields).__name__}, not an object with keys")

@@ -19,15 +19,16 @@ import numpy as np
 from jaxtyping import UInt64
 
 from ..._files import replaced_whole
+from ..data_config import SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
 from .chat_template import ChatTemplateError, RenderedChat
 from .files import SourceFile
 from .packing import TokenizedDocuments
-from .records import Record, RecordFormat, place_of, read_records
+from .records import Message, Record, place_of, read_records
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 4  # of the files of a cache
+_FORMAT = 5  # of the files of a cache
 _STATE, _LOCK = "state.json", ".lock"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT = 5
@@ -42,17 +43,21 @@ class CacheRequest:
 
     name: str
     files: tuple[SourceFile, ...]
-    how: RecordFormat
+    source: SourceConfig
     tokenizer: Tokenizer
-    answers_only: bool = False
     on_malformed: Literal["error", "skip"] = "error"
+
+    @property
+    def answers_only(self) -> bool:
+        """Whether only answers count as targets."""
+        return self.source.train_on == "answers"
 
     def identity(self) -> dict[str, Any]:
         """Everything that the tokens depend on; the name of the cache's folder has a hash of it."""
         return {
             "format": _FORMAT,
             "tokenizer": self.tokenizer.fingerprint,
-            "read as": dataclasses.asdict(self.how),
+            "read as": {name: getattr(self.source, name) for name in ("format", "text_key", "messages_key")},
             "answers only": self.answers_only,
             "on malformed": self.on_malformed,
             "files": [{"url": file.place, "version": file.version} for file in self.files],
@@ -166,7 +171,7 @@ def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterat
     letters = 0
     for at in range(first_file, len(request.files)):
         start = first_record if at == first_file else 0
-        for record in read_records(request.files[at], request.how, start):
+        for record in read_records(request.files[at], request.source, start):
             group.append((at, record))
             letters += len(record.content) if isinstance(record.content, str) else 1024
             if len(group) >= _GROUP_RECORDS or letters >= _GROUP_LETTERS:
@@ -186,21 +191,20 @@ class _Writer:
         }
         for name, (count, dtype) in state.layout(request).items():
             self._files[name].truncate(count * np.dtype(dtype).itemsize)
-        self._digest = hashlib.sha256(state.fingerprint.encode())
 
     def add(self, group: Sequence[tuple[int, Record]]) -> CacheState:
         """Tokenizes a group of records, and returns the state after it."""
         texts: list[str | RenderedChat] = []
         keys, problems, num_empty = [], [], 0
         for at, record in group:
-            text, problem = self._text_of(self._request.files[at], record)
+            own, problem = self._texts_of(self._request.files[at], record)
             if problem is not None:
                 problems.append(problem)
-            elif not (text if isinstance(text, str) else text.text):
+            elif not any(map(_plain, own)):
                 num_empty += 1
             else:
-                texts.append(text)
-                keys.append(_key(record))
+                texts += own
+                keys += [_key(record)] * len(own)
         documents = _encode(self._request.tokenizer, texts)
         lengths = [len(tokens) for tokens, _ in documents]
         arrays = {
@@ -210,9 +214,7 @@ class _Writer:
             "counted": (np.ones(len(tokens), bool) if own is None else own for tokens, own in documents),
         }
         for name, file in self._files.items():
-            raw = b"".join(array.tobytes() for array in arrays[name])
-            file.write(raw)
-            self._digest.update(raw)
+            file.writelines(array.tobytes() for array in arrays[name])
         state, (at, record) = self._state, group[-1]
         self._state = dataclasses.replace(
             state,
@@ -228,32 +230,41 @@ class _Writer:
 
     def save(self, *, complete: bool = False) -> None:
         """Saves the state, once everything before it is on the disk."""
+        digest = hashlib.sha256()
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        found = self._digest.hexdigest()
-        self._state = dataclasses.replace(self._state, fingerprint=found, complete=complete)
-        self._digest = hashlib.sha256(found.encode())
+            if complete:
+                with open(file.name, "rb") as written:
+                    digest.update(hashlib.file_digest(written, "sha256").digest())
+        self._state = dataclasses.replace(self._state, fingerprint=digest.hexdigest(), complete=complete)
         with replaced_whole(self._folder / _STATE) as path:
             path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
 
-    def _text_of(self, file: SourceFile, record: Record) -> tuple[str | RenderedChat, str | None]:
-        """The text to tokenize, or why there is none."""
-        place, problem, text = place_of(file, record.number), record.problem, record.content or ""
+    def _texts_of(self, file: SourceFile, record: Record) -> tuple[Sequence[str | RenderedChat], str | None]:
+        """The texts to tokenize, or why there are none."""
+        place, problem, content = place_of(file, record.number), record.problem, record.content or ""
+        texts: Sequence[str | RenderedChat] = []
         try:
-            if not isinstance(text, str):
-                template = self._request.tokenizer.chat_template
-                in_full = template.render_with_answers if self._request.answers_only else template.render
-                rendered = in_full(text)
-                text = RenderedChat(rendered) if isinstance(rendered, str) else rendered
-            (text if isinstance(text, str) else text.text).encode("utf-8")
+            texts = [content] if isinstance(content, str) else self._chats(content)
+            "".join(map(_plain, texts)).encode("utf-8")
         except ChatTemplateError as error:
             problem = f"{place} does not fit the chat template: {error}"
         except UnicodeEncodeError:
             problem = f"{place} has half a surrogate pair, which is not valid Unicode"
         if problem is not None and self._request.on_malformed == "error":
             raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
-        return text if isinstance(text, str | RenderedChat) else "", problem
+        return texts, problem
+
+    def _chats(self, messages: list[Message]) -> list[RenderedChat]:
+        template = self._request.tokenizer.chat_template
+        if self._request.answers_only:
+            return template.render_with_answers(messages)
+        return [RenderedChat(template.render(messages))]
+
+
+def _plain(text: str | RenderedChat) -> str:
+    return text if isinstance(text, str) else text.text
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str | RenderedChat]) -> list[tuple[Tokens, Counted | None]]:

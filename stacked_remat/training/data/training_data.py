@@ -12,7 +12,6 @@ from ..progress import ConsoleProgress
 from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
 from .files import SourceFile, find_files, standard_library_files
 from .packing import PackedDocuments, TokenizedDocuments
-from .records import RecordFormat
 from .token_cache import CachedTokens, CacheRequest, open_token_cache
 from .tokenizers import Tokenizer
 
@@ -94,9 +93,7 @@ _Source: TypeAlias = tuple[CachedTokens, CachedTokens | None]
 
 def _tokenized(config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgress) -> dict[str, _Source]:
     def cached(source: SourceConfig, files: tuple[SourceFile, ...], name: str) -> CachedTokens:
-        how = RecordFormat(source.format, source.text_key, source.messages_key)
-        answers_only = source.train_on == "answers"
-        request = CacheRequest(name, files, how, tokenizer, answers_only, config.on_malformed)
+        request = CacheRequest(name, files, source, tokenizer, config.on_malformed)
         found = open_token_cache(request, Path(config.cache_dir), progress)
         if found.counts.num_malformed:
             progress.message(

@@ -1,9 +1,5 @@
 """Tests of stacked_remat/training/data/chat_template.py."""
 
-import itertools
-import re
-from random import Random
-
 import pytest
 
 from stacked_remat.training import ByteTokenizer, ChatTemplate, ChatTemplateError, DataError
@@ -56,82 +52,35 @@ def test_a_template_that_writes_todays_date_takes_it_from_the_config():
 
 
 def test_answers_are_what_the_template_marks():
-    chat = ChatTemplate(MARKED, {}).render_with_answers(CHAT)
+    (chat,) = ChatTemplate(MARKED, {}).render_with_answers(CHAT)
     assert chat.text == "<u>one?</u><a>two.</a><u>three?</u><a>four.</a>"
     assert answers(chat) == ["two.</a>", "four.</a>"]
     assert ChatTemplate(MARKED, {}).render(CHAT) == chat.text
 
 
 def test_without_marks_answers_follow_the_generation_prompt():
-    chat = ByteTokenizer().chat_template.render_with_answers(CHAT)
+    (chat,) = ByteTokenizer().chat_template.render_with_answers(CHAT)
     assert chat.text == ByteTokenizer().chat_template.render(CHAT)
     assert answers(chat) == ["two.<|im_end|>\n", "four.<|im_end|>\n"]
 
 
-# Earlier answers lose their thoughts, and the last one may end otherwise.
-WRITTEN_OTHERWISE = """
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-{{- '<|' + m.role + '|>BREAK' }}
-{%- if m.role != 'assistant' %}{{- m.contentTRIM + '<|end|>BREAK' }}{% else %}
-{%- set parts = (m.content or '').split('</think>') %}
-{%- set thinks = loop.index0 > ns.last and (loop.last or parts | length > 1) %}
-{{- 'THINK' if thinks }}{% generation %}
-{%- if thinks %}
-{{- 'OPEN' + (parts[0].split('<think>')[-1] if parts | length > 1 else '') + '</think>BREAK' }}
-{%- endif %}
-{{- (parts | last)TRIM }}
-{%- for call in m.tool_calls or [] %}{{- '<call>' + call + '</call>' }}{% endfor %}
-{{- 'LAST' if loop.last and not add_generation_prompt else '<|end|>BREAK' }}{% endgeneration %}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>BREAKTHINK' }}{% endif %}"""
+def test_an_answer_that_is_written_otherwise_where_others_follow_has_a_text_of_its_own():
+    source = """{%- for m in messages %}{{ '<' + m.role + '>' }}
+    {%- if m.role == 'assistant' and loop.last %}<think>{% endif %}
+    {{- m.content }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"""
+    first, second = reversed(ChatTemplate(source, {}).render_with_answers(CHAT))
+    assert first.text == "<user>one?<assistant><think>two." and answers(first) == ["two."]
+    assert second.text == "<user>one?<assistant>two.<user>three?<assistant><think>four."
+    assert answers(second) == ["four."]
+    asked = ChatTemplate(source, {}).render_with_answers(CHAT[:3])  # a chat that ends with a question
+    assert [chat.text for chat in asked] == [first.text]
+    assert ChatTemplate(source, {}).render_with_answers(CHAT[:1])[0].answers == ()
 
 
-def random_chat(random):
-    """Turns of which some have thoughts, tools, spaces around them, or text that looks like a header."""
-
-    def text():
-        words = random.choices(
-            ["one", "two.", "<|user|>", "<|end|>", "a\nb", "<think>"], k=random.randint(1, 3)
-        )
-        return random.choice(["", " ", "\n"]) + " ".join(words) + random.choice(["", "\n", "  "])
-
-    def answer(**more):
-        thoughts = random.choice(["", "<think>" + text() + "</think>"])
-        return {"role": "assistant", "content": thoughts + text().replace("<think>", ""), **more}
-
-    chat = [{"role": "system", "content": text()}] if random.random() < 0.3 else []
-    for _ in range(random.randint(1, 4)):
-        chat.append({"role": "user", "content": text() + random.choice(["", "<|assistant|>\n"])})
-        for _ in range(random.choice([0, 0, 1, 2])):
-            call = answer(tool_calls=["f()"])
-            chat += [random.choice([call, {**call, "content": None}]), {"role": "tool", "content": text()}]
-        chat.append(answer())
-    return chat
-
-
-def test_answers_are_found_where_templates_write_earlier_ones_otherwise():
-    """Without marks, the answers are those of the same template with marks."""
-    random = Random(0)
-    for last, line, think, trim in itertools.product(
-        ["<|end|>", "<|return|>"], ["\\n", ""], ["", "<think>"], ["", " | trim"]
-    ):
-        source = WRITTEN_OTHERWISE.replace("LAST", last + line * (last == "<|end|>")).replace("BREAK", line)
-        source = source.replace("THINK", think).replace("OPEN", "" if think else "<think>")
-        source = source.replace("TRIM", trim)
-        without = ChatTemplate(re.sub(r"{% (end)?generation %}", "", source), {})
-        for _ in range(8):
-            chat = random_chat(random)
-            assert without.render_with_answers(chat) == ChatTemplate(source, {}).render_with_answers(chat)
-
-
-def test_answers_that_cannot_be_found_are_refused():
-    forgets = (
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ChatTemplateError, match=r"the answer of message 1 can't be found.*generation"):
-        ChatTemplate(forgets, {}).render_with_answers(CHAT)
+def test_answers_that_do_not_follow_the_prompt_are_refused():
+    source = "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ChatTemplateError, match=r"the answer of message 3 does not follow.*generation"):
+        ChatTemplate(source, {}).render_with_answers(CHAT)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from stacked_remat.training import ByteTokenizer, DataConfig, DataError, SourceConfig, config_as_dict
 from stacked_remat.training.data.files import SourceFile, find_files, standard_library_files
-from stacked_remat.training.data.records import RecordFormat, read_records
+from stacked_remat.training.data.records import read_records
 from stacked_remat.training.data.token_cache import CacheRequest
 
 
@@ -131,7 +131,7 @@ def test_one_odd_file_does_not_block_a_folder(folder):
     (folder / "folder.txt" / "e.txt").write_text("e")
     os.mkfifo(folder / "pipe.txt")
     found = find_files([str(folder)], "key")
-    read = [next(read_records(file, RecordFormat(format="text"))).content for file in found]
+    read = [next(read_records(file, SourceConfig(("-",), format="text"))).content for file in found]
     assert {"a::b.txt", "[1].txt", "c?.txt", "?.txt", "http:", "e", "sub/c.txt"} < set(read) and len(
         read
     ) == 10
@@ -148,16 +148,17 @@ def test_messages_and_saved_files_hold_no_credentials(tmp_path, monkeypatch):
     assert file.place == "https://***@host/folder/*.jsonl?token=***&X-Amz-Signature=***"
 
     class Refusing(Web):
-        def glob(self, root):
+        def glob(self, root, **_):
             raise Exception(f"401, url='{url}'")  # aiohttp's errors are not OSErrors
 
+        open = glob
+
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda path: (Refusing(), path))
-    monkeypatch.setattr(fsspec, "open", lambda *_: Refusing().glob(""))
     with pytest.raises(DataError, match="401") as found:
         find_files([url], "key")
     with pytest.raises(DataError, match="401") as read:
-        list(read_records(file, RecordFormat()))
-    request = CacheRequest("web", (file,), RecordFormat(), ByteTokenizer())
+        list(read_records(file, SourceConfig(("-",))))
+    request = CacheRequest("web", (file,), SourceConfig(("-",)), ByteTokenizer())
     config = DataConfig(sources={"web": SourceConfig((url,), held_out=(url,))})
     texts = ["".join(traceback.format_exception(error.value)) for error in (found, read)]
     for text in (*texts, str(request.identity()), str(config_as_dict(config))):

@@ -47,7 +47,7 @@ def test_truncation_and_padding_of_the_file_are_ignored():
 def test_a_chat_is_the_text_of_its_template_and_answers_count():
     tokenizer = make(WITH_BEGIN)
     chat = [{"role": "user", "content": "hello é"}, {"role": "assistant", "content": "there"}]
-    rendered = tokenizer.chat_template.render_with_answers(chat)
+    (rendered,) = tokenizer.chat_template.render_with_answers(chat)
     assert rendered.text == "<turn>user hello é</turn><turn>assistant there</turn>"
     ((tokens, counted), (_, all_counted)) = tokenizer.encode_chats([rendered, RenderedChat(rendered.text)])
     assert tokens[0] == ID("<turn>") and (tokens == ID("</turn>")).sum() == 2

@@ -5,17 +5,18 @@ import gzip
 import json
 import lzma
 import re
+from dataclasses import replace
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stacked_remat.training import DataError
+from stacked_remat.training import DataError, SourceConfig
 from stacked_remat.training.data.files import find_files
-from stacked_remat.training.data.records import RecordFormat, read_records
+from stacked_remat.training.data.records import read_records
 
-PLAIN = RecordFormat()
+PLAIN = SourceConfig(("-",))
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
@@ -25,7 +26,7 @@ def read(path, how=PLAIN, start=0):
 
 
 def contents(path, **how):
-    return [record.content for record in read(path, RecordFormat(**how))]
+    return [record.content for record in read(path, replace(PLAIN, **how))]
 
 
 def lines(path, *objects):

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stacked_remat.training import ByteTokenizer, DataError
+from stacked_remat.training import ByteTokenizer, DataError, SourceConfig
 from stacked_remat.training.data import token_cache
 from stacked_remat.training.data.files import find_files
 from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from stacked_remat.training.data.records import RecordFormat
 from stacked_remat.training.data.token_cache import CacheRequest, open_token_cache
 
 from .silent import Silent
@@ -24,11 +23,12 @@ from .word_tokenizer import word_tokenizer
 CHAT = [{"role": "user", "content": "odd?"}, {"role": "assistant", "content": "even"}]
 
 
-def build(folder, cache, progress=None, *, save_tokens=2**24, tokenizer=None, **changes):
+def build(folder, cache, progress=None, *, save_tokens=2**24, tokenizer=None, train_on="all", **changes):
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     progress = Silent() if progress is None else progress
     files = find_files([str(folder)], "key")
-    request = CacheRequest("texts", files, RecordFormat(), tokenizer, **changes)
+    source = SourceConfig(("-",), train_on=train_on)
+    request = CacheRequest("texts", files, source, tokenizer, **changes)
     return open_token_cache(request, cache, progress, save_tokens=save_tokens)
 
 
@@ -83,7 +83,7 @@ def test_a_change_of_files_tokenizer_or_reading_builds_anew(folder, tmp_path):
     build(folder, tmp_path / "cache")
     assert texts(build(folder, tmp_path / "cache", tokenizer=words()), words()) == expected()
     build(folder, tmp_path / "cache", on_malformed="skip")
-    build(folder, tmp_path / "cache", answers_only=True)
+    build(folder, tmp_path / "cache", train_on="answers")
     assert caches() == 4
     (folder / "c.txt").write_text("d")
     os.utime(folder / "c.txt", ns=(0, 0))  # the same size, and however coarse the clock, another time
@@ -93,8 +93,7 @@ def test_a_change_of_files_tokenizer_or_reading_builds_anew(folder, tmp_path):
     assert caches() == 6
 
 
-@pytest.mark.parametrize("answers_only", [False, True])
-def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypatch, answers_only):
+def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypatch):
     """The writer stops as a kill leaves it: with more in the files than the state says."""
     saved = []
 
@@ -107,7 +106,7 @@ def test_a_killed_build_resumes_with_the_same_result(folder, tmp_path, monkeypat
         whole_save(writer, **options)
         saved.append(writer._state.num_tokens)
 
-    options = {"save_tokens": 3000, "answers_only": answers_only}
+    options = {"save_tokens": 3000, "train_on": "answers"}
     whole = build(folder, tmp_path / "whole", **options)
     whole_save = token_cache._Writer.save
     monkeypatch.setattr(token_cache._Writer, "save", save)
@@ -165,7 +164,7 @@ def test_chats_go_through_the_template_and_only_answers_count_if_asked(tmp_path)
     whole = build(folder, tmp_path / "cache")
     chat = "<|im_start|>user\nodd?<|im_end|>\n<|im_start|>assistant\neven<|im_end|>\n"
     assert texts(whole) == ["plain", chat] and whole.documents.weights(1, 0, 3) == 1.0
-    documents = build(folder, tmp_path / "cache", answers_only=True).documents
+    documents = build(folder, tmp_path / "cache", train_on="answers").documents
     assert np.asarray(documents.weights(0, 0, int(documents.lengths[0]))).all()
     counted = np.asarray(documents.weights(1, 0, int(documents.lengths[1])), dtype=bool)
     tokens = documents.tokens(1, 0, int(documents.lengths[1]))
@@ -179,7 +178,7 @@ def test_chats_go_through_the_template_and_only_answers_count_if_asked(tmp_path)
 
 def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
     cache = tmp_path / "cache"
-    build(folder, cache, answers_only=True)
+    build(folder, cache, train_on="answers")
     (root,) = cache.iterdir()
     for name in ("tokens", "lengths", "counted", "keys", "state.json"):
         whole = (root / name).read_bytes()
@@ -188,9 +187,9 @@ def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
             if (name, damaged) == ("state.json", None):
                 continue  # as if it was killed before the first save
             with pytest.raises(DataError, match=rf"{root / name} is .*Delete the token cache {root}, and"):
-                build(folder, cache, answers_only=True)
+                build(folder, cache, train_on="answers")
         (root / name).write_bytes(whole)
-    assert texts(build(folder, cache, answers_only=True)) == expected()
+    assert texts(build(folder, cache, train_on="answers")) == expected()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])

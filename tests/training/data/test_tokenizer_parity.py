@@ -32,7 +32,7 @@ def test_documents_and_chats_have_the_same_tokens_and_answers(tmp_path, begin):
     (document,) = ours.encode_documents(["never odd é"])
     assert document.tolist() == [*theirs("never odd é")["input_ids"], theirs.eos_token_id]
     assert ours.vocab_size == len(theirs)
-    rendered = ours.chat_template.render_with_answers(CHAT)
+    (rendered,) = ours.chat_template.render_with_answers(CHAT)
     assert rendered.text == theirs.apply_chat_template(CHAT, tokenize=False)
     ((tokens, counted),) = ours.encode_chats([rendered])
     expected = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)

@@ -159,7 +159,7 @@ def no_module(value: Any) -> str:
     if is_array(value):
         return f"{describe(value)}. To loop over arrays, stack them and use fold or scan."
     if is_of_nnx(type(value)):
-        return f"a module of Flax NNX, {type(value).__name__}. Use stacked_remat.nnx.Stacked."
+        return f"a module of Flax NNX, {type(value).__name__}. Use stacked_remat.nnx."
     return f"{describe(value)}. Let it be an eqx.Module."
 
 

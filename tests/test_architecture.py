@@ -66,7 +66,7 @@ ALLOWED_IMPORTS = {
     "fused": {"compat", "base", "placement", "policy", "scan", "stacks"},
     "ops": _CORE,
     "streaming": _CORE,
-    "nnx": {"base", "streaming", "public"},
+    "nnx": {"base", "public"},
     "ghost": _CORE | {"ops"},
     "memory": _CORE | {"ops", "public"},
     "training": _CORE | {"fused", "ghost", "ops", "streaming", "memory", "public"},

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from flax import nnx
+from flax.nnx import scan as nnx_scan
 from haliax import Axis
 
 from .. import ScanCheckpointSpec, per_layer, scan, shared
@@ -67,14 +68,13 @@ def remat_scan(
 
     Raises:
         ValueError: for axes that contradict each other, arguments of different lengths, a negative length, a
-            carry that changes, and where `stacked_remat.scan` does; an unknown policy when decorating.
-        TypeError: for a bound method, a keyword-only argument, and axes of another kind.
+            carry that changes, a bound method, and where `stacked_remat.scan` does; an unknown policy when
+            decorating.
+        TypeError: for a keyword-only argument, and axes of another kind.
 
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
     a carry. `f` is traced at each call.
     """
-    if not (f is None or callable(f)):
-        raise TypeError(f"remat_scan takes a function; got a {type(f).__name__}. For a list use Stacked.")
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
     axes = Axes(in_axes, out_axes, transform_metadata)
@@ -82,11 +82,10 @@ def remat_scan(
         raise ValueError(f"length={length} is negative. Give the number of layers.")
 
     def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.ismethod(f):
-            raise TypeError(
-                f"remat_scan got the bound method {f.__qualname__}, whose module it can't split. Decorate "
-                "the method in its class, or scan a function that takes the module as an argument."
-            )
+        if not callable(f):
+            raise TypeError(f"remat_scan takes a function; got a {type(f).__name__}.")
+        # Refuses axes that contradict each other, and bound methods.
+        nnx_scan(f, in_axes=in_axes, out_axes=out_axes, graph=True, graph_updates=True)
 
         @functools.wraps(f)
         def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from stacked_remat import ScanCheckpointPolicy, streaming
-from stacked_remat.nnx import remat_scan, to_device, to_host
+from stacked_remat.nnx import remat_scan
 
 LAYERS, WIDTH = 6, 8
 
@@ -158,14 +158,17 @@ def test_weights_are_read_from_the_host():
 
     layers, x = vmapped(Mlp), jnp.ones((2, WIDTH))
     expected = gradient(layers, x)
-    assert to_host(layers) is layers
+    nnx.update(
+        layers,
+        jax.tree.map(
+            lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim > 2 else leaf,
+            nnx.state(layers),
+        ),
+    )
     found = gradient(layers, x)
     assert places(nnx.state(layers)) == places(found[1]) == {"kernel": True, "bias": False}
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert jnp.allclose(jax.device_put(a, jax.memory.Space.Device), b, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="no matrix in the state of Mlp to move"):
-        to_host(layers)
-    assert not any(places(nnx.state(to_device(layers))).values())
 
 
 @pytest.mark.deep
@@ -199,9 +202,9 @@ REFUSED = {
     "another length": (dict(length=5), (X, L), r"size 5.*different lengths(.|\n)*layer, .* dimension 3"),
     "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
     "axes of one": (dict(in_axes=(nnx.Carry,)), (X, L), "in_axes has 1 entries.*2 arguments: x, layer"),
-    "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), (X, L), r"nested: in_axes\[0\]\['a'\]"),
+    "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), (X, L), "Carry must at the top-level"),
     "one carry": (dict(out_axes=(0, 0)), (X, L), "the other must also have Carry"),
-    "a shared result": (dict(out_axes=(nnx.Carry, None)), (X, L), r"None at out_axes\[1\].*Give it an axis"),
+    "a shared result": (dict(out_axes=(nnx.Carry, None)), (X, L), r"out_axes=None at: out_axes\[1\]"),
     "other results": (dict(out_axes=(nnx.Carry, 0, 0)), (X, L), "out_axes has 3 entries.*2 results"),
     "no array": ({}, (X, {"a": 3}), r"Expected an array.*layer\['a'\] is a int"),
     "state of an array": (
@@ -225,8 +228,12 @@ def test_what_is_refused_is_named_with_the_fix(name):
 
 
 def test_functions_that_are_refused():
-    with pytest.raises(TypeError, match=r"bound method .*__call__.*takes the module as an argument"):
+    with pytest.raises(ValueError, match="does not support bound methods"):
         remat_scan(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__)
+    with pytest.raises(TypeError, match="takes a function; got a list"):
+        remat_scan([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Unknown remat policy 'nests'"):
+        remat_scan(remat="nests")
     with pytest.raises(TypeError, match="can't pass flag by keyword"):
         remat_scan(lambda x, layer, *, flag: (x, layer))(X, L, flag=True)
     with pytest.raises(ValueError, match="must take exactly one argument; it was given x, layer"):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from stacked_remat import checkpoint, checkpoint_name, checkpoint_sequential, memory
+from stacked_remat import ScanCheckpointPolicy, checkpoint, checkpoint_name, checkpoint_sequential, memory
 
 from .command import Rows, benchmark
 from .residual_mlp import Sizes
@@ -45,9 +45,10 @@ def variants(layers: int) -> Iterator[tuple[str, Run]]:
     yield "jax.checkpoint(layer)", functools.partial(_each, jax.checkpoint)
     yield "checkpoint(layer)", functools.partial(_each, checkpoint)
     yield f"checkpoint({root} layers)", functools.partial(_segments, root)
-    yield f"checkpoint_sequential(every={root})", functools.partial(checkpoint_sequential, every=root)
+    cut, few = ScanCheckpointPolicy(nested=layers // root), ScanCheckpointPolicy(max_carries=5)
+    yield f"checkpoint_sequential(nested={cut.nested})", functools.partial(checkpoint_sequential, remat=cut)
     yield "checkpoint_sequential", checkpoint_sequential
-    yield "checkpoint_sequential(max_carries=5)", functools.partial(checkpoint_sequential, max_carries=5)
+    yield "checkpoint_sequential(max_carries=5)", functools.partial(checkpoint_sequential, remat=few)
     yield "checkpoint(layer, offload=[its input])", functools.partial(_each, _with_input_on_host)
     dots = functools.partial(checkpoint, save=jax.checkpoint_policies.dots_saveable)
     yield "checkpoint(layer, save=dots_saveable)", functools.partial(_each, dots)

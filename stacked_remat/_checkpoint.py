@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -13,12 +13,12 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jaxtyping import Array, PRNGKeyArray
 
-from ._compat import KeptApart, nothing_is_traced
+from ._compat import nothing_is_traced
 from ._messages import shown
-from ._policy import ScanCheckpointPolicy, kept_internals
+from ._policy import ScanCheckpointSpec, kept_internals, resolve_policy
 from ._remat import EVERYTHING, JaxPolicy
 from ._scan.marks import is_array
-from ._schedule import Tree, whole_number
+from ._schedule import Tree
 from ._static import PyTree, Static
 from ._sweep.trace import check_effects
 
@@ -32,7 +32,6 @@ def checkpoint(
     *,
     save: bool | Iterable[str] | JaxPolicy = False,
     offload: Iterable[str] = (),
-    prevent_cse: bool = True,
 ) -> Callable[P, R]:
     """A function whose intermediate values are computed again in the backward pass, not kept for it.
 
@@ -55,9 +54,6 @@ def checkpoint(
             names that `checkpoint_name` gives inside `fun`, one of `jax.checkpoint_policies`, or `True` for
             all that the backward pass reads.
         offload: names of those that are moved to host memory until then, as `offload_block_internals`.
-        prevent_cse: keep XLA from merging the recomputation with the forward pass, which would keep
-            everything after all. `False` saves a barrier where a loop already does: in the body of
-            `lax.scan`.
 
     Returns:
         The function, with the signature of `fun`.
@@ -76,18 +72,14 @@ def checkpoint(
             f"checkpoint takes a function; got {type(fun).__name__}. Its arguments come after it: "
             "checkpoint(fun)(x)."
         )
-    if not isinstance(prevent_cse, bool):
-        raise TypeError(f"prevent_cse is True or False; got {prevent_cse!r}.")
     kept = kept_internals(save=save, offload=offload)
 
     @functools.wraps(fun, updated=())
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
         if nothing_is_traced() or kept == EVERYTHING:
             return fun(*args, **kwargs)
-        policy, offloads = KeptApart.of(kept.policy()), bool(kept.offloaded)
-        run = recomputed(fun, policy, prevent_cse=prevent_cse, offloads=offloads)
-        with saving_internals(kept.names), _hint_at_python_values():
-            return run(*args, **kwargs)
+        with saving_internals(kept.names):
+            return recomputed(fun, kept.policy(), offloads=bool(kept.offloaded))(*args, **kwargs)
 
     return checkpointed
 
@@ -97,31 +89,26 @@ def checkpoint_sequential(
     x: PyTree,
     state: PyTree = None,
     *,
-    every: int | None = None,
-    segments: int | None = None,
-    max_carries: int | None = None,
+    remat: ScanCheckpointSpec = "nested",
     key: PRNGKeyArray | None = None,
 ) -> PyTree:
     """Apply layers one after the other, and keep for the backward pass what goes into some of them.
 
     ```python
     y = checkpoint_sequential(model.layers, x)
-    y = checkpoint_sequential([stem, *blocks, jax.nn.relu, head], x, every=4)
+    y = checkpoint_sequential([stem, *blocks, head], x, remat=ScanCheckpointPolicy(max_carries=4))
     ```
 
-    The layers are cut into segments, of which only the inputs are kept. The backward pass runs one segment
-    again to find the inputs of its layers, and then each of its layers again. What goes from layer to layer
-    may change its shape and structure. Where layers are alike, a `Stacked` compiles one of them instead of
-    all: `blocks.fold(x, remat="nested")`.
+    Each layer runs again in the backward pass, from its input, and those inputs that are not kept are found
+    again too. What goes from layer to layer may change its shape and structure. Where layers are alike, a
+    `Stacked` compiles one of them instead of all: `blocks.fold(x, remat="nested")`.
 
     Args:
         layers: an `eqx.nn.Sequential`, or functions and modules of one argument.
         x: what the first layer takes, any tree.
         state: of layers that keep some (`eqx.nn.BatchNorm`), as `eqx.nn.Sequential` takes it.
-        every: at most so many layers in a segment. 1 keeps the input of every layer.
-        segments: the number of segments instead, all of one length.
-        max_carries: how many inputs may be held at once instead, with the least recomputation for that.
-            Without any of the three, segments each have a layer less than the one before.
+        remat: which inputs are kept, as in a `Stacked`: `"nested"`, `True` for all, or a policy with `nested`
+            or `max_carries` alone.
         key: split over the layers, each of which then gets its own as `key`, as in `eqx.nn.Sequential`.
 
     Returns:
@@ -129,23 +116,21 @@ def checkpoint_sequential(
 
     Raises:
         TypeError: for anything but a sequence of functions.
-        ValueError: for more than one way to cut, and for numbers that are too small.
+        ValueError: for another policy.
 
-    Memory: about N/k + k inputs with `every=k`, m + N/m with `segments=m`, √(2N) with neither, N being the
-    number of layers, and the internals of one layer. Cost: just under 5/3 of forward and backward; with
-    `every=1` 4/3, and with `max_carries` as few as they allow.
+    Memory and cost: those of the policy, with the internals of one layer.
     """
-    _check_layers(layers)
-    cuts = {"every": every, "segments": segments, "max_carries": max_carries}
-    given = {name: cut for name, cut in cuts.items() if cut is not None}
-    for name, cut in given.items():
-        whole_number(name, cut, _CUTS[name])
-    if len(given) > 1:
-        written = " and ".join(f"{name}={cut}" for name, cut in given.items())
-        raise ValueError(f"{written} each say how the layers are cut; keep one.")
-    if every is not None:
-        segments = -(-len(layers) // every) or 1
-    policy = ScanCheckpointPolicy(nested=segments or not given, max_carries=max_carries)
+    if not isinstance(layers, Sequence | eqx.nn.Sequential) or not all(map(callable, layers)):
+        raise TypeError(
+            f"checkpoint_sequential takes an eqx.nn.Sequential or a list of functions; got {shown(layers)}. "
+            'Of a Stacked or a BlockSeq use the fold: blocks.fold(x, remat="nested").'
+        )
+    policy = resolve_policy(remat)
+    if others := [name for name, _ in policy.settings() if name not in ("nested", "max_carries")]:
+        raise ValueError(
+            f"checkpoint_sequential keeps inputs of layers on the device and nothing else: {others[0]} has "
+            'no effect. Use remat=True, "nested", or a policy with nested or max_carries.'
+        )
     keys = [None] * len(layers) if key is None else jax.random.split(key, len(layers))
 
     def apply(number: int, x_and_state: tuple[PyTree, PyTree]) -> tuple[tuple[PyTree, PyTree], None]:
@@ -186,42 +171,6 @@ def run_tree(
     return carry, outputs
 
 
-_CUTS = {
-    "every": "a number of layers in a segment",
-    "segments": "a number of segments",
-    "max_carries": "how many inputs may be held at once",
-}
-
-
-def _check_layers(layers: PyTree) -> None:
-    if isinstance(layers, eqx.nn.Sequential):
-        return
-    if isinstance(layers, eqx.Module) or not isinstance(layers, Sequence):
-        fix = ' Use its fold: blocks.fold(x, remat="nested").' if hasattr(layers, "fold") else ""
-        raise TypeError(
-            "checkpoint_sequential takes an eqx.nn.Sequential or a list of functions; got "
-            f"{type(layers).__name__}.{fix}"
-        )
-    for i, layer in enumerate(layers):
-        if not callable(layer):
-            raise TypeError(f"checkpoint_sequential takes functions; layers[{i}] is {layer!r}.")
-
-
-@contextlib.contextmanager
-def _hint_at_python_values() -> Iterator[None]:
-    """Where a value must be known, say what helps: JAX names an option of its own."""
-    try:
-        yield
-    except jax.errors.ConcretizationTypeError as error:
-        before, found, _ = str(error).partition("Consider using the `static_argnums` parameter")
-        if found:
-            error.args = (
-                f"{before}Within checkpoint(fun) the arrays among the arguments are traced. To decide by a "
-                "value, give fun a Python one (a bool, an int, a string): it stays as it is.\n",
-            )
-        raise
-
-
 # True for everything, or a frozenset of names.
 _saved_internals = jax.make_user_context(default_value=True)
 
@@ -254,7 +203,7 @@ def internals_are_saved(name: str | None = None) -> bool:
 
 
 def recomputed(
-    fun: Callable[..., Any], policy: JaxPolicy | None, *, prevent_cse: bool = True, offloads: bool = False
+    fun: Callable[..., Any], policy: JaxPolicy | None, *, offloads: bool = False
 ) -> Callable[..., Any]:
     """`jax.checkpoint` of a function of trees with leaves of all kinds; keeps none alive after a call."""
 
@@ -267,7 +216,7 @@ def recomputed(
             return found, Static(rest)
 
         run = _without_ordered_effects(of_arrays, arrays) if offloads else of_arrays
-        found, rest = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(arrays)
+        found, rest = jax.checkpoint(run, policy=policy)(arrays)
         # Outside of jit JAX gives constants among the results back as Python numbers.
         return eqx.combine(jax.tree.map(jnp.asarray, found), rest.value)
 

@@ -5,7 +5,6 @@ which JAX has no public name.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import operator
@@ -40,8 +39,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import hijax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-from jax.extend.core.primitives import device_put_p, remat_p
-from jax.interpreters import ad, mlir
+from jax.extend.core.primitives import device_put_p
+from jax.interpreters import ad
 
 # Primitives as classes: `VJPHiPrimitive` before JAX 0.12.
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
@@ -306,60 +305,10 @@ def stacked_type(type_: Any, size: int) -> Any:
     return jax._src.core.unmapped_aval(size, 0, type_)
 
 
-_IS_BEFORE_0_12 = jax._src.lib.version < (0, 12)
-_MERGES_ON_CPUS = _IS_BEFORE_0_12
-
-
-@dataclasses.dataclass(frozen=True)
-class KeptApart:
-    """A policy of `jax.checkpoint` whose recomputation stays apart from the forward pass on CPUs too.
-
-    XLA for CPUs (jaxlib 0.10.2, not 0.12) drops barriers before it merges equal operations, so that outside
-    of loops nothing is saved. What is computed again is put in a branch that XLA does not know to be always
-    taken.
-    """
-
-    policy: Callable[..., Any]
-
-    @staticmethod
-    def of(policy: Callable[..., Any]) -> Callable[..., Any]:
-        """The policy, kept apart where JAX would merge it and takes policies of other kinds than its own."""
-        return (
-            policy if getattr(jax.config, "jax_remat3", False) or not _MERGES_ON_CPUS else KeptApart(policy)
-        )
-
-    def __call__(self, primitive: Any, *operands: Any, **params: Any) -> Any:
-        return self.policy(primitive, *operands, **params)
-
-
-def _lower_recomputation_for_cpu(ctx: Any, *args: Any, **params: Any) -> Any:
-    jaxpr, barriers = params["jaxpr"], params["differentiated"] and params["prevent_cse"]
-    types = [var.aval for var in jaxpr.outvars]
-    # A branch has no collectives and no ordered effects, and the other one needs zeros of the same types.
-    branches = not jaxpr.effects and all(map(_has_plain_zeros, types))
-    if not (isinstance(params["policy"], KeptApart) and barriers and branches):
-        return jax._src.ad_checkpoint._remat_lowering(ctx, *args, **params)
-
-    def zeros(type_: Any) -> jax.Array:
-        varying = tuple(type_.manual_axis_type.varying)
-        found = jnp.zeros(type_.shape, type_.dtype)
-        return lax.pcast(found, varying, to="varying") if varying else found
-
-    def recompute(*args: Any) -> Any:
-        always = lax.rng_uniform(jnp.float32(0), jnp.float32(1), ()) < jnp.float32(2)
-        computed = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
-        return lax.cond(always, computed, lambda *_: list(map(zeros, types)), *args)
-
-    return mlir.lower_fun(recompute, multiple_results=True)(ctx, *args)
-
-
-def _has_plain_zeros(type_: Any) -> bool:
-    manual, is_key = type_.manual_axis_type, jnp.issubdtype(type_.dtype, jax.dtypes.extended)
-    sharded = any(type_.sharding.spec) or manual.unreduced or manual.reduced
-    return not is_key and not sharded and type_.memory_space == jax.memory.Space.Device
-
-
-if _IS_BEFORE_0_12:  # it cannot lower what its scans make of a primitive of hijax in `jax.checkpoint`
+if jax._src.lib.version < (
+    0,
+    12,
+):  # it cannot lower what its scans make of a primitive of hijax in `jax.checkpoint`
     jax._src.core.closed_call_p.to_lojax = lambda *args, call_jaxpr: jax.core.eval_jaxpr(  # pyright: ignore
         call_jaxpr.jaxpr, call_jaxpr.consts, *args
     )
@@ -410,5 +359,3 @@ restore_is_constant_dim()
 move_cotangents_back()
 make_zeros_in_memory()
 round_kept_values()
-if _MERGES_ON_CPUS:
-    mlir.register_lowering(remat_p, _lower_recomputation_for_cpu, platform="cpu")

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from stacked_remat import (
     BlockSeq,
+    ScanCheckpointPolicy,
     checkpoint,
     checkpoint_name,
     checkpoint_sequential,
@@ -185,19 +186,24 @@ def costs(name, depth):
 
 CUTS = {
     "cut": checkpoint_sequential,
-    "every=4": functools.partial(checkpoint_sequential, every=4),
-    "max_carries=4": functools.partial(checkpoint_sequential, max_carries=4),
+    "nested=4": functools.partial(checkpoint_sequential, remat=ScanCheckpointPolicy(nested=4)),
+    "max_carries=4": functools.partial(checkpoint_sequential, remat=ScanCheckpointPolicy(max_carries=4)),
 }
 
 
+MERGES = jax.__version_info__ < (0, 12)  # XLA for CPUs drops barriers, and merges what is computed again
+
+
+@pytest.mark.skipif(MERGES, reason="an older XLA for CPUs")
 def test_recomputation_survives_compilation():
     """Outside of loops, where XLA would merge equal operations. The last region needs none."""
     assert (costs("none", 16)[1], costs("each", 16)[1]) == (16, 31)
     assert costs("none", 16)[0] > 16 * 24 and costs("each", 16)[0] < 16 + 24
 
 
+@pytest.mark.skipif(MERGES, reason="an older XLA for CPUs")
 @pytest.mark.parametrize(
-    "name, replays, growth", [("every=4", 9, 2), ("cut", 12, 2), ("max_carries=4", 18, 1)]
+    "name, replays, growth", [("nested=4", 9, 2), ("cut", 12, 2), ("max_carries=4", 18, 1)]
 )
 def test_a_cut_chain_costs_what_its_schedule_says(name, replays, growth):
     """Operations of 16 layers, and how many more inputs are kept than of 8."""
@@ -205,10 +211,10 @@ def test_a_cut_chain_costs_what_its_schedule_says(name, replays, growth):
     assert costs(name, 16)[0] - costs(name, 8)[0] == pytest.approx(growth, abs=1)
 
 
-@pytest.mark.parametrize(("options", "inputs"), [({"every": 1}, 6), ({"every": 3}, 2), ({"segments": 2}, 2)])
-def test_an_input_of_each_segment_is_kept(options, inputs):
+@pytest.mark.parametrize(("remat", "inputs"), [(True, 6), (ScanCheckpointPolicy(nested=2), 2)])
+def test_an_input_of_each_segment_is_kept(remat, inputs):
     def run(x):
-        return checkpoint_sequential([lambda x: jnp.sin(jnp.sin(x))] * 6, x, **options)
+        return checkpoint_sequential([lambda x: jnp.sin(jnp.sin(x))] * 6, x, remat=remat)
 
     assert sum(residuals(run, X).values()) == inputs
 
@@ -243,14 +249,14 @@ def test_a_sequential_with_state_and_keys():
 
         return jax.grad(loss, (0, 1), has_aux=True)(arrays, X)
 
-    def cut_into(cut):
-        return lambda layers, x, state, key: checkpoint_sequential(layers, x, state, key=key, **cut)
+    def cut_by(remat):
+        return lambda layers, x, state, key: checkpoint_sequential(layers, x, state, key=key, remat=remat)
 
     def whole(layers, x, state, key):
         return layers(x, state, key=key)
 
-    cuts = ({"segments": 3}, {"max_carries": 2})
-    wanted, *found = quick_jit(lambda: [gradient(run) for run in (whole, *map(cut_into, cuts))])()
+    policies = ScanCheckpointPolicy(nested=3), ScanCheckpointPolicy(max_carries=2)
+    wanted, *found = quick_jit(lambda: [gradient(run) for run in (whole, *map(cut_by, policies))])()
     for result in found:
         jax.tree.map(close, result, wanted)
 
@@ -264,7 +270,7 @@ def test_a_list_of_functions_of_trees():
     ]
     x = {"a": X, "label": "here"}
     assert checkpoint_sequential([], x) is x
-    gradient = jax.grad(lambda a: checkpoint_sequential(layers, {**x, "a": a}, every=2))(X)
+    gradient = jax.grad(lambda a: checkpoint_sequential(layers, {**x, "a": a}))(X)
     close(gradient, jax.grad(lambda a: jnp.sum(jnp.sin(a + a @ W) ** 2))(X))
 
 
@@ -280,40 +286,23 @@ def test_a_list_of_functions_of_trees():
             r"\['a'\] are in both save and offload",
         ),
         (lambda: checkpoint(layer, save=True, offload=["a"]), ValueError, "keeps everything"),
-        (lambda: checkpoint(layer, prevent_cse=1), TypeError, "prevent_cse is True or False; got 1"),
+        (lambda: checkpoint_sequential(layer, X), TypeError, "or a list of functions; got <function layer"),
+        (lambda: checkpoint_sequential([layer, 3], X), TypeError, r"got \[<function layer .*, 3\]"),
         (
-            lambda: jax.grad(checkpoint(lambda x: x if x > 0 else -x))(1.0),
-            jax.errors.TracerBoolConversionError,
-            r"give fun a Python one",
-        ),
-        (lambda: checkpoint_sequential(layer, X), TypeError, "or a list of functions; got function"),
-        (lambda: checkpoint_sequential([layer, 3], X), TypeError, r"layers\[1\] is 3"),
-        (
-            lambda: checkpoint_sequential([layer], X, every=0),
+            lambda: checkpoint_sequential([layer], X, remat="offload"),
             ValueError,
-            "every is a number of layers .* got 0",
-        ),
-        (
-            lambda: checkpoint_sequential([layer], X, segments=True),
-            TypeError,
-            "segments is a number of segments",
-        ),
-        (
-            lambda: checkpoint_sequential([layer], X, every=2, segments=3),
-            ValueError,
-            "every=2 and segments=3",
+            "nothing else: save_carries has no effect",
         ),
         (
             lambda: checkpoint_sequential(BlockSeq([], hax.Axis("layers", 0)), X),
             TypeError,
-            r"got BlockSeq. Use its fold",
+            r"got BlockSeq(.|\n)*use the fold",
         ),
     ],
 )
 def test_mistakes(call, error, text):
-    with pytest.raises(error, match=text) as raised:
+    with pytest.raises(error, match=text):
         call()
-    assert "static_argnums" not in str(raised.value)
 
 
 @pytest.mark.skipif(getattr(jax.config, "jax_remat3", False), reason="JAX_REMAT3=1 refuses it otherwise")

@@ -138,7 +138,7 @@ def expected(names):
     [
         pytest.param({}, FEW, id="default"),
         pytest.param(
-            {"save": jax.checkpoint_policies.dots_saveable, "offload": ["activation"], "prevent_cse": False},
+            {"save": jax.checkpoint_policies.dots_saveable, "offload": ["activation"]},
             ("closure",),
             id="operations, offloaded",
         ),
@@ -200,14 +200,11 @@ def temporaries(place, x, w):
     return memory.report(jax.grad(loss, (0, 1)), x, w).temporaries
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA for CPUs drops the barriers")
 @pytest.mark.parametrize("name", [*FEW, "scan", "around a fold", "shard_map", "second derivative"])
 def test_compiled_memory_wherever_it_stands(name):
     before, after = with_and_without(temporaries, name)
-    merges = jax.__version_info__ < (0, 12)
-    if name == "shard_map" and merges:
-        # The gradient of w has a collective in the region, which then depends on barriers that XLA drops.
-        assert after <= before
-    elif "fold" in name and not merges:
+    if "fold" in name:
         # XLA drops the barriers before it orders operations, and starts the loops of all regions early.
         assert after <= before + CHAIN / 16  # an input of each region
     else:

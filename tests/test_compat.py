@@ -51,19 +51,3 @@ def test_it_is_known_whether_anything_is_traced():
     jax.grad(ask)(1.0)
     jax.vmap(ask)(jnp.ones(1))
     assert answers == [True, False, False, False]
-
-
-def test_recomputation_is_kept_apart_on_cpus_exactly_where_they_drop_barriers():
-    """Where `jax.checkpoint` alone suffices, `KeptApart` can go."""
-
-    def operations(policy):
-        def fun(x):
-            for _ in range(3):
-                x = jax.checkpoint(lambda x: jnp.sin(jnp.tanh(x)), policy=policy)(x)
-            return jnp.sum(x)
-
-        return (jax.jit(jax.grad(fun)).lower(jnp.ones(8)).compile().as_text() or "").count(" tanh(")
-
-    nothing = jax.checkpoint_policies.nothing_saveable
-    assert operations(_compat.KeptApart(nothing)) == 5  # the last region is not computed again
-    assert (operations(nothing) == 3) == _compat._MERGES_ON_CPUS

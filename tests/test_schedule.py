@@ -160,7 +160,7 @@ def test_parts_within_parts(length: int, carries: int):
 def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
     too_deep = "2 carries for 520 layers .* Give a larger max_carries, or let the layers be a Stacked"
     with pytest.raises(ValueError, match=too_deep):
-        checkpoint_sequential([jnp.sin] * 520, jnp.ones(2), max_carries=2)
+        checkpoint_sequential([jnp.sin] * 520, jnp.ones(2), remat=ScanCheckpointPolicy(max_carries=2))
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ def error_message(error: Exception) -> str | None:
         )
     if isinstance(error, RuntimeError) and text.startswith("Unable to initialize backend"):
         return f"JAX found no device: {text} Check JAX_PLATFORMS and the driver."
+    if "has duplicate entries for" in text:  # JAX's error for a PartitionSpec
+        return f"{text}. In trainer.mesh, map only one of the axes of an array to an axis of the mesh."
     if isinstance(error, RuntimeError) and text.startswith("Could not determine home directory"):
         return "A path begins with ~ and a user without a home folder here. Write the whole path."
     if not isinstance(error, USER_ERRORS):

@@ -10,7 +10,6 @@ import inspect
 import operator
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -262,16 +261,6 @@ def nothing_is_traced() -> bool:
 def named_axes(effects: Iterable[Any]) -> set[Any]:
     """The named axes over which a program with these effects has collectives."""
     return {found.name for found in effects if isinstance(found, jax._src.core.NamedAxisEffect)}
-
-
-def mesh_axes_used_twice(error: Exception) -> list[str]:
-    """The axes of the mesh that a sharding names more than once, where this error says so; else none."""
-    if not isinstance(error, jax._src.named_sharding.DuplicateSpecError):
-        return []
-    counts = Counter(
-        name for entry in error.pspec for name in (entry if isinstance(entry, tuple) else (entry,))
-    )
-    return [name for name, count in counts.items() if isinstance(name, str) and count > 1]
 
 
 def batch_jaxpr(

@@ -12,7 +12,6 @@ from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat._messages import shortened, shown
 from stacked_remat.training.config_file import decode_config
-from stacked_remat.training.config_tree import Key
 from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -128,13 +127,12 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     for name, entry in known.fields.items():
         entry.read(name, given, found)
     given.check_left(model_type)
-    tree: dict[Key, Any] = {}
+    tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")
-        keys = tree.setdefault(Key.of(section, "in config.json"), {}) if section else tree
-        keys[Key.of(own, "in config.json")] = value
+        (tree.setdefault(section, {}) if section else tree)[own] = value
     try:
-        return decode_config(known.config_class, tree), vocab_size
+        return decode_config(known.config_class, tree, "in config.json"), vocab_size
     except ConfigError as error:
         raise ValueError(str(error)) from error
 

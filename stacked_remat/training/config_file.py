@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import re
 import typing
@@ -23,12 +22,12 @@ from .config_reference import (
     type_name,
     union_parts,
 )
-from .config_tree import ON_THE_COMMAND_LINE, Key, leaves, plain, read_config_file, set_key
+from .config_tree import leaves, read_config_file, set_key
 from .errors import ConfigError, all_without_credentials
 
 Config = TypeVar("Config")
 
-_CONFIG_PATH = "config_path"
+_CONFIG_PATH, _COMMAND_LINE = "config_path", "on the command line"
 
 
 def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config:
@@ -57,20 +56,22 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
         key, equals, value = flag[2:].partition("=")
         if not equals and not remaining:
             raise ConfigError(f"`--{key}` on the command line has no value: write `--{key} VALUE`.")
-        close = difflib.get_close_matches(key, [_CONFIG_PATH], cutoff=0.8)
-        if key != _CONFIG_PATH and (key == "config" or close):
-            raise ConfigError(f"Unknown key `{key}` on the command line. Did you mean `--{_CONFIG_PATH}`?")
         given[key] = value if equals else remaining.pop(0)
-    path = given.pop(_CONFIG_PATH, None)
-    tree: dict[Key, Any] = {} if path is None else read_config_file(path)
+    file = given.pop(_CONFIG_PATH, None)
+    tree = {} if file is None else read_config_file(file)
     for key, text in given.items():
         set_key(tree, key, text)
-    return decode_config(config_class, tree)
+    return decode_config(config_class, tree, f"in {file}" if file else _COMMAND_LINE, list(given))
 
 
-def decode_config(config_class: type[Config], tree: dict[Key, Any]) -> Config:
-    """The instance of `config_class` that sections of plain values describe; errors as `parse_config`."""
-    return _Decoder(config_class).section(config_class, tree, ())
+def decode_config(
+    config_class: type[Config], tree: dict[str, Any], place: str, given: Sequence[str] = ()
+) -> Config:
+    """The instance of `config_class` that sections of plain values describe; errors as `parse_config`.
+
+    `place` is where the values were written, except for those `given` on the command line, by dotted key.
+    """
+    return _Decoder(config_class, place, given).section(config_class, tree, "")
 
 
 def config_as_dict(config: Any) -> dict[str, Any]:
@@ -86,60 +87,63 @@ class _Misfit(Exception):
     """A value that its annotation does not allow; its text says what to write, where that is known."""
 
 
-def _named(path: tuple[Key, ...]) -> str:
-    """A key and its place, for errors."""
-    return f"`{'.'.join(path)}` {path[-1].where}" if path else "The config"
-
-
 class _Decoder:
-    """From a tree to dataclasses; knows the class of the whole config, for hints in errors."""
+    """From a tree to dataclasses.
 
-    def __init__(self, config_class: Any):
-        self._config_class = config_class
+    Knows the class of the whole config and where values were written, for errors. `at` is the dotted key of a
+    value, empty for the whole config.
+    """
 
-    def section(self, config_class: Any, tree: Any, path: tuple[Key, ...]) -> Any:
+    def __init__(self, config_class: Any, place: str, given: Sequence[str]):
+        self._config_class, self._place, self._given = config_class, place, given
+
+    def section(self, config_class: Any, tree: Any, at: str) -> Any:
         """The instance of `config_class`, or of the type chosen from it, that a section describes."""
-        _check_section(tree, path, "is a section of keys", config_class)
+        self._check_section(tree, at, "is a section of keys", config_class)
         registry, tree = config_class if is_registry(config_class) else None, dict(tree)
+        below = f"{at}." if at else ""
         if registry is not None:
-            config_class = _chosen(registry, tree, path)
+            config_class = self._chosen(registry, tree, at)
         hints, fields = typing.get_type_hints(config_class), dataclasses.fields(config_class)
         valid = [field.name for field in fields]
         for key in tree:
             if key not in valid:
-                raise ConfigError(f"Unknown key {_named((*path, key))}.{self._meant(key, registry, valid)}")
-        values = {key: self.value(hints[key], own, (*path, key)) for key, own in tree.items()}
+                meant = self._meant(key, registry, valid)
+                raise ConfigError(f"Unknown key {self._named(below + key)}.{meant}")
+        values = {key: self.value(hints[key], own, below + key) for key, own in tree.items()}
         for field in fields:
             required = field.default is field.default_factory is dataclasses.MISSING
             if required and field.name not in values:
-                raise ConfigError(f"{_named(path)} lacks the key `{field.name}`.")
+                raise ConfigError(f"{self._named(at)} lacks the key `{field.name}`.")
         try:
             return config_class(**values)
         except (ValueError, OverflowError) as error:
-            named = not path or re.search(rf"\b{re.escape(path[-1])}\b", str(error))
-            of = "" if named else f" (of `{'.'.join(path)}`)"
-            raise ConfigError(f"Bad config {_blamed(tree, path, str(error))}{of}: {error}") from error
+            named = not at or _mentions(str(error), at)
+            written = [below + ".".join(path) for path, _ in leaves(tree)]
+            blamed = [key for key in written if _mentions(str(error), key)] or written or [at]
+            places = " and ".join(dict.fromkeys(map(self._where, blamed)))
+            raise ConfigError(f"Bad config {places}{'' if named else f' (of `{at}`)'}: {error}") from error
 
-    def value(self, hint: Any, value: Any, path: tuple[Key, ...]) -> Any:
+    def value(self, hint: Any, value: Any, at: str) -> Any:
         """What a field of this annotation gets."""
         parts = union_parts(hint)
         if hint is Any or (type(None) in parts and value is None):
-            return plain(value)
+            return value
         if (section := section_class(hint)) is not None:
-            return self.section(section, value, path)
+            return self.section(section, value, at)
         if (named := named_section_class(hint)) is not None:
-            _check_section(value, path, "holds sections, each under its name", named)
+            self._check_section(value, at, "holds sections, each under its name", named)
         fix = ""
         # The value's own type first: `true` for `str | bool` is a bool.
         for part in sorted(parts, key=lambda part: type(value) is not (typing.get_origin(part) or part)):
             try:
                 if part is not type(None) and value is not None:
-                    return self._fitted(part, value, path)
+                    return self._fitted(part, value, at)
             except _Misfit as misfit:
                 fix = fix or str(misfit)
-        raise ConfigError(f"{_named(path)} must be {type_name(hint)}, got {_got(value)}.{fix}")
+        raise ConfigError(f"{self._named(at)} must be {type_name(hint)}, got {_got(value)}.{fix}")
 
-    def _fitted(self, hint: Any, value: Any, path: tuple[Key, ...]) -> Any:
+    def _fitted(self, hint: Any, value: Any, at: str) -> Any:
         """The value for an annotation that is not a union, or a `_Misfit`."""
         origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
         if origin in (bool, int, float, str):
@@ -152,17 +156,45 @@ class _Decoder:
             raise _Misfit("" if isinstance(value, Mapping) else f" Write [{value}].")
         if origin is list or arguments[1:] == (Ellipsis,):
             own = arguments[0] if arguments else Any
-            items = ((Key.of(str(at), path[-1].where), item) for at, item in enumerate(value))
-            return origin(self.value(own, item, (*path, at)) for at, item in items)
+            return origin(self.value(own, item, f"{at}.{number}") for number, item in enumerate(value))
         if origin is dict:
             if not isinstance(value, dict):
                 raise _Misfit
             own = arguments[1] if arguments else Any
-            return {str(key): self.value(own, item, (*path, key)) for key, item in value.items()}
+            return {key: self.value(own, item, f"{at}.{key}") for key, item in value.items()}
         try:
-            return get_decoding_fn(hint)(value, path)
+            return get_decoding_fn(hint)(value, at.split("."))
         except (draccus.utils.DraccusException, ValueError, TypeError) as error:
-            raise ConfigError(f"{_named(path)} can't be read: {error}") from error
+            raise ConfigError(f"{self._named(at)} can't be read: {error}") from error
+
+    def _named(self, at: str) -> str:
+        """A key and where it was written, for errors."""
+        return f"`{at}` {self._where(at)}" if at else "The config"
+
+    def _where(self, at: str) -> str:
+        given = any(f"{key}.".startswith(f"{at}.") or at.startswith(f"{key}.") for key in self._given)
+        return _COMMAND_LINE if given else self._place
+
+    def _check_section(self, value: Any, at: str, what: str, config_class: Any) -> None:
+        if not isinstance(value, dict):
+            names = ["type"] if is_registry(config_class) else list(config_class.__dataclass_fields__)
+            raise ConfigError(
+                f"{self._named(at)} {what}, got {_got(value)}. Write its keys there "
+                f"({', '.join(names[:4])}, ...), or leave `{at}` out."
+            )
+
+    def _chosen(self, registry: Any, keys: dict[str, Any], at: str) -> Any:
+        """The class that a section's `type` names; takes that key out of `keys`."""
+        choices = registry.get_known_choices()
+        chosen = keys.pop("type") if "type" in keys else registry.default_choice_name()
+        if chosen is None:
+            raise ConfigError(f"{self._named(at)} lacks the key `type`. Known types: {', '.join(choices)}.")
+        if not isinstance(chosen, str) or chosen not in choices:
+            hint = did_you_mean(str(chosen), choices)
+            raise ConfigError(
+                f"{self._named(f'{at}.type')} is {chosen!r}.{hint} Valid: {', '.join(choices)}."
+            )
+        return choices[chosen]
 
     def _meant(self, key: str, registry: Any, valid: list[str]) -> str:
         """What an unknown key may have been meant to be."""
@@ -175,7 +207,7 @@ class _Decoder:
         elif same:
             meant = f" Did you mean `{'` or `'.join(same[:3])}`?"
         else:
-            meant = did_you_mean(key, valid)
+            meant = did_you_mean(key, [*valid, _CONFIG_PATH])
         return f"{meant} Valid: {', '.join(valid) or 'none'}."
 
 
@@ -200,43 +232,10 @@ def _scalar(kind: Any, value: Any) -> Any:
     raise _Misfit
 
 
-def _check_section(value: Any, path: tuple[Key, ...], what: str, config_class: Any) -> None:
-    if isinstance(value, dict):
-        return
-    if is_registry(config_class):
-        keys = [f"type: {'|'.join(config_class.get_known_choices())}", "..."]
-    else:
-        names = [field.name for field in dataclasses.fields(config_class)]
-        keys = names[:4] + ["..."] * (len(names) > 4)
-    raise ConfigError(
-        f"{_named(path)} {what}, got {_got(value)}. Write its keys there ({', '.join(keys)}), or leave "
-        f"`{'.'.join(path)}` out."
-    )
-
-
 def _got(value: Any) -> str:
     return "nothing (null)" if value is None else shown(value)
 
 
-def _chosen(registry: Any, keys: dict[Key, Any], path: tuple[Key, ...]) -> Any:
-    """The class that a section's `type` names; takes that key out of `keys`."""
-    choices = registry.get_known_choices()
-    given = next((key for key in keys if key == "type"), None)
-    if given is None:
-        default = registry.default_choice_name()
-        if default is None:
-            raise ConfigError(f"{_named(path)} lacks the key `type`. Known types: {', '.join(choices)}.")
-        return choices[default]
-    chosen = keys.pop(given)
-    if not isinstance(chosen, str) or chosen not in choices:
-        hint = did_you_mean(str(chosen), choices)
-        raise ConfigError(f"{_named((*path, given))} is {chosen!r}.{hint} Valid: {', '.join(choices)}.")
-    return choices[chosen]
-
-
-def _blamed(tree: Any, path: tuple[Key, ...], message: str) -> str:
-    """Where the values that a validation error mentions were written; all places if it mentions none."""
-    last: list[Key] = [own[-1] for own, _ in leaves(tree)]
-    mentioned = [key for key in last if re.search(rf"\b{re.escape(key)}\b", message)]
-    found = mentioned or last or list(path[-1:]) or [Key.of("", ON_THE_COMMAND_LINE)]
-    return " and ".join(dict.fromkeys(key.where for key in found))
+def _mentions(message: str, at: str) -> bool:
+    """Whether an error of a config mentions the last part of a dotted key."""
+    return re.search(rf"\b{re.escape(at.rpartition('.')[2])}\b", message) is not None

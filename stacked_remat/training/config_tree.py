@@ -1,4 +1,4 @@
-"""Config files as plain values, in which every key knows where it was written, and files that include others.
+"""Config files as plain values, and files that include others.
 
 `!include FILE` stands in the place of any value, and at a merge key:
 
@@ -23,32 +23,6 @@ import yaml
 from .._messages import shown
 from .errors import ConfigError
 
-ON_THE_COMMAND_LINE = "on the command line"
-
-
-class Key(str):
-    """A key of a section.
-
-    Attributes:
-        where: where it was written, for errors: `in FILE` or `on the command line`.
-    """
-
-    where: str
-
-    @staticmethod
-    def of(name: str, where: str) -> "Key":
-        """A key that was written there."""
-        key = Key(name)
-        key.where = where
-        return key
-
-
-def plain(value: Any) -> Any:
-    """The value with plain text for the keys."""
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return {str(key): plain(own) for key, own in value.items()} if isinstance(value, dict) else value
-
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The path and the value of everything in sections that is not a section with keys."""
@@ -59,7 +33,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         yield path, value
 
 
-def read_config_file(location: str) -> dict[Key, Any]:
+def read_config_file(location: str) -> dict[str, Any]:
     """The keys of a YAML file, a path or any URL that fsspec knows, and of the files that it includes.
 
     Raises:
@@ -72,33 +46,28 @@ def read_config_file(location: str) -> dict[Key, Any]:
     return tree
 
 
-def set_key(tree: dict[Key, Any], dotted: str, text: str) -> None:
+def set_key(tree: dict[str, Any], dotted: str, text: str) -> None:
     """Sets a key from the command line, with the sections that it is in; `text` is YAML.
 
     Raises:
         ConfigError: the text is not YAML, or a file can't be read; or a key that leads to it has a value, and
             is not a section.
     """
-    *above, last = (Key.of(name, ON_THE_COMMAND_LINE) for name in dotted.split("."))
-    for at, name in enumerate(above):
-        key = next((own for own in tree if own == name), name)
-        below = tree.pop(key, None)
-        if not isinstance(below, dict | None):
-            section = ".".join(above[: at + 1])
+    *above, last = dotted.split(".")
+    for at, name in enumerate(above, 1):
+        if not isinstance(below := tree.get(name), dict | None):
+            section = ".".join(above[:at])
             raise ConfigError(
-                f"`{dotted}` {ON_THE_COMMAND_LINE} is a key of the section `{section}`, but `{section}` "
-                f"{key.where} is {shown(below)}, which has no keys. Write a section there, or leave "
-                f"`{section}` out."
+                f"`{dotted}` on the command line is a key of the section `{section}`, but `{section}` is "
+                f"{shown(below)}, which has no keys. Write a section there, or leave `{section}` out."
             )
-        tree[key] = dict(below or {})  # others may refer to it, by an alias
-        tree = tree[key]
-    tree.pop(last, None)
+        tree[name] = tree = dict(below or {})  # others may refer to the one of the file, by an alias
     try:
         tree[last] = _Loader(text, _File("")).get_single_data()
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`
-        raise ConfigError(f"The value of `--{dotted}` {ON_THE_COMMAND_LINE} is not YAML: {error}") from error
+        raise ConfigError(f"The value of `--{dotted}` on the command line is not YAML: {error}") from error
 
 
 def _overlaid(below: Any, above: Any) -> Any:
@@ -112,7 +81,7 @@ def _overlaid(below: Any, above: Any) -> Any:
         return above
     merged = dict(below)
     for key, value in above.items():
-        merged[key] = _overlaid(merged.pop(key), value) if key in merged else value
+        merged[key] = _overlaid(merged[key], value) if key in merged else value
     return merged
 
 
@@ -126,11 +95,11 @@ class _File:
 
     @property
     def where(self) -> str:
-        return f"in {self.location}{self.chain}" if self.location else ON_THE_COMMAND_LINE
+        return self.location + self.chain or "the command line"
 
     def included(self, name: str, line: int) -> Any:
         """The value of a file that this one includes in a line."""
-        by = f"{self.location} line {line}" if self.location else "the command line"
+        by = f"{self.location} line {line}" if self.location else self.where
         location, includers = _beside(self.location, name), (*self.includers, self.location)
         found = _File(location, f", included by {by}{self.chain}", includers)
         if location in includers:
@@ -169,12 +138,12 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str, file: _File):
         super().__init__(text)
-        self.name, self._file = file.location or file.where, file
+        self.name, self._file = file.where, file
 
-    def construct_map(self, node: yaml.MappingNode) -> dict[Key, Any]:
+    def construct_map(self, node: yaml.MappingNode) -> dict[str, Any]:
         """A section, with what it merges."""
         lines: dict[str, int] = {}
-        tree: dict[Key, Any] = {}
+        tree: dict[str, Any] = {}
         merged: list[Any] = []
         for key, value in node.value:
             problem = "" if isinstance(key, yaml.ScalarNode) else "a key must be text"
@@ -187,10 +156,10 @@ class _Loader(yaml.SafeLoader):
             if key.tag == "tag:yaml.org,2002:merge":
                 merged = found if isinstance(found, list) else [found]
             else:
-                tree[Key.of(key.value, self._file.where)] = found
+                tree[key.value] = found
         for below in merged:
             if not isinstance(below, dict):
-                raise ConfigError(f"`<<` merges {shown(below)} {self._file.where}; it must be a mapping.")
+                raise ConfigError(f"`<<` in {self._file.where} merges {shown(below)}; it must be a mapping.")
             tree = _overlaid(below, tree) if tree else below
         return tree
 

@@ -20,7 +20,7 @@ from haliax.util import ensure_tuple, is_named_array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._block_seq import BlockSeq
-from .._compat import mesh_axes_used_twice, no_axis_mapping
+from .._compat import no_axis_mapping
 from .._messages import axes_text, did_you_mean
 from .._placement import is_on_host
 from .._stacked import Stacked
@@ -83,29 +83,9 @@ class Partitioning:
         with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext(), self.activations():
             yield
 
-    @contextlib.contextmanager
-    def activations(self) -> Iterator[None]:
-        """A context in which Haliax shards activations by `compute_mapping` over the mesh in use.
-
-        Raises:
-            ConfigError: within it, an array has two axes that are mapped to one axis of the mesh.
-        """
-        if self.mesh.size == 1:
-            yield
-            return
-        try:
-            with axis_mapping(self.compute_mapping):
-                yield
-        except Exception as error:
-            for one in mesh_axes_used_twice(error):
-                names = [f"`{name}`" for name, over in self.compute_mapping.items() if one in over]
-                if len(names) > 1:
-                    raise ConfigError(
-                        f"trainer.mesh.compute_mapping maps {', '.join(names)} to `{one}`, and an array has "
-                        f"two of these axes. An axis of the mesh divides one axis of an array: map one of "
-                        f"them to another axis of trainer.mesh.axes, or leave it out."
-                    ) from error
-            raise
+    def activations(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which Haliax shards activations by `compute_mapping` over the mesh in use."""
+        return axis_mapping(self.compute_mapping) if self.mesh.size > 1 else contextlib.nullcontext()
 
     def init_sharded(self, make: Callable[..., T], *args: Any) -> T:
         """The state `make(*args)`, with every array created sharded, never whole. Donates `args`.

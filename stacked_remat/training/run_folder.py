@@ -13,7 +13,7 @@ import yaml
 from .._files import replaced_whole
 from .._messages import shortened
 from ..ghost import LOG_FOLDER
-from .config_tree import leaves, plain, read_config_file
+from .config_tree import leaves, read_config_file
 from .errors import ConfigError
 from .processes import of_all
 
@@ -107,14 +107,7 @@ class RunFolder:
                     f"({', '.join(path.name for path in self._results())}) but no config. {_WAYS_OUT}"
                 )
             return
-        try:
-            earlier = plain(read_config_file(str(self.config)))
-        except ConfigError as error:
-            raise ConfigError(
-                f"The config of the run in {self.root} can't be read, so the run can't be resumed: {error} "
-                f"Restore it (each of its checkpoints has a copy). {_WAYS_OUT}"
-            ) from error
-        changes = config_changes(earlier, config)
+        changes = config_changes(read_config_file(str(self.config)), config)
         if changes and not accept_changes:
             lines = "\n  ".join(changes)
             raise ConfigError(

@@ -29,16 +29,10 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, "trainer.update", self, "microbatches", "max_consecutive_skips")
-        if self.fused and self.microbatches > 1:
+        if self.fused and (self.microbatches > 1 or self.on_nonfinite == "skip"):
             raise ValueError(
-                "trainer.update.fused updates a layer as soon as its gradient exists, and "
-                f"trainer.update.microbatches = {self.microbatches} adds up gradients first: leave out one "
-                "of them. With remat: nested or offload a larger batch fits at once."
-            )
-        if self.fused and self.on_nonfinite == "skip":
-            raise ValueError(
-                "trainer.update.fused has changed the weights before the gradient norm is known, so it "
-                "cannot skip a step: leave out one of fused and on_nonfinite: skip."
+                "trainer.update.fused changes weights before all gradients are known: leave it out, or both "
+                "trainer.update.microbatches and on_nonfinite: skip."
             )
 
 
@@ -78,8 +72,6 @@ class MeshConfig:
     param_mapping: dict[str, list[str] | str] = field(default_factory=lambda: {"embed": "data"})
 
     def __post_init__(self) -> None:
-        if not self.axes:
-            raise ValueError("trainer.mesh.axes has no axis; write {data: -1} for all devices in one.")
         for name, size in self.axes.items():
             if size != -1 and size < 1:
                 raise ValueError(

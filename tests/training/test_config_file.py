@@ -146,7 +146,7 @@ def test_mistakes_in_the_file_are_named(tmp_path, text, message):
     ("arguments", "message"),
     [
         (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
-        (["--config", "a.yaml"], r"Unknown key `config` .* Did you mean `--config_path`"),
+        (["--config", "a.yaml"], r"Unknown key `config` on the command line. Did you mean `config_path`"),
         (["--title"], r"`--title` on the command line has no value"),
         (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
         (["--title", "!!bool abc"], r"`--title` on the command line is not YAML: 'abc'"),

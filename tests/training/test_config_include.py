@@ -128,11 +128,11 @@ def test_urls_are_read_and_their_includes_are_relative_to_them():
         ),
         (
             {"main.yaml": "wheels: !include a.yaml", "a.yaml": "cuont: 3"},
-            r"Unknown key `wheels.cuont` in .*a.yaml, included by .*main.yaml line 1. Did you mean `count`",
+            r"Unknown key `wheels.cuont` in .*main.yaml. Did you mean `count`",
         ),
         (
             {"main.yaml": "<<: !include a.yaml", "a.yaml": "[1]"},
-            r"`<<` merges 1 in .*main.yaml; it must be a mapping",
+            r"`<<` in .*main.yaml merges 1; it must be a mapping",
         ),
         (
             {"main.yaml": "wheels: !include a.yaml", "a.yaml": "a: ["},

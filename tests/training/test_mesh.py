@@ -76,7 +76,6 @@ def test_meshes_that_do_not_fit_the_devices(axes, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"axes": {}}, "axes has no axis"),
         ({"axes": {"data": 0}}, r"axes\.data must be at least 1"),
         ({"axes": {"data": -1, "model": -1}}, "can have one -1"),
         ({"param_mapping": {"embed": "modl"}}, r"param_mapping\.embed names the mesh axis 'modl'.* are data"),
@@ -168,22 +167,6 @@ def test_batches_that_do_not_divide():
     partitioning.check_batch(1, 16)
     with pytest.raises(ConfigError, match="seq_len = 12.*over the 8 devices.*multiple of 8"):
         partitioning.check_batch(1, 12)
-
-
-def test_two_axes_of_an_activation_on_one_mesh_axis_are_refused():
-    mapping: Any = {"batch": "data", "mlp": ["more", "data"], "embed": "more"}
-    partitioning = Partitioning.of(MeshConfig({"data": 2, "more": 4}, mapping, {}))
-    batch, weight = hax.ones((Axis("batch", 8), Embed)), hax.ones((Mlp, Embed))
-    message = "compute_mapping maps `batch`, `mlp` to `data`, and an array has two of .*: map one of them to"
-    with pytest.raises(ConfigError, match=message), partitioning.active():
-        jax.eval_shape(lambda x, w: hax.dot(x, w, axis=Embed), batch, weight)
-    with pytest.raises(ConfigError, match="maps `mlp`, `embed` to `more`"), partitioning.active():
-        jax.eval_shape(hax.auto_sharded, weight)
-    # An error that the mapping does not explain stays as it is.
-    one_each = Partitioning.of(MeshConfig({"data": 8}, {"batch": "data"}, {}))
-    with pytest.raises(Exception, match="duplicate entries") as raised, one_each.active():
-        jax.lax.with_sharding_constraint(jnp.ones((8, 8)), PartitionSpec("data", "data"))
-    assert not isinstance(raised.value, ConfigError)
 
 
 def test_initial_weights_are_divided_by_their_own_mapping_alone():

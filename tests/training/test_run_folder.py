@@ -95,7 +95,7 @@ def test_overwriting_deletes_results_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("damaged", "message"),
     [
-        (b"", "config.yaml is empty"),
+        (b"", "is empty"),
         (b"model: \xff", "utf-8"),
         (b"- model", r"holds \['model'\]"),
     ],
@@ -103,9 +103,7 @@ def test_overwriting_deletes_results_and_nothing_else(tmp_path):
 def test_a_damaged_config_is_an_error_and_stays(tmp_path, damaged, message):
     folder = RunFolder.open(tmp_path, CONFIG)
     folder.config.write_bytes(damaged)
-    with pytest.raises(
-        ConfigError, match=f"(?s)config of the run in .* can't be read.*{message}.*--trainer.run_dir"
-    ):
+    with pytest.raises(ConfigError, match=f"(?s)config.yaml.*{message}"):
         RunFolder.open(tmp_path, CONFIG)
     assert folder.config.read_bytes() == damaged
 

@@ -7,7 +7,6 @@ which JAX has no public name.
 import contextlib
 import functools
 import inspect
-import operator
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,24 +44,13 @@ from jax.interpreters import ad
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
 
 
-def _is_constant_dim(dimension: Any) -> bool:
-    try:
-        operator.index(dimension)
-    except Exception:  # a symbolic dimension refuses to be an index, with an error class of its own
-        return False
-    return True
-
-
 def restore_is_constant_dim() -> None:
-    """Give `jax.core` the `is_constant_dim` that Haliax's products call, removed in JAX 0.11.
-
-    Shapes hold plain integers unless `jax.export`'s symbolic dimensions are in use.
-    """
+    """Give `jax.core` the `is_constant_dim` that Haliax's products call, removed in JAX 0.11."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         present = hasattr(jax.core, "is_constant_dim")
-    if not present:
-        jax.core.is_constant_dim = _is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
+    if not present:  # a symbolic dimension of `jax.export` is no int
+        jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def as_residual(flags: Sequence[bool]) -> np.ndarray:

@@ -244,8 +244,6 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
             f"{spec!r} ({type(spec).__name__}). "
             "For a number of segments write ScanCheckpointPolicy(nested=k), of carries max_carries=k."
         )
-    if spec == "auto":
-        raise ValueError(_AUTO)
     if spec not in ALIASES:
         valid = ", ".join(repr(alias) for alias in ALIASES)
         raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
@@ -304,14 +302,6 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
             raise TypeError(f"{field} is a list of checkpoint names; {name!r} is not a string.")
     return tuple(sorted(set(names)))
 
-
-_AUTO = """remat="auto" cannot be resolved here: what fits depends on the whole program and on the device. \
-Let the planner compile the step under several policies:
-
-    found = memory.plan(step, stack, x, budget="72GiB", target="h100", layers=Layers.size)
-    Stacked.init(Layers, Block, remat=found.policy)
-
-where step(remat) returns the function to compile, with remat as the policy of its stack."""
 
 ALIASES: dict[bool | str, ScanCheckpointPolicy] = {
     True: ScanCheckpointPolicy(),

@@ -32,7 +32,8 @@ class Flops:
     too_high: tuple[str, ...] = ()
 
     def __add__(self, other: "Flops") -> "Flops":
-        too_low, too_high = _union(self.too_low, other.too_low), _union(self.too_high, other.too_high)
+        reasons = (self.too_low, other.too_low), (self.too_high, other.too_high)
+        too_low, too_high = (tuple(sorted({*own, *others})) for own, others in reasons)
         return Flops(*map(operator.add, self.counts, other.counts), too_low=too_low, too_high=too_high)
 
     def __mul__(self, times: Any) -> "Flops":
@@ -61,23 +62,14 @@ class Flops:
         return (*at_least, *(f"FLOP at most: {reason}" for reason in self.too_high))
 
 
-def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted({*some, *others})) if others else some
-
-
 def leaf_cost(eqn: Any) -> Flops:
-    """Return the cost of an equation that holds no jaxpr.
-
-    An operation that is neither known nor elementwise is named in `too_low`.
-    """
+    """Return the cost of an equation that holds no jaxpr; one with products of its own is in `too_low`."""
     name = eqn.primitive.name
     if name == "device_put":
         return _transfers(eqn)
     if name in _MATMULS:
         return Flops(matmul=_MATMULS[name](eqn))
-    if name in _NO_PRODUCTS or name.startswith("scatter") or _is_elementwise(eqn):
-        return Flops()
-    return Flops(too_low=(f"the arithmetic of {name!r} is not counted",))
+    return Flops(too_low=(f"the arithmetic of {name!r} is not counted",)) if name in _NOT_COUNTED else Flops()
 
 
 def _transfers(eqn: Any) -> Flops:
@@ -90,19 +82,6 @@ def _transfers(eqn: Any) -> Flops:
 
 def _size(atom: Any) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    if len(eqn.outvars) != 1 or eqn.primitive.name in _OPAQUE:
-        return False
-    shape = getattr(eqn.outvars[0].aval, "shape", None)
-    return shape is not None and all(_broadcasts(getattr(v.aval, "shape", None), shape) for v in eqn.invars)
-
-
-def _broadcasts(shape: tuple[int, ...] | None, to: tuple[int, ...]) -> bool:
-    if shape is None or shape == () or shape == to:
-        return shape is not None
-    return len(shape) == len(to) and all(a in (1, b) for a, b in zip(shape, to, strict=True))
 
 
 def _dot_general(eqn: Any) -> int:
@@ -151,25 +130,8 @@ _MATMULS = {
     "dot_product_attention_bwd_wrapper": _attention(5),
 }
 
-_NO_PRODUCTS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce "
-    "top_k approx_top_k argmax argmin cumsum cumprod cummax cummin cumlogsumexp reduce_window_sum "
-    "reduce_window_max reduce_window_min sort "
-    "threefry2x32 threefry4x32 philox2x32 philox4x32 random_bits random_split random_fold_in rng_uniform "
-    "rng_bit_generator iota_2x32_shape clamp "
-    "reshape broadcast_in_dim broadcast_to broadcast stack unstack roll transpose squeeze expand_dims slice "
-    "dynamic_slice entry dynamic_update_slice gather concatenate pad rev copy copy_p convert_element_type "
-    "bitcast_convert_type iota stop_gradient optimization_barrier name select_n split tile "
-    "sharding_constraint mesh_cast reshard reduce_precision create_token layout_constraint empty empty2 "
-    "random_wrap random_unwrap random_seed random_clone axis_index program_id num_programs get swap "
-    "addupdate ref_get ref_set new_ref freeze free_ref masked_load masked_swap multiple_of pvary pcast "
-    "psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all "
-    "reduce_scatter pbroadcast after_all add_dependency pin unpin tie trace_value platform_index "
-    "debug_callback debug_print zeros_like accum_grad_in_ref".split()
-)
-
-# One output of the input's shape, but not elementwise.
-_OPAQUE = frozenset(
-    "cholesky eigh eig qr lu svd triangular_solve fft ffi_call custom_call pure_callback io_callback "
-    "tpu_custom_call tridiagonal_solve schur hessenberg householder_product".split()
+_NOT_COUNTED = frozenset(
+    "cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
+    "symmetric_product triangular_solve tridiagonal tridiagonal_solve custom_call tpu_custom_call ffi_call "
+    "pure_callback io_callback".split()
 )

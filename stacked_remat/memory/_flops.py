@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from .._activity import is_differentiable
+from .._activity import expansion, is_differentiable
 from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
 from ._costs import Flops, leaf_cost
@@ -207,14 +206,10 @@ def _expansion(eqn: Any, is_used: list[bool]) -> Any:
     primitive = eqn.params["_prim"]
 
     def expand(*operands: PyTree) -> PyTree:
-        results = primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands))
-        flat = primitive.out_tree.flatten_up_to(results)
+        flat = primitive.out_tree.flatten_up_to(primitive.expand(*operands))
         return [result if used else 0 for result, used in zip(flat, is_used, strict=True)]
 
-    with eqn.ctx.manager:  # its mesh, of which the axes of `jax.shard_map` are bound
-        mesh = jax.sharding.get_abstract_mesh()
-        axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
-        return jax.make_jaxpr(expand, axis_env=axes)(*primitive.in_avals_flat)
+    return expansion(eqn, expand)
 
 
 def _is_in(known: set[Any], atom: Any) -> bool:

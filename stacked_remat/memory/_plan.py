@@ -2,18 +2,15 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._schedule import whole_number
 from .._static import PyTree
-from ._arguments import arguments_on_host, host_memory_kind
+from ._arguments import arguments_on_host
 from ._call import TracedCall, trace_call
 from ._report import MemoryReport
 from ._search import Limits, Search, Trial, policy_name
@@ -132,7 +129,7 @@ def compare(
 
     Cost: one compilation a candidate.
     """
-    _check_policies("compare", fn_of_policy, candidates)
+    _check_policies(candidates)
     search = Search(functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, None))
     trials = [search.trial(policy, False) for policy in candidates]
     search.check()
@@ -211,7 +208,7 @@ def plan(
         whole_number("layers", layers, what, "Leave it out if not known.")
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
-    _check_policies("plan", fn_of_policy, candidates)
+    _check_policies(candidates)
     trace = functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, streamed)
     search = Search(trace, cache, show)
     chosen = search.least(candidates, limits, layers, streamed=False)
@@ -220,25 +217,15 @@ def plan(
     tried = Comparison(tuple(search.trials))
     if chosen is None:
         search.check()
-        leaves = jax.tree.leaves((args, kwargs))
-        on_host = streamed is not None or any(host_memory_kind(leaf) is not None for leaf in leaves)
-        raise BudgetError(_nothing_fits(tried, limits, on_host))
+        raise BudgetError(_nothing_fits(tried, limits))
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, tried, limits.device, chosen.streamed)
 
 
-def _check_policies(name: str, fn_of_policy: Any, candidates: Any) -> None:
-    """Refuse the function to compile in place of one that makes it, and a policy in place of several."""
+def _check_policies(candidates: Any) -> None:
+    """Refuse a policy in place of several."""
     if not isinstance(candidates, Sequence) or isinstance(candidates, str):
         raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
-    try:
-        inspect.signature(fn_of_policy).bind(None)
-    except TypeError:
-        got = getattr(fn_of_policy, "__name__", type(fn_of_policy).__name__)
-        raise TypeError(
-            f"{name} takes a function that makes the function to compile from a policy, and {got} is none. "
-            "Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
-        ) from None
 
 
 def _traced(
@@ -288,23 +275,16 @@ def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
     return dict(zip(_COLUMNS, (*(f"{size / unit:.2f}" for size in sizes), *others), strict=True))
 
 
-def _nothing_fits(tried: Comparison, limits: Limits, on_host: bool) -> str:
+def _nothing_fits(tried: Comparison, limits: Limits) -> str:
+    """What was tried, and the smallest of it that the host's budget allows, if there is one."""
     found = [(trial.name, trial.report) for trial in tried.trials if trial.report is not None]
-    what = f"{readable_bytes(limits.device)} a device"
-    if limits.host is not None:
-        what += f" and {readable_bytes(limits.host)} on the host"
+    what = limits.text(limits.device, limits.host)
     if not found:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
     within = [pair for pair in found if limits.holds_on_host(pair[1])]
     name, needs = min(within or found, key=lambda pair: pair[1].total)
-    if needs.arguments > limits.device:
-        what += f": the arguments alone take {readable_bytes(needs.arguments)} under every policy"
-    takes, which = f"{readable_bytes(needs.total)} a device", ""
-    if limits.host is not None:
-        takes += f" and {readable_bytes(needs.host.total)} on the host"
-        which = " within the host's budget" if within else ""
-    closest = f"{name} takes" if len(found) == 1 else f"The smallest found{which} is {name} with"
-    remedies = "Shorten the context, shard over more devices, freeze weights"
-    remedies += "" if on_host else ", keep weights on the host"
-    remedies += ", or allow the host more memory" if limits.host is not None else ""
-    return f"no candidate fits {what}. {closest} {takes}. {remedies}.\n{tried}"
+    return (
+        f"no candidate fits {what}. The smallest found is {name} with "
+        f"{limits.text(needs.total, needs.host.total)}, {readable_bytes(needs.arguments)} of it arguments. "
+        f"Shorten the context, shard over more devices, freeze weights or keep them on the host.\n{tried}"
+    )

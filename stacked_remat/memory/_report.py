@@ -47,11 +47,6 @@ class TimeBound:
         return TimeBound(flops.matmul / devices / target.flops, moved / devices / target.link)
 
     @property
-    def seconds(self) -> float:
-        """Whichever takes longer."""
-        return max(self.compute, self.transfer)
-
-    @property
     def hidden(self) -> bool:
         """Whether compute takes as long as the transfers, or longer."""
         return self.transfer <= self.compute

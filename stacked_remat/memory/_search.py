@@ -12,6 +12,7 @@ from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._call import TracedCall
 from ._compiled_sizes import DoesNotFit
 from ._report import MemoryReport
+from ._table import readable_bytes
 
 _NEVER = (float("inf"), float("inf"))
 _Trace: TypeAlias = Callable[[ScanCheckpointSpec, bool], TracedCall]  # with weights on the host or not
@@ -63,6 +64,11 @@ class Limits:
         """Whether a policy fits."""
         found = trial.report
         return found is not None and found.total <= self.device and self.holds_on_host(found)
+
+    def text(self, device: int, host: int | None) -> str:
+        """Bytes on a device, and on the host where that has a limit."""
+        on_host = "" if self.host is None or host is None else f" and {readable_bytes(host)} on the host"
+        return f"{readable_bytes(device)} a device{on_host}"
 
     def holds_on_host(self, found: MemoryReport) -> bool:
         return self.host is None or found.host.total <= self.host

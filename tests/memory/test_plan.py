@@ -198,7 +198,7 @@ def test_no_candidate_fits(comparison):
     message = str(caught.value)
     assert "no candidate fits" in message
     assert "The smallest found is True" in message
-    with pytest.raises(BudgetError, match=r"arguments alone take .*\. False takes "):
+    with pytest.raises(BudgetError, match="B of it arguments"):
         plan(Counting(), *blocks_and_input(), budget=1, candidates=[False, True])
     assert "\nFalse " in message and "\nTrue " in message
 
@@ -249,12 +249,6 @@ def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compile
 
 @pytest.mark.parametrize("search", [compare, functools.partial(plan, budget="1GiB")])
 def test_what_makes_no_function_of_a_policy_and_a_policy_in_place_of_a_list(search):
-    def step(blocks, x):
-        return blocks.fold(x)
-
-    for wrong in (step, jax.jit(step)):
-        with pytest.raises(TypeError, match="makes the function to compile from a policy.* is none. Write"):
-            search(wrong, *blocks_and_input(), candidates=[True])
     with pytest.raises(TypeError, match="of the policy True it returned bool.* Write"):
         search(lambda remat: remat, *blocks_and_input(), candidates=[True])
     with pytest.raises(TypeError, match=r"is one policy. Write a list: \['nested'\]"):
@@ -313,7 +307,7 @@ def test_fewer_carries_where_the_host_is_too_small(offloading_costs_the_host):
     found = plan(Counting(), *blocks_and_input(), budget=budget, host_budget=99)
     assert resolve_policy(found.policy).max_carries is not None and found.report.total <= budget
     assert resolve_policy(plan(Counting(), *blocks_and_input(), budget=budget).policy).offloads
-    with pytest.raises(BudgetError, match=r"found within the host's budget is max_carries=2 with"):
+    with pytest.raises(BudgetError, match="The smallest found is max_carries=2 with .* and 0 B on the host"):
         plan(Counting(), *blocks_and_input(), budget=budget - 1, host_budget=99)
 
 
@@ -355,9 +349,8 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
     assert "'nested', streamed fits" in str(found)
     fits = plan(Counting(), *blocks_and_input(), budget=budget + 1, streamed=streamed, **options)
     assert not fits.streamed and len(fits.tried.trials) == 1
-    with pytest.raises(BudgetError, match="The smallest found is .*, streamed with") as caught:
+    with pytest.raises(BudgetError, match="The smallest found is .*, streamed with"):
         plan(Counting(), *blocks_and_input(), budget=1, streamed=streamed, **options)
-    assert "keep weights on the host" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

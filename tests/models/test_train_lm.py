@@ -113,7 +113,7 @@ def test_auto_is_resolved_before_the_first_step(workplace, capsys):
     assert shown.index("False fits 1.00 GiB") < shown.index("held-out loss after 0 steps")
     assert train(workplace, *auto, "--budget", "1KiB", run="other") == 1
     shown = capsys.readouterr().out
-    assert "error: no candidate fits 1.00 KiB" in shown and "False takes" in shown
+    assert "error: no candidate fits 1.00 KiB" in shown and "smallest found is False with" in shown
     assert not (workplace / "other").exists()
 
 

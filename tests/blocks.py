@@ -44,11 +44,18 @@ def policies(*names: str) -> dict[str, Any]:
     return {name: POLICIES[name] for name in names}
 
 
-def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6, name: str = "") -> None:
+def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6, name: Any = "") -> None:
     """Trees of the same types and close numbers."""
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype, name
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=name)
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(name))
+
+
+def assert_close_to_scale(found: Any, expected: Any, tolerance: float = 2e-5, name: Any = "") -> None:
+    """Trees of the same types, and of numbers that are close beside the largest of their array."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.shape == other.shape, name
+        assert_close(one, other, 0, tolerance * max(1.0, float(np.abs(other).max(initial=0))), name)
 
 
 def is_by_name(spec: Any) -> bool:

@@ -1,5 +1,6 @@
 """`shared`, also on the host, `per_layer`, single random keys, and errors that say how to share or split."""
 
+import functools
 import warnings
 
 import equinox as eqx
@@ -105,25 +106,15 @@ class TestMarks:
             step = lambda block, x, weight, scale: jnp.tanh(weight @ x) * scale  # noqa: E731
             return jnp.sum(stack.fold_via(step, remat="nested")(jnp.ones(4), weights, scales))
 
-        def expected(weight, scales):
-            x = jnp.ones(4)
-            for scale in scales:
-                x = jnp.tanh(weight @ x) * scale
-            return jnp.sum(x)
+        def derivatives(loss, weights, scales, batch):
+            return jax.grad(loss, (0, 1))(weights, scales), jax.vmap(loss, (0, None))(batch, scales)
 
         square, scales = 0.03 * self.square, jnp.linspace(0.5, 1.0, 4)
-        pairs = jnp.stack([square, -square])
-
-        @jax.jit
-        def run(marked, weights, batch):
-            found = jax.grad(loss, (0, 1))(*marked), jax.vmap(loss, (0, None))(batch, marked[1])
-            wanted = jax.grad(expected, (0, 1))(*weights), jax.vmap(expected, (0, None))(pairs, scales)
-            return jax.tree.leaves(found), jax.tree.leaves(wanted)
-
-        for got, want in zip(
-            *run((shared(square), per_layer(scales)), (square, scales), shared(pairs)), strict=True
-        ):
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+        pairs, run = jnp.stack([square, -square]), functools.partial(derivatives, loss)
+        found = jax.jit(run)(shared(square), per_layer(scales), shared(pairs))
+        marked_inside = lambda weights, scales: loss(shared(weights), per_layer(scales))  # noqa: E731
+        expected = jax.jit(functools.partial(derivatives, marked_inside))(square, scales, pairs)
+        assert_close(found, expected)
 
     @pytest.mark.parametrize(
         "x, message",

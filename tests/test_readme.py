@@ -1,9 +1,13 @@
-"""The Python on the README's and the documentation's pages runs, and their tables and charts are true."""
+"""The Python and the commands on the documentation's pages run, and their tables and charts are true."""
 
+import importlib.util
 import inspect
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW_PAGES = ("porting", "port-a-loop", "nnx", "extending", "fused-updates", "ops", "ghost", "long-loops")
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(BLOCK.pattern.replace("python", "bash"), BLOCK.flags)
 POLICY_TABLE = re.compile(
     r"^\| `remat=` \| kept for the backward pass \| FLOPs \|\n((?:\|.*\|\n)+)", re.MULTILINE
 )
@@ -126,3 +131,45 @@ def _drawn(figure: Any) -> list[str]:
 def test_charts_are_drawn_from_the_results_and_schedules():
     for path, figure in charts():
         assert _words(path.read_text(encoding="utf-8")) == _drawn(figure), "make figures draws it again"
+
+
+def _printed(block, folder):
+    """What a block of commands prints; every command has to succeed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags, "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block}\nsays:\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(package) for package in ("torch", "transformers")),
+    reason="the page loads the exported model with transformers",
+)
+def test_the_commands_of_train_your_model_run_one_after_the_other(tmp_path):
+    shown, page = {}, ROOT / "docs" / "train-your-model.md"
+    for block in COMMANDS.findall(page.read_text(encoding="utf-8")):
+        if not block.startswith("pip install"):
+            shown[block] = _printed(block, tmp_path)
+
+    def of(words):
+        (found,) = [text for block, text in shown.items() if words in block]
+        return found
+
+    assert "fits 1.00 GiB" in of("models.plan_lm")
+    assert "stopped by SIGTERM" in of("kill -TERM") and "stopped with exit status 75" in of("kill -TERM")
+    assert "resuming after step" in shown["python -m models.train_lm --config_path my-model.yaml\n"]
+    result = json.loads((tmp_path / "runs" / "mine" / "result.json").read_text())
+    assert result["held_out_after"]["held_out"] < result["held_out_before"]["held_out"] - 1
+    assert len(of("models.generate")) > len("The statement")
+    exported = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= exported

@@ -187,10 +187,14 @@ def test_a_number_as_carry_takes_the_dtype_of_the_data(remat):
     assert total.dtype == jnp.bfloat16 and float(total) == 10.0
 
 
-def test_outputs_may_be_any_tree_of_arrays(data):
-    _, outputs = scan(lambda c, x: (c, {"x": x, "n": 1.5, "none": None, "raw": x.array}), Width)(0.0, data)
+@pytest.mark.parametrize("remat", [True, "nested"])
+def test_outputs_may_be_any_tree(data, remat):
+    def step(carry, x):
+        return carry, {"x": x, "n": 1.5, "none": None, "raw": x.array, "kind": "x"}
+
+    _, outputs = scan(step, Width, remat=remat)(0.0, data)
     assert outputs["x"].axes == (Width, Time, Depth) and outputs["raw"].shape == (3, 5, 2)
-    assert outputs["n"].shape == (3,) and outputs["none"] is None
+    assert outputs["n"].shape == (3,) and outputs["none"] is None and outputs["kind"] == "x"
 
 
 @pytest.mark.parametrize("unroll, layers", [(1, 1), (2, 2), (5, 5), (9, 9), (True, 5), (False, 1)])
@@ -270,8 +274,3 @@ class TestErrors:
         policies = (True, "nested", "offload", "recompute", False, "save_all")
         found = jax.jit(lambda x: [derivatives(x, remat) for remat in policies])(jnp.ones(2))
         np.testing.assert_allclose(found, np.full((6, 3), 120.0))
-
-    @pytest.mark.parametrize("remat", [True, "nested"])
-    def test_what_is_no_array_in_an_output_is_returned_as_it_is(self, data, remat):
-        _, output = scan(lambda carry, x: (carry, {"kind": "x", "x": x}), Time, remat=remat)(0.0, data)
-        assert output["kind"] == "x" and output["x"].axes == data.axes

@@ -232,19 +232,6 @@ def types_that_checkers_know():
 
 
 class TestBlockSeq:
-    def test_layers_may_differ(self):
-        class Shift(eqx.Module):
-            by: float
-
-            def __call__(self, x, scale=1.0):
-                return x + self.by * scale
-
-        sequence = BlockSeq([PlainBlock(3, key=jax.random.key(0)), Shift(2.0)], hax.Axis("layers", 2))
-        x = jnp.ones(3)
-        np.testing.assert_allclose(sequence.fold(x), sequence.blocks[0](x) + 2.0, rtol=1e-6)
-        gradient = eqx.filter_grad(lambda s: jnp.sum(s.fold(x, remat="nested")))(sequence)
-        assert gradient.blocks[0].weight.shape == (3, 3)
-
     def test_a_layer_that_is_not_checkpointed_may_decide_by_an_array_of_numpy(self):
         class Gated(eqx.Module):
             weight: jax.Array

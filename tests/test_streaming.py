@@ -21,7 +21,7 @@ from stacked_remat import (
     unsliced,
 )
 
-from .blocks import assert_close, derivatives, quick_jit
+from .blocks import assert_close, assert_close_to_scale, derivatives, quick_jit
 
 LAYERS, WIDTH = 12, 8
 Layers = hax.Axis("layers", LAYERS)
@@ -109,10 +109,8 @@ def test_values_and_gradients_are_those_of_layers_on_the_device():
     expected, found = traced.lower().compile()(*args)
     for name, (_, reverse) in CASES.items():
         wanted = expected[reverse], expected[reverse][0]
-        for leaf, other in zip(*map(jax.tree.leaves, (found[name], wanted)), strict=True):
-            # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.
-            limit = 1e-6 * max(1, np.abs(other).max())
-            np.testing.assert_allclose(leaf, other, rtol=0, atol=limit, err_msg=name)
+        # Beside other code XLA may fuse, and so round, otherwise: to the scale of the array.
+        assert_close_to_scale(found[name], wanted, 1e-6, name)
         of_block = found[name][0][1][0].stacked
         assert on_host((of_block.weight, of_block.bias, of_block.unused)) == [True, True, True]
         assert on_host((of_block.scale, of_block.table)) == [False, False]

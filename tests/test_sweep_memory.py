@@ -1,23 +1,39 @@
 """What the sweep keeps and computes, and that frozen parts cost nothing."""
 
-import functools
-
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from stacked_remat._remat import EVERYTHING
-from stacked_remat._schedule import Schedule, equal, shrinking
+from stacked_remat import ScanCheckpointPolicy, scan
 
 from .jaxprs import count, equations, inner_equations
-from .sweep_cases import (
-    ROWS,
-    WIDTH,
-    mlp_gradients,
-    nested,
-    sweep,
-)
+
+WIDTH, ROWS = 4, 3
+
+
+def nested(length: int, **settings):
+    """`lax.scan` as a nested sweep of this many layers."""
+    remat = ScanCheckpointPolicy(**{"nested": True, **settings})
+    return lambda body, init, xs: scan(body, hax.Axis("layers", length), remat=remat)(init, xs)
+
+
+def mlp(carry, x):
+    up, down = x
+    # The derivative of tanh uses its unnamed result, so naming that would not save its recomputation.
+    return carry + jnp.tanh(checkpoint_name(carry @ up, "h")) @ down, None
+
+
+def mlp_gradients(run, length: int, trained: tuple[int, ...] = (0, 1, 2)):
+    """Jaxpr of gradients with respect to (up, down, input)."""
+
+    def value(up, down, x):
+        return jnp.sum(run(mlp, x, (up, down))[0] ** 2)
+
+    shapes = [(length, WIDTH, 6), (length, 6, WIDTH), (ROWS, WIDTH)]
+    return jax.make_jaxpr(jax.grad(value, trained))(*(jnp.ones(shape) for shape in shapes))
 
 
 def shapes_made(jaxpr) -> set[tuple[int, ...]]:
@@ -31,7 +47,7 @@ def shapes_made(jaxpr) -> set[tuple[int, ...]]:
 
 
 def test_no_segment_of_weights_or_gradients_is_copied():
-    jaxpr, _ = mlp_gradients(nested(48), 48)
+    jaxpr = mlp_gradients(nested(48), 48)
     stacks = {shape[0] for shape in shapes_made(jaxpr.jaxpr) if shape[1:] in ((WIDTH, 6), (6, WIDTH))}
     assert stacks <= {1, 48}
 
@@ -39,13 +55,7 @@ def test_no_segment_of_weights_or_gradients_is_copied():
 @pytest.mark.parametrize("first_layers", [0, 5])
 def test_gradients_are_written_in_place(first_layers: int):
     """Inside the loops, only writes to one layer make a whole stack; other operations pass it through."""
-    run = functools.partial(
-        sweep,
-        length=48,
-        schedule=shrinking(48 - first_layers),
-        first_layers=first_layers,
-    )
-    jaxpr, _ = mlp_gradients(run, 48)
+    jaxpr = mlp_gradients(nested(48, first_layers=first_layers), 48)
     whole = {(48, WIDTH, 6), (48, 6, WIDTH)}
     loops = [equation for equation in equations(jaxpr.jaxpr) if equation.primitive.name in ("while", "scan")]
     makers = {
@@ -66,19 +76,19 @@ def test_examples_of_vmap_have_no_gradients_of_their_own():
         inner = jax.vmap(one)  # with rates of each example: less than the weights that all share
         return jax.vmap(inner, (0, None))(jnp.broadcast_to(x, (11, 7, *x.shape)), jnp.ones((7, 12)))
 
-    jaxpr, _ = mlp_gradients(each, 12)
+    jaxpr = mlp_gradients(each, 12)
     assert {(12, WIDTH, 6), (12, 6, WIDTH)} <= (made := shapes_made(jaxpr.jaxpr))
     assert not [shape for shape in made if {7, 11} & {*shape} and {12, 6, WIDTH} <= {*shape}]
 
 
 def test_frozen_stacks_and_parts_of_them_cost_nothing():
-    trained, frozen, one = (mlp_gradients(nested(12), 12, which)[0] for which in ((0, 1, 2), (2,), (1,)))
+    trained, frozen, one = (mlp_gradients(nested(12), 12, which) for which in ((0, 1, 2), (2,), (1,)))
     up, down = (12, WIDTH, 6), (12, 6, WIDTH)
     for jaxpr, expected in ((trained, {up, down}), (frozen, set()), (one, {down})):
         assert {up, down} & shapes_made(jaxpr.jaxpr) == expected
     assert count(trained.jaxpr, "dot_general") - count(frozen.jaxpr, "dot_general") == 2
-    run = functools.partial(sweep, length=12, schedule=shrinking(7), first_layers=5)
-    frozen, trained = (count(mlp_gradients(run, 12, which)[0], "dot_general") for which in ((2,), (0, 1, 2)))
+    run = nested(12, first_layers=5)
+    frozen, trained = (count(mlp_gradients(run, 12, which), "dot_general") for which in ((2,), (0, 1, 2)))
     assert trained - frozen == 4  # two products in the body of each of the two loops that visit
 
 
@@ -88,7 +98,7 @@ def test_a_carry_that_nothing_perturbs_has_no_cotangent():
         return (jnp.tanh(h @ x) * jnp.exp(mask), mask), None
 
     def value(mask, w, h):
-        return jnp.sum(sweep(body, (h, mask), w, length=6, schedule=shrinking(6))[0][0])
+        return jnp.sum(nested(6)(body, (h, mask), w)[0][0])
 
     args = (jnp.ones((ROWS, WIDTH)), jnp.ones((6, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
     both, one = (jax.make_jaxpr(jax.grad(value, which))(*args).jaxpr for which in ((0, 1), (1,)))
@@ -96,7 +106,7 @@ def test_a_carry_that_nothing_perturbs_has_no_cotangent():
 
 
 def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
-    def evaluations(first_layers: int, schedule: Schedule) -> int:
+    def evaluations(**settings) -> int:
         calls = []
 
         def body(c, w):
@@ -104,22 +114,17 @@ def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
             zero = jax.pure_callback(lambda x: calls.append(1) or 0 * x, shape, lax.stop_gradient(c * w))
             return jnp.tanh(c * w + zero), None
 
-        def value(w):
-            return sweep(body, 0.5, w, length=7, schedule=schedule, first_layers=first_layers)[0]
-
-        jax.block_until_ready(jax.jit(jax.grad(value))(jnp.ones(7)))
+        gradient = jax.jit(jax.grad(lambda w: nested(7, **settings)(body, 0.5, w)[0]))
+        jax.block_until_ready(gradient(jnp.ones(7)))
         return len(calls)
 
     # Forward 7; then each of the last 4 once more at its visit, and what the schedule replays.
-    assert evaluations(3, equal(4, 4)) == 7 + 4
-    assert evaluations(3, shrinking(4)) == 7 + 4 + shrinking(4).replays
-    assert evaluations(0, equal(7, 7)) == 7 + 7
-
-
-# Internals saved for one segment at a time.
+    assert evaluations(first_layers=3, nested=4) == 7 + 4
+    assert evaluations(first_layers=3) == 7 + 4 + ScanCheckpointPolicy(nested=True).schedule(4).replays
+    assert evaluations(nested=7) == 7 + 7
 
 
 def test_weights_are_not_among_the_saved_residuals():
-    saving, _ = mlp_gradients(nested(12, kept=EVERYTHING), 12)
-    longest = max(shrinking(12).segments)
+    saving = mlp_gradients(nested(12, save_block_internals=True), 12)
+    longest = 5  # of segments
     assert {(longest, WIDTH, 6), (longest, 6, WIDTH)}.isdisjoint(shapes_made(saving.jaxpr))

@@ -16,9 +16,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import stacked_remat as sr
 from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, fold, fused_update, scan
 
-from .blocks import deep_cases
+from .blocks import assert_close_to_scale as assert_close, deep_cases, quick_jit as jit
 from .random_arrays import normal
-from .sweep_cases import WIDTH, assert_close, jit, mlp, nested
+from .test_sweep_memory import WIDTH, mlp, nested
 
 Layers = hax.Axis("layers", 3)
 POLICIES = [

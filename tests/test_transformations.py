@@ -14,7 +14,6 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -22,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 import stacked_remat as sr
 from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, scan, shared, unsliced
 
-from .blocks import policies, quick_jit
+from .blocks import assert_close_to_scale, policies, quick_jit
 
 LENGTH, WIDTH, EXAMPLES = 4, 2, 3
 Layers = hax.Axis("layers", LENGTH)
@@ -227,7 +226,4 @@ def test_every_order_of_transformations(name, cases):
             yield case.result(ours), case.result(functools.partial(reference, STACKS[case.stack]))
 
     for case, (found, expected) in zip(cases, quick_jit(lambda: list(results()))(), strict=True):
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert one.dtype == other.dtype and one.shape == other.shape, case
-            limit = 2e-5 * max(1.0, float(np.abs(other).max()))
-            assert np.abs(np.asarray(one) - np.asarray(other)).max() <= limit, case
+        assert_close_to_scale(found, expected, name=case)

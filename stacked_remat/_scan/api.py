@@ -75,6 +75,9 @@ def scan(
             carries.
         TypeError: for an axis that is none of these, for marks in the carry, and for an `until` that does not
             return one bool.
+
+    Cost: `f` once for each step, and in a gradient as often as the policy says, with what it keeps: see
+    `ScanCheckpointPolicy`. The program does not grow with the axis.
     """
     call = Call.of("scan", f, until)
     return _loops(Loop.of(call, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned))
@@ -120,6 +123,8 @@ def lax_scan(
     Raises:
         ValueError: there is neither an array in `xs` nor a `length`, or they disagree; and as `scan`.
         TypeError: `xs` has a named array, or `length` is no integer.
+
+    Cost: as `scan`.
     """
     if any(is_named(leaf) for leaf in jax.tree.leaves(xs, is_leaf=is_named)):
         raise TypeError(

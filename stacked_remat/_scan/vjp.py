@@ -55,6 +55,9 @@ def fold_vjp(
 
     Raises:
         ValueError: as `fold`; and for a policy that is not supported.
+
+    Cost: the forward pass keeps what the policy says. `sweep_back` replays as the policy says, and holds the
+    gradients of all layers only where it is given no visitor.
     """
     loop = Loop.of(Call.of("fold", f), axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
     return _vjp(loop)

@@ -40,6 +40,8 @@ def val_direction(
 
     Returns:
         A tree like the model, None where nothing is trained.
+
+    Cost: a forward and a backward pass, and the memory of a gradient.
     """
     task = Task.of(model, per_example_loss, val_batch, Objective(reduction, tokens), trainable)
     return jax.grad(task.loss)(task.params)

@@ -137,6 +137,8 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
     Raises:
         ValueError: a pattern matches no linear (names the nearest paths), or a linear has an adapter already
             or maps scalars.
+
+    Memory: `rank * (In + Out)` numbers of `dtype` for each linear and layer.
     """
     paths = list(find_modules(model, _LINEARS))
     for target in config.targets:

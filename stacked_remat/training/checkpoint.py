@@ -188,6 +188,8 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
 
     Raises:
         CheckpointMismatchError: arrays differ in name, shape or dtype. Or what `checkpoint_run` raises.
+
+    Cost: reads and digests the arrays of `like` alone, onto the devices of their shardings.
     """
     run, path, prefix = checkpoint_run(folder, step=step), _existing(folder, step), f"{part}." if part else ""
     saved = {

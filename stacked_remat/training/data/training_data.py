@@ -53,6 +53,9 @@ def open_training_data(
 
     Raises:
         DataError: a path matches no file, a record can't be read, or there is too little text.
+
+    Cost: each file is tokenized once, into `config.cache_dir`, and read from there; with `packing: whole` a
+    table of all documents is in memory.
     """
     packed: dict[str, tuple[PackedDocuments, ...]] = {}
     for name, halves in _split(_tokenized(config, tokenizer, progress), config.held_out_fraction).items():

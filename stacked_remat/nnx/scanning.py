@@ -184,7 +184,7 @@ def _called(f: Callable[..., Any], args: tuple[PyTree, ...], names: list[str]) -
     except (AttributeError, TypeError) as error:
         for name, arg in zip(names, args, strict=True):
             if isinstance(arg, list | tuple | nnx.List) and any(isinstance(part, nnx.Module) for part in arg):
-                error.add_note(f"{name} is a list of modules. To scan over them write stack({name}).")
+                error.add_note(f"{name} is a list of modules. To scan over them stack their nnx.state.")
         raise
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,20 +18,17 @@ from .._sweep.primitive import Rule, Sweep, sweep_of
 from .._sweep.rules import Linear
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
-from ._layerwise import MIXED, layers_of
 from ._traced import trace, type_of
 from ._weights import (
     Along,
-    Call,
-    Result,
     UnsupportedLeafError,
     Value,
-    Weight,
     bind,
+    by_layer,
     deposit,
-    deposited,
-    directions_of,
     equation_without_rules,
+    is_real,
+    of_weights,
     settled,
     tangents_of,
     with_derivatives_of,
@@ -69,14 +66,15 @@ class Interpreter:
     def _step(self, equation: Any, operands: list[Value]) -> list[Value]:
         name, rule = equation.primitive.name, self.notes.rule_of(equation)
         depends = any(value.depends for value in operands)
-        if all(value.node is None for value in operands):
-            return [Value(array, None, depends) for array in bind(equation, _arrays(operands))]
-        if name in CALLS and rule is None:
+        if not any(value.alongs for value in operands):
+            return [Value(array, (), depends) for array in bind(equation, _arrays(operands))]
+        if rule is None and (name in CALLS or name in CHECKPOINTS and not depends):
             inner = program_of(equation)
             return self.evaluate(getattr(inner, "jaxpr", inner), operands, getattr(inner, "consts", ()))
         if not depends:
-            return self._of_weights(equation, operands)
-        return [Value(array, None, True) for array in self._met(equation, rule, operands)]
+            self._check_derivative(equation, operands)
+            return of_weights(equation, operands)
+        return [Value(array, (), True) for array in self._met(equation, rule, operands)]
 
     def _met(self, equation: Any, rule: Any, operands: list[Value]) -> Sequence[Any]:
         """The results of an equation on weights and data, with deposits."""
@@ -93,33 +91,27 @@ class Interpreter:
                 return self._by_reference(rule_of_sweep, equation, operands)
             case Linear():
                 return self.arrays(expansion(equation), operands)
-        alongs = _alongs_of(operands)
-        of_one_layer = all(along.layers is None for along in alongs)
+        of_one_layer = all(along.layers is None for along in _alongs_of(operands))
         if isinstance(rule, ExpertsCall) and of_one_layer:
             return [self._experts(rule, operands)]
-        is_head = [value.node is not None for value in operands[:3]] == [False, True, False]
-        if isinstance(rule, CrossEntropyCall) and is_head and of_one_layer and len(alongs) == 1:
-            return _cross_entropy(rule, operands)
+        if isinstance(rule, CrossEntropyCall) and of_one_layer:
+            if [len(value.alongs) for value in operands[:3]] == [0, 1, 0]:
+                return _cross_entropy(rule, operands)
         self._check_derivative(equation, operands)
-        differentiable = equation if rule is None else equation_without_rules(equation)
-        call = Call(differentiable, tuple(value.operand for value in operands))
-        arrays = bind(equation, _arrays(operands))
-        real = [at for at, array in enumerate(arrays) if _is_real(array)]
-        met = deposited([arrays[at] for at in real], [Result(call, at) for at in real])
-        for at, array in zip(real, met, strict=True):
-            arrays[at] = array
-        return arrays
+        return self._deposited(equation if rule is None else equation_without_rules(equation), operands)
 
-    def _of_weights(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """The results of an equation on weights and on values that are the same for all examples."""
-        self._check_derivative(equation, operands)
-        arrays = bind(equation, _arrays(operands))
-        if layers := _taken_layers(equation, operands[0], arrays):
-            return [Value(array, leaf) for array, leaf in zip(arrays, layers, strict=True)]
-        call = Call(equation, tuple(value.operand for value in operands))
-        return [
-            Value(array, Result(call, at) if _is_real(array) else None) for at, array in enumerate(arrays)
-        ]
+    def _deposited(self, equation: Any, operands: list[Value]) -> list[Any]:
+        """The results of an equation that has derivatives, with deposits for each operand's weights."""
+        given = _arrays(operands)
+        arrays = bind(equation, given)
+        real = [*map(is_real, arrays)]
+        met = pick(arrays, real)
+        for at, value in enumerate(operands):
+            for along in value.alongs:
+                met = deposit(
+                    met, along, lambda own, at=at: pick(tangents_of(equation, given, {at: own}), real)
+                )
+        return merge(arrays, met, real)
 
     def _check_derivative(self, equation: Any, operands: list[Value]) -> None:
         if self.notes.rule_of(equation) is not None:
@@ -140,10 +132,10 @@ class Interpreter:
     def _recomputed(self, program: Any, operands: list[Value], **options: Any) -> list[Any]:
         def run(arrays: list[Any]) -> list[Any]:
             left = iter(arrays)
-            given = [value if value.node else value.of(next(left)) for value in operands]
+            given = [value if value.alongs else Value(next(left), (), value.depends) for value in operands]
             return self.arrays(program, given)
 
-        return jax.checkpoint(run, **options)([value.array for value in operands if not value.node])
+        return jax.checkpoint(run, **options)([value.array for value in operands if not value.alongs])
 
     def _by_reference(self, rule: Rule, equation: Any, operands: list[Value]) -> list[Any]:
         """A half of the gradient of a sweep, with deposits in the plain scan that reverse mode takes for it.
@@ -157,34 +149,33 @@ class Interpreter:
 
     def _divided(self, equation: Any, operands: list[Value]) -> list[Any]:
         """A `jax.shard_map` with deposits in what each device computes."""
-        part, params = _Part(operands, [*map(_shared, operands)]), equation.params
-        pairs = zip(params["in_specs"], part.alongs, strict=True)
-        extra = [spec for own, alongs in pairs for _ in alongs for spec in (own, PartitionSpec())]
+        params = equation.params
+        pairs = zip(params["in_specs"], operands, strict=True)
+        extra = [spec for own, value in pairs for _ in value.alongs for spec in (own, PartitionSpec())]
         run = jax.shard_map(
-            lambda arrays, extra: self.arrays(params["jaxpr"], part.inside(arrays, extra)),
+            lambda arrays, extra: self.arrays(params["jaxpr"], _inside(operands, arrays, extra)),
             in_specs=(list(params["in_specs"]), extra),
             out_specs=list(params["out_specs"]),
             mesh=params["mesh"],
             axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
         )
-        return list(run(_arrays(operands), part.extra))
+        return list(run(_arrays(operands), _extra(operands)))
 
     def _scanned(self, equation: Any, operands: list[Value]) -> list[Any]:
         """A `jax.lax.scan` with deposits in its body."""
         params = equation.params
         consts, carried = _unstacked_of_scan(equation)
-        shared = _Part(operands[:consts], [*map(_shared, operands[:consts])])
-        xs = _Part(operands[carried:], [*map(_by_layer, operands[carried:])])
+        shared, xs = operands[:consts], [*map(_in_rows, operands[carried:])]
 
         def body(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-            given = [*shared.inside(_arrays(shared.values), shared.extra), *_data(carry), *xs.inside(*x)]
+            given = [*shared, *_data(carry), *_inside(xs, *x)]
             found = self.arrays(params["jaxpr"], given)
             return found[: len(carry)], found[len(carry) :]
 
         options = {name: params[name] for name in ("reverse", "unroll", "length")}
         init = [*map(settled, operands[consts:carried])]
-        carry, ys = lax.scan(body, init, (_arrays(xs.values), xs.extra), **options)
+        carry, ys = lax.scan(body, init, (_arrays(xs), _extra(xs)), **options)
         return [*carry, *ys]
 
     def _swept(self, sweep: Sweep, operands: list[Value]) -> list[Any]:
@@ -194,14 +185,12 @@ class Interpreter:
         every_shared = _arrays(shared)
         kinds, stacks, unsliced = [], [], []
         for kind in spec.kinds:
-            own = _Part(xs[kind.xs], [*map(_by_layer, xs[kind.xs])])
-            of_kind = kind.pick_shared(shared)
-            common = _Part(of_kind, [*map(_shared, of_kind)])
-            places = range(len(every_shared), len(every_shared) + len(common.extra))
-            every_shared += common.extra
+            own, common = [*map(_in_rows, xs[kind.xs])], kind.pick_shared(shared)
+            places = range(len(every_shared), len(every_shared) + len(_extra(common)))
+            every_shared += _extra(common)
             first = len(stacks)
-            stacks += [*_arrays(own.values), *own.extra]
-            unsliced += [*spec.unsliced[kind.xs], *[False] * len(own.extra)]
+            stacks += [*_arrays(own), *_extra(own)]
+            unsliced += [*spec.unsliced[kind.xs], *[False] * len(_extra(own))]
             given = {"shared": (*kind.shared, *places), "xs": slice(first, len(stacks))}
             layer = self._layer_of(kind, common, own)
             kinds.append(dataclasses.replace(kind, **given).with_layer(layer, every_shared))
@@ -209,17 +198,17 @@ class Interpreter:
         carry, ys = sweep_of(spec, [*map(settled, init)], stacks, every_shared)
         return [*carry, *ys]
 
-    def _layer_of(self, kind: Any, common: "_Part", own: "_Part") -> Any:
+    def _layer_of(self, kind: Any, common: list[Value], own: list[Value]) -> Any:
         """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra) -> (carry, y)`."""
         types = [var.aval for var in kind.jaxpr.invars]
-        ends = len(common.values), len(common.values) + kind.carries
+        ends = len(common), len(common) + kind.carries
 
         def layer(shared: Any, more: Any, carry: Any, x: Any, extra: Any) -> list[Any]:
-            given = [*common.inside(shared, more), *_data(carry), *own.inside(x, extra)]
+            given = [*_inside(common, shared, more), *_data(carry), *_inside(own, x, extra)]
             return self.arrays(kind.jaxpr, given)
 
-        more = [jax.typeof(array) for array in common.extra]
-        extra = [type_of(array, array.shape[1:]) for array in own.extra]
+        more = [jax.typeof(array) for array in _extra(common)]
+        extra = [type_of(array, array.shape[1:]) for array in _extra(own)]
         given = types[: ends[0]], more, types[ends[0] : ends[1]], types[ends[1] :], extra
         return jax.make_jaxpr(layer)(*given)
 
@@ -230,9 +219,9 @@ class Interpreter:
         and expert, which adds to that of its example.
         """
         x, choices, gates = map(settled, operands[:3])
-        part = _Part(operands[3:], [*map(_shared, operands[3:])])
-        count, every = len(part.values), [*itertools.chain(*part.alongs)]
-        probes = [jnp.broadcast_to(along.probe, choices.shape) for along in every]
+        weights, alongs = operands[3:], _alongs_of(operands[3:])
+        count = len(weights)
+        probes = [jnp.broadcast_to(along.probe, choices.shape) for along in alongs]
 
         def expert(arrays: Sequence[Any], rows: Any, gates_and_probes: Any) -> Any:
             def apply(own: Sequence[Any], row: Any, gate: Any) -> Any:
@@ -243,13 +232,13 @@ class Interpreter:
                 with noting(notes):
                     traced = trace(apply, arrays[:count], row, gate)
                 extra = itertools.chain(*zip(arrays[count:], probes, strict=True))
-                given = [*part.inside(traced.inputs[:count], [*extra]), *_data(traced.inputs[count:])]
+                given = [*_inside(weights, traced.inputs[:count], extra), *_data(traced.inputs[count:])]
                 return Interpreter(notes).arrays(traced.closed, given)[0]
 
             return jax.vmap(one)(rows, *gates_and_probes)
 
         options = {"expert": expert, "saved": None, "rebuild": lambda arrays: arrays, "kernels": None}
-        arrays = [*_arrays(part.values), *(along.direction for along in every)]
+        arrays = [*_arrays(weights), *(along.direction for along in alongs)]
         return dataclasses.replace(call, **options).run(x, choices, (gates, probes), arrays)
 
 
@@ -265,7 +254,7 @@ def _unstacked_of_scan(equation: Any) -> tuple[int, int]:
 
 def _cross_entropy(call: CrossEntropyCall, operands: list[Value]) -> list[Any]:
     """The losses. Their derivative along the direction of the head is found from the same logits."""
-    (along,) = _shared(operands[1])
+    (along,) = operands[1].alongs
     losses, derivative = call.along(_arrays(operands), along.direction)
     return deposit([losses], along, lambda _: [derivative])
 
@@ -275,15 +264,11 @@ def _arrays(values: Sequence[Value]) -> list[Any]:
 
 
 def _alongs_of(values: Sequence[Value]) -> list[Along]:
-    return [along for _, along in directions_of([value.node for value in values if value.node])]
+    return [along for value in values for along in value.alongs]
 
 
 def _data(arrays: Sequence[Any]) -> list[Value]:
     return [Value(array, depends=True) for array in arrays]
-
-
-def _is_real(array: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
 
 
 def _names_in(equation: Any) -> set[str]:
@@ -291,80 +276,24 @@ def _names_in(equation: Any) -> set[str]:
     return {equation.primitive.name}.union(*(_names_in(eqn) for eqn in inner))
 
 
-def _handed_on(value: Value, fits: Callable[[int], bool]) -> list[Along]:
-    """The directions of a value, of its own shape; none for data.
+def _in_rows(value: Value) -> Value:
+    """A value that has a layer, or what a turn of a loop takes, in each row."""
+    alongs = []
+    for along in value.alongs:
+        for own in [along] if along.layers in (None, 0) else [group[0] for group in by_layer({0: along})]:
+            alongs.append(Along(own.path, own.direction, jnp.broadcast_to(own.probe, (len(value.array),))))
+    return Value(value.array, tuple(alongs), value.depends)
 
-    A direction of layers that are in no dimension that fits is one for each of its layers instead.
-    """
 
-    def own(along: Along, layers: int | None) -> Along:
-        (tangent,) = tangents_of([value.node], weight, along.direction)
-        return dataclasses.replace(along, direction=lax.stop_gradient(tangent), layers=layers)
+def _extra(values: Sequence[Value]) -> list[Any]:
+    """Directions and probes, which a layer takes behind its inputs."""
+    return [array for along in _alongs_of(values) for array in (along.direction, along.probe)]
 
-    found: list[Along] = []
-    for weight, along in directions_of([value.node] if value.node else []):
-        layers = layers_of(value.node, weight, along.layers)
-        is_one = layers is None or fits(layers)
-        found += [own(along, layers)] if is_one else [own(layer, None) for layer in along.split()]
+
+def _inside(values: Sequence[Value], arrays: Sequence[Any], extra: Iterable[Any]) -> list[Value]:
+    """The values in a layer, from its inputs and its directions and probes."""
+    left, found = iter(extra), []
+    for value, array in zip(values, arrays, strict=True):
+        own = [dataclasses.replace(along, direction=next(left), probe=next(left)) for along in value.alongs]
+        found.append(Value(array, tuple(own), value.depends))
     return found
-
-
-def _by_layer(value: Value) -> list[Along]:
-    """The directions of a value that has a layer, or what a turn of a loop takes, in each row."""
-    length = len(value.array)
-    found = _handed_on(value, lambda layers: layers == 0)
-    rows = [jnp.broadcast_to(along.probe, (length,)) for along in found]
-    return [
-        dataclasses.replace(along, probe=row, layers=None) for along, row in zip(found, rows, strict=True)
-    ]
-
-
-def _shared(value: Value) -> list[Along]:
-    """The directions of a value that every layer of a stack, or turn of a loop, takes whole."""
-    return _handed_on(value, lambda layers: layers != MIXED)
-
-
-def _taken_layers(equation: Any, value: Value, arrays: Sequence[Any]) -> list[Weight] | None:
-    """The weights that some layers of an array of a stack are; None where the equation takes none."""
-    params, name = equation.params, equation.primitive.name
-    if name not in ("slice", "squeeze", "unstack") or value.node is None:
-        return None
-    if any(layers_of(value.node, weight, a.layers) != 0 for weight, a in directions_of([value.node])):
-        return None
-    if 0 in (params.get("axis"), *params.get("dimensions", ())):
-        taken: list[Any] = [*range(len(value.array))]
-    elif name == "slice":
-        first, last, step = (params[key] for key in ("start_indices", "limit_indices", "strides"))
-        taken = [slice(first[0], last[0], step and step[0])]
-    else:
-        return None
-    pairs = [(along, bind(equation, [along.direction])) for along in _shared(value)]
-
-    def weight(at: int, rows: Any) -> Weight:
-        layers = 0 if isinstance(rows, slice) else None
-        own = [Along(along.path, found[at], along.probe[rows], layers) for along, found in pairs]
-        return Weight(arrays[at], tuple(own))
-
-    return [weight(at, rows) for at, rows in enumerate(taken)]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
-    """Inputs of a layer, and the directions of each that depends on weights."""
-
-    values: list[Value]
-    alongs: list[list[Along]]
-
-    @property
-    def extra(self) -> list[Any]:
-        """The directions and probes, which the layer takes behind its inputs."""
-        every = itertools.chain(*self.alongs)
-        return [array for along in every for array in (along.direction, along.probe)]
-
-    def inside(self, arrays: Sequence[Any], extra: Sequence[Any]) -> list[Value]:
-        """The values in a layer, from its inputs and its directions and probes."""
-        left, found = iter(extra), []
-        for value, alongs, array in zip(self.values, self.alongs, arrays, strict=True):
-            own = [dataclasses.replace(along, direction=next(left), probe=next(left)) for along in alongs]
-            found.append(Value(array, Weight(array, tuple(own)) if own else None, value.depends))
-        return found

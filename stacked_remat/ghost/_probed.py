@@ -20,7 +20,7 @@ from ._examples import Examples
 from ._interpret import Interpreter
 from ._losses import Task, leaves_with_paths
 from ._traced import Traced, arrays_of, has_small_range, trace
-from ._weights import Along, Value, Weight, settled
+from ._weights import Along, Value, settled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Scoring:
                 pair, own = (raw_array(self.direction[path]), probes[path]), self.leaves[path]
                 pair = _scaled(*pair) if is_scaled else pair
                 along = (Along(own.shown or "the model", *pair, own.dimension),)
-            found.append(Value(array, Weight(array, along) if along else None))
+            found.append(Value(array, along))
         return found + [Value(array, depends=True) for array in arrays_of(example)]
 
     def sizes(self) -> dict[str, dict[str, int]]:

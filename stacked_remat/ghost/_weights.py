@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.interpreters import partial_eval
 
 from .._sweep.store import varying_over
+from ._layerwise import followed
 
 
 class UnsupportedLeafError(ValueError):
@@ -23,7 +24,7 @@ class UnsupportedLeafError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Along:
-    """A direction of an array of the model, or what it is of a value that was computed from the array.
+    """A direction of an array of the model, or the derivative along it of a value computed from the array.
 
     Attributes:
         path: of the array in the model.
@@ -42,38 +43,6 @@ class Along:
         numbers = lax.broadcasted_iota("int32", self.direction.shape, self.layers or 0)
         return jnp.where(numbers == number, self.direction, jnp.zeros((), self.direction.dtype))
 
-    def split(self) -> "list[Along]":
-        """One direction for each layer."""
-        return [Along(self.path, self.of_layer(number), probe) for number, probe in enumerate(self.probe)]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Weight:
-    """An array that is scored, along one direction or several."""
-
-    array: Any
-    alongs: tuple[Along, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """An equation on values that depend on weights, and others."""
-
-    equation: Any
-    operands: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Result:
-    """One result of such a call."""
-
-    call: Call
-    index: int
-
-
-Node: TypeAlias = Weight | Result
-Tangents: TypeAlias = Callable[[Any], list[Any]]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
@@ -81,22 +50,13 @@ class Value:
 
     Attributes:
         array: the value itself.
-        node: how it depends on weights, where it depends on them and not on data.
+        alongs: its derivatives, where it depends on weights and not on data.
         depends: whether it depends on data.
     """
 
     array: Any
-    node: Node | None = None
+    alongs: tuple[Along, ...] = ()
     depends: bool = False
-
-    @property
-    def operand(self) -> Any:
-        """As an operand of a derivative."""
-        return self.array if self.node is None else self.node
-
-    def of(self, array: Any) -> "Value":
-        """The same of another array."""
-        return dataclasses.replace(self, array=array)
 
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -131,39 +91,53 @@ def equation_without_rules(equation: Any) -> Any:
     return equation.replace(params=params)
 
 
-def directions_of(nodes: Sequence[Any]) -> list[tuple[Weight, Along]]:
-    """The weights that nodes depend on, with each direction along which they have derivatives."""
-    seen: dict[int, Any] = {}
+def tangents_of(equation: Any, arrays: Sequence[Any], directions: Mapping[int, Any]) -> list[Any]:
+    """The derivatives of an equation's results along directions of some of its operands."""
 
-    def visit(node: Any) -> None:
-        if id(node) not in seen:
-            seen[id(node)] = node
-            for operand in node.call.operands if isinstance(node, Result) else ():
-                visit(operand)
+    def run(*some: Any) -> list[Any]:
+        own = dict(zip(directions, some, strict=True))
+        return bind(equation, [own.get(at, array) for at, array in enumerate(arrays)])
 
-    for node in nodes:
-        visit(node)
-    return [(node, along) for node in seen.values() if isinstance(node, Weight) for along in node.alongs]
+    given = [arrays[at] for at in directions]
+    along = [own.astype(array.dtype) for own, array in zip(directions.values(), given, strict=True)]
+    return jax.jvp(run, given, along)[1]
 
 
-def tangents_of(nodes: Sequence[Any], weight: Weight, direction: Any) -> list[Any]:
-    """The derivatives of nodes along a direction of one weight."""
+def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
+    """The results of an equation on weights, and on values that are the same for all examples."""
+    given = [value.array for value in operands]
+    arrays = bind(equation, given)
+    found: list[list[Along]] = [[] for _ in arrays]
+    groups: dict[int, dict[int, Along]] = {}
+    for at, value in enumerate(operands):
+        for along in value.alongs if equation.primitive is not primitives.stop_gradient_p else ():
+            groups.setdefault(id(along.probe), {})[at] = along
+    for group in groups.values():
+        layers = [group[at].layers if at in group else None for at in range(len(operands))]
+        results = followed(equation, layers)
+        for own in [group] if results else by_layer(group):
+            tangents = tangents_of(equation, given, {at: along.direction for at, along in own.items()})
+            (path, probe), *_ = ((along.path, along.probe) for along in own.values())
+            pairs = zip(found, tangents, results or [(None, None)] * len(arrays), strict=True)
+            for alongs, tangent, (rows, dimension) in pairs:
+                if is_real(tangent):
+                    of_rows = probe if rows is None else probe[rows]
+                    alongs.append(Along(path, lax.stop_gradient(tangent), of_rows, dimension))
+    return [Value(array, tuple(alongs)) for array, alongs in zip(arrays, found, strict=True)]
 
-    def of_weight(array: Any) -> list[Any]:
-        calls: dict[int, list[Any]] = {}
 
-        def value(node: Any) -> Any:
-            if not isinstance(node, Result):
-                return array if node is weight else node.array if isinstance(node, Weight) else node
-            call = node.call
-            if id(call) not in calls:
-                operands = [value(operand) for operand in call.operands]
-                calls[id(call)] = bind(call.equation, operands)
-            return calls[id(call)][node.index]
+def by_layer(group: Mapping[int, Along]) -> list[dict[int, Along]]:
+    """Directions with one probe as directions of one layer each."""
+    probes = [*next(iter(group.values())).probe]
+    return [
+        {at: Along(along.path, along.of_layer(n), probe) for at, along in group.items()}
+        for n, probe in enumerate(probes)
+    ]
 
-        return [value(node) for node in nodes]
 
-    return jax.jvp(of_weight, (weight.array,), (direction.astype(weight.array.dtype),))[1]
+def is_real(array: Any) -> bool:
+    """Whether an array has derivatives."""
+    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
@@ -181,7 +155,7 @@ class _Meeting:
     varying: frozenset[str]
 
 
-def deposit(results: list[Any], along: Along, tangents: Tangents) -> list[Any]:
+def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any]]) -> list[Any]:
     """The results as they are; the backward pass adds the score to the cotangent of the probe.
 
     `tangents` gives those of the results along a direction. Traced here, and evaluated in the backward pass.
@@ -200,14 +174,12 @@ def deposit(results: list[Any], along: Along, tangents: Tangents) -> list[Any]:
 
 def settled(value: Value) -> Any:
     """A value as an array, with deposits for the weights that it alone depends on."""
-    return value.array if value.node is None else deposited([value.array], [value.node])[0]
-
-
-def deposited(arrays: list[Any], nodes: Sequence[Any]) -> list[Any]:
-    """The arrays that nodes have, with deposits for each direction."""
-    for weight, along in directions_of(nodes):
-        arrays = deposit(arrays, along, functools.partial(tangents_of, nodes, weight))
-    return arrays
+    (array,) = functools.reduce(
+        lambda arrays, along: deposit(arrays, along, lambda direction: [direction]),
+        value.alongs,
+        [value.array],
+    )
+    return array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -4,7 +4,7 @@ from ._by_example import check_examples
 from ._found import GradDots
 from ._grad_dot import grad_dot, val_direction
 from ._replay import Replay, replay, weighted_step
-from ._second_order import hessian_vector_product, shapley_direction
+from ._second_order import shapley_direction
 from ._weights import UnsupportedLeafError
 from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
 from .manager import GhostManager
@@ -20,7 +20,6 @@ __all__ = [
     "UnsupportedLeafError",
     "check_examples",
     "grad_dot",
-    "hessian_vector_product",
     "replay",
     "shapley_direction",
     "val_direction",

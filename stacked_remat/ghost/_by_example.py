@@ -69,12 +69,13 @@ def losses_alone(task: Task) -> tuple[Any, Any, Any]:
     whole = objective.of_examples(task.returned(task.params))
     most = rounding(traced.closed.jaxpr) * (jnp.max(jnp.abs(whole)) + 0.1)
     examples = Examples.of(task.batch, objective.examples(traced.shapes))
-
-    def one(_: None, example: Any) -> list[Any]:
-        return [objective.of_examples(task.of_example(task.model, example))[0]]
-
-    (alone,) = examples.map(one)
+    (alone,) = examples.map(lambda _, example: [_loss_of(task, task.params, example)])
     return alone, whole, most
+
+
+def _loss_of(task: Task, params: Any, example: Any) -> Any:
+    """The loss of a batch of one example."""
+    return task.objective.of_examples(task.of_example(eqx.combine(params, task.static), example))[0]
 
 
 def checked_apart(found: Any, alone: Any, whole: Any, most: Any) -> Any:
@@ -83,46 +84,32 @@ def checked_apart(found: Any, alone: Any, whole: Any, most: Any) -> Any:
     return eqx.error_if(found, jnp.any(jnp.abs(alone - whole) > most), message)
 
 
-def one_at_a_time(scoring: Scoring) -> tuple[tuple[Any, None], Any, dict[str, Any], dict[str, Any]]:
-    """The loss, its gradients, and the dot products and squared norms of every example's.
+def one_at_a_time(scoring: Scoring) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dot products and squared norms of every example's gradient, `[layers, batch]` or `[batch]`.
 
-    Runs forward and backward for one example after the other, and adds up the gradients: the arithmetic of
-    one step, and two gradients in memory. One more forward pass over the batch compares the losses.
-
-    Returns:
-        The dot products and squares have `[layers, batch]` or `[batch]`, of the gradients of the examples'
-        own losses.
+    Runs forward and backward for one example after the other. One more forward pass compares the losses.
     """
     task = scoring.task
-    examples, params = Examples.of(task.batch, scoring.Batch), task.params
-    scale = 1.0 / task.objective.scale(scoring.Batch.size)
+    examples = Examples.of(task.batch, scoring.Batch)
 
-    def example(total: Any, number: Any) -> tuple[Any, Any]:
-        def loss(params: Any) -> Any:
-            model = eqx.combine(params, task.static)
-            return task.objective.reduced(task.of_example(model, examples.take(number)))[0]
+    def of_example(number: Any) -> dict[str, Any]:
+        found = jax.grad(lambda params: _loss_of(task, params, examples.take(number)))(task.params)
+        own, at = (
+            dict(leaves_with_paths(found)),
+            {path: leaf.dimension for path, leaf in scoring.leaves.items()},
+        )
+        return {
+            path: (dot(own[path], along, at[path]), dot(own[path], own[path], at[path]))
+            for path, along in scoring.direction.items()
+        }
 
-        value, found = jax.value_and_grad(loss)(params)
-        by_path = dict(leaves_with_paths(found))
-        dots, squares = {}, {}
-        for path, along in scoring.direction.items():
-            own, at = by_path[path], scoring.leaves[path].dimension
-            dots[path] = dot(own, along, at)
-            squares[path] = dot(own, own, at)
-        total = jax.tree.map(lambda sum_, new: sum_ + new.astype(sum_.dtype) * scale, total, (value, found))
-        return total, (dots, squares, value)
-
-    zeros = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)),
-        (jnp.zeros((), jnp.float32), params),
+    found = jax.tree.map(
+        lambda array: jnp.moveaxis(array, 0, -1), lax.map(of_example, jnp.arange(scoring.Batch.size))
     )
-    (value, summed), found = lax.scan(example, zeros, jnp.arange(scoring.Batch.size))
-    gradients = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, summed)
-    dots, squares, losses = jax.tree.map(lambda array: jnp.moveaxis(array, 0, -1), found)
     if scoring.Batch.size > 1:
-        _, whole, most = losses_alone(task)
-        value, dots, squares = checked_apart((value, dots, squares), losses, whole, most)
-    return (value, None), gradients, dots, squares
+        found = checked_apart(found, *losses_alone(task))
+    dots, squares = ({path: pair[at] for path, pair in found.items()} for at in range(2))
+    return dots, squares
 
 
 def dot(array: Any, other: Any, layers: int | None) -> Any:

@@ -73,11 +73,11 @@ class Examples:
         """The types of a batch of one example."""
         return eqx.filter_eval_shape(self.take, 0)
 
-    def map(self, fn: Callable[[Any, Any], list[Any]], each: Any = None, out_axes: Any = 0) -> list[Any]:
+    def map(self, fn: Callable[[Any, Any], list[Any]], each: Any = None) -> list[Any]:
         """The arrays that a function of one example returns, of all examples together.
 
         It takes one example's part of `each`, arrays with the examples in front, and a batch of it alone.
-        With 0 in `out_axes` results have the examples in front; those with None are the same for all.
+        Results have the examples in front.
         """
 
         def one(each: Any, arrays: list[Any]) -> list[Any]:
@@ -85,20 +85,19 @@ class Examples:
 
         options = {"axis_size": self.Batch.size, "spmd_axis_name": self.over or None}
         with self.alone():
-            return jax.vmap(one, (0, self.dimensions), out_axes, **options)(each, self._arrays)
+            return jax.vmap(one, (0, self.dimensions), **options)(each, self._arrays)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """Within it a batch has one example, also where derivatives are computed."""
         return each_example(self.Batch, self.over)
 
-    def joined(self, one: Any, array: Any, axis: int | None, summed: bool) -> Any:
+    def joined(self, one: Any, array: Any, summed: bool) -> Any:
         """A result of `map`, perhaps summed over the examples, as the loss function returns it.
 
-        `one` is its type for one example, and `axis` that of the examples in `array`, None if it has none.
+        `one` is its type for one example.
         """
-        if axis is None or summed:
-            array = jnp.sum(array, 0) if summed else array
-            return NamedArray(array, one.axes) if is_named(one) else array
+        if summed:
+            return NamedArray(jnp.sum(array, 0), one.axes) if is_named(one) else jnp.sum(array, 0)
         if not is_named(one):
             return array[:, 0] if one.shape[:1] == (1,) else array
         at = _dimension(one, self.Batch)

@@ -55,7 +55,7 @@ def grad_dot(
     direction: Any,
     reduction: Reduction = "mean",
     tokens: Reduction | None = None,
-    granularity: Literal["leaf", "block", "total"] = "leaf",
+    granularity: Literal["leaf", "total"] = "leaf",
     trainable: Any = eqx.is_inexact_array,
     norms: bool = False,
     example_ids: Any = None,
@@ -95,15 +95,15 @@ def grad_dot(
             an example's own loss either way.
         tokens: how the loss of an example is made of losses of tokens, "mean" or "sum"; for losses with more
             than one axis.
-        granularity: "leaf": a score for each array, and each layer of a stack. "block": one for each layer,
-            and each array outside of stacks. "total": only the total, by the derivative of the losses along
-            the direction in forward mode, of any losses, also of those that depend on several examples. It
-            has derivatives; other scores have none.
+        granularity: "leaf": a score for each array, and each layer of a stack. "total": only the total, by
+            the derivative of the losses along the direction in forward mode, of any losses, also of those
+            that depend on several examples. It has derivatives; other scores have none.
         trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model,
             where a bool may stand for a part of it.
         norms: also the norms of each example's gradient. They and the scores are then found from the
-            gradient of one example after the other: of any model, without parallelism over examples. An error
-            at run time says where an example has another loss alone than in the batch.
+            gradient of one example after the other: of any model, without parallelism over examples, and
+            twice the products of a step. An error at run time says where an example has another loss alone
+            than in the batch.
         example_ids: for "total", the document of each loss, an integer array of the shape of the losses: the
             number of a document on `Examples`, for sequences that are packed into rows, or for rows of any
             order. The total is then of these documents, `[Examples]`. The loss of a document is the sum of
@@ -116,7 +116,7 @@ def grad_dot(
             gradient is in `gradients`, and what of it passes through an example is in that example's scores,
             multiplied by the number of examples for "mean".
         has_aux: `per_example_loss` returns a pair of all this and anything else, which `GradDots.aux` gets
-            with the axis of the examples, in front where it has none; what is the same for all has none.
+            with the axis of the examples, in front where it has none.
         check: raise an error at run time unless examples have the losses alone that they have in the batch,
             which takes one more forward pass, and the scores of each array, layer by layer, add up to the dot
             product of its gradient with the direction. The difference may be this part (True: 1e-3) of the
@@ -134,7 +134,7 @@ def grad_dot(
 
     Cost: one product more for each linear map that is scored: 1.25 times the step's products where layers are
     recomputed, and 1.02 times with adapters alone. For "total" two, and 1.5 times. Memory: the direction, and
-    what a layer needs of it; with `norms` a second gradient.
+    what a layer needs of it; with `norms` a gradient of one example.
     """
     objective = Objective(reduction, tokens, coupled, has_aux)
     is_total = granularity == "total" and not norms
@@ -151,7 +151,8 @@ def grad_dot(
             total = of_documents(along, own, example_ids, Examples, of_mean=tokens == "mean")
         return gradients, _found(scoring, loss=value, aux=aux, total=total)
     if norms:
-        (value, aux), gradients, scores, squares = one_at_a_time(scoring)
+        (value, aux), gradients = task.value_and_grad()
+        scores, squares = one_at_a_time(scoring)
     else:
         (value, aux), gradients, scores = in_one_pass(scoring)
         given = [leaf for leaf in jax.tree.leaves((task, scoring.direction)) if eqx.is_inexact_array(leaf)]
@@ -160,21 +161,17 @@ def grad_dot(
         if check is not False and scoring.Batch.size > 1:
             scores = checked_apart(scores, *losses_alone(task))
     scores = _checked(scoring, gradients, scores, objective.scale(scoring.Batch.size), check)
-    every = scoring.named(scores)
-    grouped, total = _grouped(scoring, granularity, every), _total(every, scoring.Batch)
-    found = _found(scoring, loss=value, aux=aux, scores=grouped, total=total)
+    found = _found(scoring, loss=value, aux=aux, **_named(scoring, granularity, scores, "scores", "total"))
     if squares is None:
         return gradients, found
-    every = scoring.named(squares)
-    of_groups = jax.tree.map(jnp.sqrt, _grouped(scoring, granularity, every))
-    norm = hax.sqrt(_total(every, scoring.Batch))
-    return gradients, dataclasses.replace(found, norms=of_groups, total_norm=norm)
+    norms_of = jax.tree.map(jnp.sqrt, _named(scoring, granularity, squares, "norms", "total_norm"))
+    return gradients, dataclasses.replace(found, **norms_of)
 
 
 def _found(scoring: Scoring, **found: Any) -> GradDots:
     arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
     squares = sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))
-    found |= {"direction_norm": jnp.sqrt(squares)} | scoring.sizes()
+    found |= {"direction_norm": jnp.sqrt(squares)}
     return GradDots(**({"scores": {}, "norms": None, "total_norm": None} | found))
 
 
@@ -192,8 +189,8 @@ def _check_options(
     is_total: bool,
     of_examples: tuple[Any, Any],
 ) -> None:
-    if granularity not in ("leaf", "block", "total"):
-        raise ValueError(f'granularity is "leaf", "block" or "total"; got {granularity!r}.')
+    if granularity not in ("leaf", "total"):
+        raise ValueError(f'granularity is "leaf" or "total"; got {granularity!r}.')
     if check is not False and not check > 0:
         raise ValueError(f"check is True, False or a part above 0; got {check!r}.")
     if [one is None for one in of_examples] in ([True, False], [False, True]):
@@ -201,27 +198,17 @@ def _check_options(
     if of_examples[0] is not None and not is_total:
         raise ValueError('example_ids gives totals of documents: granularity="total", without norms.')
     if objective.coupled is not None and (norms or is_total):
-        raise ValueError('coupled has scores with granularity="leaf" or "block", and norms=False.')
-    if objective.has_aux and norms:
-        raise ValueError("has_aux needs norms=False: otherwise one example is computed after the other.")
+        raise ValueError('coupled has scores with granularity="leaf", and norms=False.')
 
 
-def _total(scores: dict[str, NamedArray], Batch: Axis) -> NamedArray:
-    total = hax.zeros(Batch, dtype=jnp.float32)
-    for score in scores.values():
-        total = total + hax.sum(score, axis=[axis for axis in score.axes if axis != Batch])
-    return total
-
-
-def _grouped(scoring: Scoring, granularity: str, scores: dict[str, NamedArray]) -> dict[str, NamedArray]:
-    if granularity == "leaf":
-        return scores
-    found: dict[str, NamedArray] = {}
-    for path in scoring.direction if granularity == "block" and scores else ():
-        leaf = scoring.leaves[path]
-        score = scores[leaf.shown]
-        found[leaf.group] = found[leaf.group] + score if leaf.group in found else score
-    return found
+def _named(
+    scoring: Scoring, granularity: str, found: dict[str, Any], of_leaves: str, of_all: str
+) -> dict[str, Any]:
+    """Numbers of arrays, none if only the total is asked for, and their sum, as fields of a `GradDots`."""
+    every, total = scoring.named(found), hax.zeros(scoring.Batch, dtype=jnp.float32)
+    for each in every.values():
+        total = total + hax.sum(each, axis=[axis for axis in each.axes if axis != scoring.Batch])
+    return {of_leaves: every if granularity == "leaf" else {}, of_all: total}
 
 
 def _checked(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from .._activity import CALLS, CHECKPOINTS, expansion, program_of, programs_in
+from .._activity import CALLS, CHECKPOINTS, is_differentiable, program_of, programs_in
 from .._noted import Notes, noting
 from .._sweep.gradient import merge, pick
 from .._sweep.primitive import Rule, Sweep, sweep_of
@@ -27,11 +27,9 @@ from ._weights import (
     by_layer,
     deposit,
     equation_without_rules,
-    is_real,
     of_weights,
     settled,
     tangents_of,
-    with_derivatives_of,
 )
 
 _WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "custom_partitioning")
@@ -87,10 +85,11 @@ class Interpreter:
         match equation.params.get("_prim"):
             case Sweep() as sweep:
                 return self._swept(sweep, operands)
-            case Rule() as rule_of_sweep:
-                return self._by_reference(rule_of_sweep, equation, operands)
-            case Linear():
-                return self.arrays(expansion(equation), operands)
+            case Rule() | Linear():
+                raise UnsupportedLeafError(
+                    f"{_paths(operands)}: the loss takes the gradient of a fold that uses it. Give this fold "
+                    "remat=True, or use norms=True."
+                )
         of_one_layer = all(along.layers is None for along in _alongs_of(operands))
         if isinstance(rule, ExpertsCall) and of_one_layer:
             return [self._experts(rule, operands)]
@@ -104,7 +103,7 @@ class Interpreter:
         """The results of an equation that has derivatives, with deposits for each operand's weights."""
         given = _arrays(operands)
         arrays = bind(equation, given)
-        real = [*map(is_real, arrays)]
+        real = [is_differentiable(jnp.result_type(array)) for array in arrays]
         met = pick(arrays, real)
         for at, value in enumerate(operands):
             for along in value.alongs:
@@ -118,34 +117,21 @@ class Interpreter:
             return
         found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
         if found is not None:
-            paths = ", ".join(along.path for along in _alongs_of(operands))
             raise UnsupportedLeafError(
-                f"{paths} goes into `{found}`, which has no derivative along a direction. Use norms=True, or "
-                "give it no direction."
+                f"{_paths(operands)} goes into `{found}`, which has no derivative along a direction. Use "
+                "norms=True, or give it no direction."
             )
 
     def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:
         """A `jax.checkpoint` around the same function with its deposits."""
-        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-        return self._recomputed(program_of(equation), operands, **options)
 
-    def _recomputed(self, program: Any, operands: list[Value], **options: Any) -> list[Any]:
         def run(arrays: list[Any]) -> list[Any]:
             left = iter(arrays)
             given = [value if value.alongs else Value(next(left), (), value.depends) for value in operands]
-            return self.arrays(program, given)
+            return self.arrays(program_of(equation), given)
 
+        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
         return jax.checkpoint(run, **options)([value.array for value in operands if not value.alongs])
-
-    def _by_reference(self, rule: Rule, equation: Any, operands: list[Value]) -> list[Any]:
-        """A half of the gradient of a sweep, with deposits in the plain scan that reverse mode takes for it.
-
-        In reverse mode the second half depends on checkpoints of the first only by the first carry; the
-        half's own tangents are those with all checkpoints held fixed.
-        """
-        arrays, gives = bind(equation, _arrays(operands)), rule.gives  # the rest has no cotangents
-        found = self._recomputed(expansion(equation, rule.reference), operands)
-        return merge(arrays, with_derivatives_of(pick(found, gives), pick(arrays, gives)), gives)
 
     def _divided(self, equation: Any, operands: list[Value]) -> list[Any]:
         """A `jax.shard_map` with deposits in what each device computes."""
@@ -265,6 +251,10 @@ def _arrays(values: Sequence[Value]) -> list[Any]:
 
 def _alongs_of(values: Sequence[Value]) -> list[Along]:
     return [along for value in values for along in value.alongs]
+
+
+def _paths(values: Sequence[Value]) -> str:
+    return ", ".join(dict.fromkeys(along.path for along in _alongs_of(values)))
 
 
 def _data(arrays: Sequence[Any]) -> list[Value]:

@@ -29,7 +29,7 @@ _MOVED: dict[str, Callable[[int, Any], int | None]] = {
 }
 
 
-def followed(equation: Any, layers: Sequence[int | None]) -> list[tuple[Any, int | None]] | None:
+def followed(equation: Any, layers: Sequence[int | None]) -> Sequence[tuple[Any, int | None]] | None:
     """Which layers each result of an equation has, each of the same layer alone, and in which dimension.
 
     Args:

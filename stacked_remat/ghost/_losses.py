@@ -149,6 +149,11 @@ class Task(eqx.Module):
         self.objective.examples(returned)
         return self.objective.reduced(returned)[0]
 
+    def value_and_grad(self) -> tuple[tuple[Any, Any], Any]:
+        """The reduced loss and what comes beside it, and its gradients."""
+        run = jax.value_and_grad(lambda params: self.objective.reduced(self.returned(params)), has_aux=True)
+        return run(self.params)
+
     def of_example(self, model: Any, example: Any) -> Any:
         """What the loss function returns for a batch of one example."""
         with errors_of_one_example():

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 
-from .._activity import active_outputs
-from .._block_seq import BlockSeq
 from .._noted import Notes, noting
 from .._scan.marks import is_named, raw_array
 from .._stacked import Stacked
@@ -29,28 +27,28 @@ class ProbedLeaf:
 
     Attributes:
         shown: its path as users see it: dotted, with `*` for the layers of a stack.
-        group: the path of its layer; outside of stacks that of the array itself.
         Layers: the axis of the layers of the `Stacked` that holds it.
         dimension: which dimension of the array holds these.
     """
 
     shown: str
-    group: str
     Layers: Axis | None
     dimension: int | None
 
 
 def probed_leaves(model: Any) -> dict[str, ProbedLeaf]:
     """A model's arrays, by their paths as `jax.tree_util.keystr` writes them."""
-    found, is_leaf = {}, lambda node: is_named(node) or isinstance(node, Stacked | BlockSeq)
-    for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_leaf):
+    found = {}
+    for at, node in jtu.tree_leaves_with_path(model, is_leaf=_is_leaf_or_stack):
         Layers = node.Layers if isinstance(node, Stacked) else None
-        depth = next((n for kind, n in ((Stacked, 1), (BlockSeq, 2)) if isinstance(node, kind)), None)
         for keys, leaf in jtu.tree_leaves_with_path(node, is_leaf=is_named):
             path = (*at, *keys)
-            shown, group = dotted(model, path), dotted(model, (*at, *keys[:depth]))
-            found[jtu.keystr(path)] = ProbedLeaf(shown, group, Layers, _dimension(leaf, Layers))
+            found[jtu.keystr(path)] = ProbedLeaf(dotted(model, path), Layers, _dimension(leaf, Layers))
     return found
+
+
+def _is_leaf_or_stack(node: Any) -> bool:
+    return is_named(node) or isinstance(node, Stacked)
 
 
 def _dimension(leaf: Any, Layers: Axis | None) -> int | None:
@@ -104,14 +102,6 @@ class Scoring:
             found.append(Value(array, along))
         return found + [Value(array, depends=True) for array in arrays_of(example)]
 
-    def sizes(self) -> dict[str, dict[str, int]]:
-        """How many numbers the arrays hold that are scored, and those that are trained and not scored."""
-        found: dict[str, dict[str, int]] = {"covered": {}, "uncovered": {}}
-        for path, leaf in leaves_with_paths(self.task.params):
-            covered = "covered" if path in self.direction else "uncovered"
-            found[covered][self.leaves[path].shown] = raw_array(leaf).size
-        return found
-
 
 def in_one_pass(scoring: Scoring) -> tuple[tuple[Any, Any], Any, dict[str, Any]]:
     """The loss and what comes with it, its gradients, and the scores: the cotangents of the probes."""
@@ -122,13 +112,7 @@ def in_one_pass(scoring: Scoring) -> tuple[tuple[Any, Any], Any, dict[str, Any]]
         model, notes = eqx.combine(params, task.static), Notes()
         with noting(notes):
             one = trace(task.of_example, model, examples.first)
-        # What comes beside the losses may be the same for all examples, as the model itself.
         of_loss = len(jax.tree.leaves(one.shapes[0] if objective.has_aux else one.shapes))
-        of_model = len(one.closed.consts) + len(arrays_of(model))
-        of_batch = len(one.closed.jaxpr.invars) + len(one.closed.consts) - of_model
-        is_data = [False] * of_model + [True] * of_batch
-        depends = active_outputs(one.closed.jaxpr, is_data, counts=lambda _: True)
-        axes = [0 if at < of_loss or own else None for at, own in enumerate(depends)]
 
         def run(probes: dict[str, Any], example: Any) -> list[Any]:
             values = Interpreter(notes).evaluate(
@@ -137,10 +121,10 @@ def in_one_pass(scoring: Scoring) -> tuple[tuple[Any, Any], Any, dict[str, Any]]
             return [*map(settled, values[:of_loss]), *(value.array for value in values[of_loss:])]
 
         with noting(Notes()):
-            arrays = examples.map(run, probes, axes)
+            arrays = examples.map(run, probes)
         results = [
-            examples.joined(like, array, axis, summed=0 < at < of_loss)
-            for at, (like, array, axis) in enumerate(zip(one.leaves, arrays, axes, strict=True))
+            examples.joined(like, array, summed=0 < at < of_loss)
+            for at, (like, array) in enumerate(zip(one.leaves, arrays, strict=True))
         ]
         return objective.reduced(one.rebuild(results))
 

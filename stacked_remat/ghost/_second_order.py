@@ -8,36 +8,6 @@ import jax
 from ._losses import Loss, Objective, Reduction, Task
 
 
-def hessian_vector_product(
-    model: Any,
-    per_example_loss: Loss,
-    batch: Any,
-    vector: Any,
-    *,
-    reduction: Reduction = "mean",
-    tokens: Reduction | None = None,
-    trainable: Any = eqx.is_inexact_array,
-) -> Any:
-    """The Hessian of the reduced loss, times a vector.
-
-    Args:
-        model: any module.
-        per_example_loss: as in `val_direction`.
-        batch: what it takes.
-        vector: a tree like the model's gradients.
-        reduction: as in `val_direction`.
-        tokens: as in `val_direction`.
-        trainable: as in `grad_dot`.
-
-    Returns:
-        A tree like the gradients.
-
-    Cost: the derivative of the gradient in forward mode, which holds no gradient beside it.
-    """
-    task = Task.of(model, per_example_loss, batch, Objective(reduction, tokens), trainable)
-    return jax.jvp(jax.grad(task.loss), (task.params,), (vector,))[1]
-
-
 def shapley_direction(
     model: Any,
     per_example_loss: Loss,
@@ -74,8 +44,8 @@ def shapley_direction(
     Returns:
         A direction for `grad_dot`. Cost: one Hessian-vector product.
     """
-    options = {"reduction": reduction, "tokens": tokens, "trainable": trainable}
-    product = hessian_vector_product(model, per_example_loss, val_batch, gradients, **options)
+    task = Task.of(model, per_example_loss, val_batch, Objective(reduction, tokens), trainable)
+    _, product = jax.jvp(jax.grad(task.loss), (task.params,), (gradients,))
     return jax.tree.map(
         lambda along, curved: along - (learning_rate / 2 * curved).astype(along.dtype), direction, product
     )

@@ -19,8 +19,7 @@ from ._weights import without_rules
 def of_losses(task: Task, direction: dict[str, Any]) -> tuple[tuple[Any, Any], Any, Any]:
     """The loss and what comes with it, its gradients, and the derivatives of the losses as returned."""
     objective, params = task.objective, task.params
-    reduced = jax.value_and_grad(lambda params: objective.reduced(task.returned(params)), has_aux=True)
-    found, gradients = reduced(params)
+    found, gradients = task.value_and_grad()
     given = jtu.tree_map_with_path(
         lambda path, leaf: _direction_of(leaf, direction.get(jtu.keystr(path))), params, is_leaf=is_named
     )

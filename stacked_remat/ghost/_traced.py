@@ -62,14 +62,10 @@ def type_of(array: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
 def rounding(jaxpr: Any) -> Any:
     """The relative error that sums in other orders may lead to, by the lowest precision of a program.
 
-    About 1e-5 in float32 and 2e-2 in bfloat16. TPUs and GPUs multiply float32 arrays in lower precision,
-    unless the program asks for more.
+    About 1e-5 in float32 and 2e-2 in bfloat16. TPUs and GPUs may multiply float32 arrays in lower precision.
     """
     own = max(float(jnp.finfo(dtype).eps) for dtype in _dtypes(jaxpr))
-    high = jax.lax.Precision.HIGHEST
-    precisions = [equation.params.get("precision", high) for equation in _equations(jaxpr)]
-    is_lower = any(one is None or jax.lax.Precision.DEFAULT in jax.tree.leaves(one) for one in precisions)
-    elsewhere = max(own, float(jnp.finfo(jnp.bfloat16).eps)) if is_lower else own
+    elsewhere = max(own, float(jnp.finfo(jnp.bfloat16).eps))
     # A power below 1 leaves room for many roundings in high precision, and for few in low.
     return jax.lax.platform_dependent(cpu=lambda: own**0.75, default=lambda: elsewhere**0.75)
 

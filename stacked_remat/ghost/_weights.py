@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.interpreters import partial_eval
 
+from .._activity import is_differentiable
 from .._sweep.store import varying_over
 from ._layerwise import followed
 
@@ -120,7 +121,7 @@ def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
             (path, probe), *_ = ((along.path, along.probe) for along in own.values())
             pairs = zip(found, tangents, results or [(None, None)] * len(arrays), strict=True)
             for alongs, tangent, (rows, dimension) in pairs:
-                if is_real(tangent):
+                if is_differentiable(jnp.result_type(tangent)):
                     of_rows = probe if rows is None else probe[rows]
                     alongs.append(Along(path, lax.stop_gradient(tangent), of_rows, dimension))
     return [Value(array, tuple(alongs)) for array, alongs in zip(arrays, found, strict=True)]
@@ -133,11 +134,6 @@ def by_layer(group: Mapping[int, Along]) -> list[dict[int, Along]]:
         {at: Along(along.path, along.of_layer(n), probe) for at, along in group.items()}
         for n, probe in enumerate(probes)
     ]
-
-
-def is_real(array: Any) -> bool:
-    """Whether an array has derivatives."""
-    return jnp.issubdtype(jnp.result_type(array), jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
@@ -216,16 +212,6 @@ def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any,
 
 
 _deposit.defvjp(_forward, _backward)
-
-
-@jax.custom_vjp
-def with_derivatives_of(others: list[Any], arrays: list[Any]) -> list[Any]:
-    """The arrays, whose cotangents go to the others."""
-    pairs = zip(others, arrays, strict=True)
-    return [_of_each_example(other, [array])[0] for other, array in pairs]
-
-
-with_derivatives_of.defvjp(lambda *both: (with_derivatives_of(*both), None), lambda _, cts: (cts, None))
 
 
 def _product(cotangent: Any, tangent: Any) -> Any:

@@ -15,7 +15,6 @@ LOG_FOLDER = "ghost"
 
 _PATTERN = "scores-from-*.parquet"
 _ROWS = 2**18  # of a shard; about 3 MiB
-_MOST_STEPS = 10**12
 
 
 class ScoreLogError(ValueError):
@@ -66,10 +65,10 @@ class StepScores:
 
     def __post_init__(self) -> None:
         count = len(self.examples)
-        if not 0 < self.step < _MOST_STEPS:
-            raise ValueError(f"step must be a number from 1 to {_MOST_STEPS - 1:,}, got {self.step}.")
-        if not self.scores:
-            raise ValueError(f"Step {self.step} has no scores: `scores` has no path.")
+        if self.step < 1 or not self.scores:
+            raise ValueError(
+                f"Step {self.step} with scores of {[*self.scores]}: steps are from 1, with scores."
+            )
         if self.texts is not None and len(self.texts) != count:
             raise ValueError(f"There are {len(self.texts)} texts of {count} examples.")
         arrays = {"losses": self.losses}

@@ -1,20 +1,16 @@
 """Scores for a training loop of one's own, with the methods that ghost engines of PyTorch have."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, final
 
 import equinox as eqx
 import numpy as np
-from haliax import NamedArray
 
 from ._by_example import check_examples
 from ._grad_dot import GradDots, grad_dot, val_direction
-from ._losses import Objective
+from ._losses import Loss, Objective, Reduction
 from .log import ScoreLog, StepScores
-
-PerExampleLoss: TypeAlias = Callable[[Any, Any], NamedArray]
-"""From (model, batch) to the loss of each example, `[batch]`, or with the option `tokens` of each token."""
 
 _OPTIONS = ("granularity", "norms", "check", "trainable", "tokens")
 
@@ -54,10 +50,10 @@ class GhostManager:
         ValueError: a number of steps is not positive, or options have others.
     """
 
-    losses: PerExampleLoss
+    losses: Loss
     validation: Any
     log: ScoreLog | None = None
-    reduction: Literal["mean", "sum"] = "mean"
+    reduction: Reduction = "mean"
     every: int = 1
     save_every: int = 100
     options: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +69,7 @@ class GhostManager:
             )
         self._attached: tuple[Any, int, list[str], Sequence[str] | None] | None = None
         self._found: tuple[GradDots, Any] | None = None
-        self._is_detached = self._is_checked = False
+        self._is_checked = False
         self._scored, self._plain = eqx.filter_jit(self._score), eqx.filter_jit(self._gradient)
 
     def attach_train_batch(
@@ -107,7 +103,7 @@ class GhostManager:
         Raises:
             ValueError: at the first scored step: the loss of an example depends on other examples.
         """
-        if self._is_detached or self._required()[1] % self.every:
+        if self._required()[1] % self.every:
             return self._plain(model, batch)
         if not self._is_checked and self.options.get("granularity") != "total":
             check_examples(model, self.losses, batch, tokens=self.options.get("tokens"))
@@ -140,14 +136,6 @@ class GhostManager:
         """Writes the rows that are in memory to a file of the log."""
         if self.log is not None:
             self.log.flush()
-
-    def detach_for_evaluation(self) -> None:
-        """Scores no steps until `reattach_after_evaluation`; a model can be evaluated without it too."""
-        self._is_detached = True
-
-    def reattach_after_evaluation(self) -> None:
-        """Scores steps again."""
-        self._is_detached = False
 
     def cleanup(self) -> None:
         """Writes what is left; in PyTorch it also removes the hooks."""

@@ -1,7 +1,7 @@
 """The mean scores of a log's examples, and of a model's layers, over steps; printed as tables."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,14 +71,13 @@ def print_examples(folder: Path, count: int, normalize: str, *, best: bool, **se
     rows = read_scores(folder, ["example", "text"], examples=map(str, ranked.ids[chosen]), **selected)
     texts = dict(zip(rows["example"].to_pylist(), rows["text"].to_pylist(), strict=True))
     what = "most helpful" if best else "most harmful"
-    table = _table(
-        f"The {len(chosen)} {what} of {len(numbers):,} examples; scores {NORMALIZATIONS[normalize]}",
-        {"score": "right", "steps": "right", "example": "left", "text": "left"},
-    )
-    for at in chosen:
-        name = str(ranked.ids[at])
-        table.add_row(f"{ranked.scores[at]:+.3f}", f"{ranked.steps[at]}", _plain(name), _plain(texts[name]))
-    _print(table)
+    title = f"The {len(chosen)} {what} of {len(numbers):,} examples; scores {NORMALIZATIONS[normalize]}"
+    columns = {"score": "right", "steps": "right", "example": "left", "text": "left"}
+    lines = [
+        (f"{ranked.scores[at]:+.3f}", f"{ranked.steps[at]}", name, texts[name])
+        for at, name in zip(chosen, map(str, ranked.ids[chosen]), strict=True)
+    ]
+    _print(title, columns, lines)
 
 
 def print_layers(folder: Path, count: int, **selected: Any) -> None:
@@ -92,20 +91,19 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
     table = table.append_column("sum", [scores]).append_column("share", [np.abs(scores)])
     table = table.group_by(["leaf", "layer"], use_threads=False).aggregate([("share", "sum"), ("sum", "sum")])
     parts = table.to_pylist()
-    layers = _table(
-        "The layers' shares of the absolute scores",
-        {"layer": "right", "share": "right", "sum": "right", "largest leaf": "left"},
-    )
-    for layer, own in sorted(_by([one for one in parts if one["layer"] is not None], "layer").items()):
-        largest = max(own, key=lambda one: one["share_sum"])
-        layers.add_row(str(layer), *_sums(own), _plain(largest["leaf"]))
-    leaves = _table("The largest leaves", {"leaf": "left", "share": "right", "sum": "right"})
-    by_share = sorted(_by(parts, "leaf").items(), key=lambda pair: -sum(one["share_sum"] for one in pair[1]))
-    for leaf, own in by_share[:count]:
-        leaves.add_row(_plain(leaf), *_sums(own))
-    if layers.row_count:
-        _print(layers)
-    _print(leaves)
+    by_layer, by_leaf = _by(parts, "layer"), _by(parts, "leaf")
+    by_layer.pop(None, None)
+    sums = {"share": "right", "sum": "right"}
+    if by_layer:
+        lines = [
+            (str(layer), *_sums(own), max(own, key=lambda one: one["share_sum"])["leaf"])
+            for layer, own in sorted(by_layer.items())
+        ]
+        columns = {"layer": "right", **sums, "largest leaf": "left"}
+        _print("The layers' shares of the absolute scores", columns, lines)
+    by_share = sorted(by_leaf.items(), key=lambda pair: -sum(one["share_sum"] for one in pair[1]))
+    lines = [(leaf, *_sums(own)) for leaf, own in by_share[:count]]
+    _print("The largest leaves", {"leaf": "left", **sums}, lines)
 
 
 def _finite(folder: Path, columns: Sequence[str], selected: dict[str, Any]) -> Any:
@@ -140,28 +138,25 @@ def _sums(parts: Sequence[dict[str, Any]]) -> tuple[str, str]:
     return f"{share:.1%}", f"{total:+.3f}"
 
 
-def _plain(text: str) -> Any:
-    """A text on one line, as a rich `Text`: not markup, without control characters, and short."""
-    from rich.text import Text
-
-    spaced = " ".join(text.split())
-    kept = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in spaced)
-    return Text(kept if len(kept) <= _LONGEST_TEXT else f"{kept[: _LONGEST_TEXT - 1]}…", overflow="fold")
-
-
-def _table(title: str, columns: dict[str, Any]) -> Any:
+def _print(title: str, columns: dict[str, Any], lines: Iterable[Sequence[str]]) -> None:
+    """Print a table, each text on one line, not as markup, without control characters, and short."""
     try:
         from rich import box
+        from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ImportError as error:
         raise ImportError("Printing needs rich: pip install 'stacked_remat[train]'.") from error
+
+    def plain(text: str) -> Text:
+        spaced = " ".join(text.split())
+        kept = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in spaced)
+        short = kept if len(kept) <= _LONGEST_TEXT else f"{kept[: _LONGEST_TEXT - 1]}…"
+        return Text(short, overflow="fold")
+
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for name, side in columns.items():
         table.add_column(name, justify=side, overflow="fold", ratio=1 if name == "text" else None)
-    return table
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
+    for line in lines:
+        table.add_row(*map(plain, line))
     Console().print(table)

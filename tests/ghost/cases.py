@@ -2,16 +2,15 @@
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import Axis
 
 from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.qwen3 import Qwen3MoeConfig
-from stacked_remat import Stacked, ghost
+from stacked_remat import ghost
 from stacked_remat._scan.marks import is_named, raw_array
 from stacked_remat.ghost._losses import leaves_with_paths, without_marks
 from stacked_remat.ghost._probed import probed_leaves
@@ -22,6 +21,10 @@ from stacked_remat.training import TokenBatch
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 4), Axis("position", 6)
 SIZES = {"hidden_dim": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.3}
 SPARSE = Qwen3MoeConfig(**SIZES, experts=ExpertsConfig(3, 2, 6))
+
+
+def run(model, losses, batch, direction, **options):
+    return eqx.filter_jit(ghost.grad_dot)(model, losses, batch, direction=direction, **options)
 
 
 def random_like(tree, seed):
@@ -63,61 +66,6 @@ def adapted(config):
         return apply_lora(model, LoraConfig(rank=2, targets=("layers.*proj", "layers.*router")), key=key)
 
     return made(init)
-
-
-class NamedBlock(eqx.Module):
-    """A block as in GPT-2: layer norms with biases, and maps that are 1-D convolutions over positions."""
-
-    norm: hnn.LayerNorm
-    mix: hnn.Conv
-    up: hnn.Linear
-    down: hnn.Linear
-
-    @staticmethod
-    def init(Embed, *, key):
-        keys = jax.random.split(key, 3)
-        Inner = Axis("inner", 10)
-        return NamedBlock(
-            norm=hnn.LayerNorm.init(Embed),
-            mix=hnn.Conv.init(Pos, Embed, Embed.alias("mixed"), kernel_size=3, padding=1, key=keys[0]),
-            up=hnn.Linear.init(Embed, Inner, key=keys[1]),
-            down=hnn.Linear.init(Inner, Embed, key=keys[2]),
-        )
-
-    def __call__(self, x):
-        mixed = self.mix(x).rename({"mixed": "embed"}).rearrange(x.axes)
-        return x + self.down(hnn.gelu(self.up(self.norm(x + mixed))))
-
-
-class NamedModel(eqx.Module):
-    """An embedding, learned positions, blocks and a head."""
-
-    embedding: hnn.Embedding
-    positions: NamedArray
-    blocks: Stacked
-    norm: hnn.LayerNorm
-    head: hnn.Linear
-
-    @staticmethod
-    def init(*, key):
-        keys, Embed, Layers = jax.random.split(key, 4), Axis("embed", 8), Axis("layers", 3)
-        return NamedModel(
-            hnn.Embedding.init(Vocab, Embed, key=keys[0]),
-            hax.random.normal(keys[1], (Axis("position", 2 * Pos.size), Embed)),
-            Stacked.init(Layers, NamedBlock)(Embed, key=jax.random.split(keys[2], Layers.size)),
-            hnn.LayerNorm.init(Embed),
-            hnn.Linear.init(Embed, Vocab, key=keys[3]),
-        )
-
-    def __call__(self, ids):
-        first = self.positions["position", : Pos.size]
-        return self.head(self.norm(self.blocks.fold(self.embedding(ids) + first)))
-
-
-def named_losses(model, batch):
-    logits = model(batch.tokens)
-    losses = hnn.logsumexp(logits, Vocab) - hax.take(logits, Vocab, batch.targets)
-    return hax.mean(losses * batch.weights, Pos)
 
 
 class PlainModel(eqx.Module):
@@ -226,7 +174,6 @@ MIXED = Qwen3MoeConfig(
 )
 CASES = {
     "tied, biases, dense and sparse layers": lambda: (decoder(MIXED, "nested"), token_means, tokens()),
-    "named": lambda: (made(NamedModel.init), named_losses, tokens()),
     "plain": lambda: (made(PlainModel.init), plain_losses, plain_batch()),
     "merged": lambda: (made(PlainModel.init), merged_losses, plain_batch()),
 }

@@ -1,6 +1,5 @@
 """Losses of examples that depend on others are found by their numbers."""
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,7 @@ from stacked_remat import ghost, per_layer, shared
 from stacked_remat.ghost._traced import rounding
 
 from ..random_arrays import normal
-
-
-def run(model, losses, batch, direction, **options):
-    return eqx.filter_jit(ghost.grad_dot)(model, losses, batch, direction=direction, **options)
-
+from .cases import run
 
 MIXED = {
     "sorted": lambda x: x[jnp.argsort(x[:, 0])],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from stacked_remat import ScanCheckpointPolicy, Stacked, ghost
+from stacked_remat import Stacked, ghost
 
 from ..random_arrays import normal
 
@@ -64,31 +64,18 @@ def hessian_step(model, x, y):
     return loss(moved(model, jax.jvp(gradient, (model,), (jax.tree.map(jnp.sin, model),))[1]), x, y)
 
 
-def step_of_steps(model, x, y):
-    return loss(stepped(model, x, y, of=inner_step), x, y)
+FORMS = [inner_step, same_step, hessian_step]
 
 
-OFTEN = [inner_step, same_step, hessian_step]
-FIRST_KEPT = ScanCheckpointPolicy(nested=True, first_layers=1)
-
-
-@pytest.mark.parametrize(
-    ("remat", "forms"),
-    [
-        ("nested", OFTEN),
-        (None, OFTEN),
-        pytest.param(FIRST_KEPT, [inner_step, step_of_steps], marks=pytest.mark.deep),
-    ],
-    ids=["often", "no stack", "first layers kept"],
-)
-def test_every_layer_has_the_score_of_its_own_gradient(remat, forms):
+@pytest.mark.parametrize("remat", [True, None])
+def test_every_layer_has_the_score_of_its_own_gradient(remat):
     model, batch = Model.init(remat), (normal(3, 5, 4), normal(4, 5))
     direction = jax.tree.map(jnp.cos, model)
 
     @jax.jit
     def both(model):
         found, products = {}, {}
-        for form in forms:
+        for form in FORMS:
             losses = lambda model, batch, form=form: jax.vmap(form, (None, 0, 0))(model, *batch)  # noqa: E731
             found[form.__name__] = ghost.grad_dot(model, losses, batch, direction=direction)[1].scores
             own = lambda x, y, form=form: jax.grad(form)(model, x, y)  # noqa: E731
@@ -105,3 +92,10 @@ def test_every_layer_has_the_score_of_its_own_gradient(remat, forms):
         for path, each in wanted.items():
             atol = 1e-5 * np.abs(each).max()
             np.testing.assert_allclose(found[name][path].array, each, 0, atol, err_msg=f"{name}, {path}")
+
+
+def test_gradients_of_nested_folds_are_refused_with_the_fix():
+    model, batch = Model.init("nested"), (normal(3, 5, 4), normal(4, 5))
+    losses = lambda model, batch: jax.vmap(inner_step, (None, 0, 0))(model, *batch)  # noqa: E731
+    with pytest.raises(ghost.UnsupportedLeafError, match=r"blocks.*weight: .* Give this fold remat=True"):
+        ghost.grad_dot(model, losses, batch, direction=model)

@@ -1,6 +1,5 @@
 """Options of `grad_dot`: reductions, granularity, norms, tokens, documents, coupled losses, and errors."""
 
-import dataclasses
 import re
 
 import equinox as eqx
@@ -18,87 +17,43 @@ from ..blocks import Tanh, assert_close
 from .cases import (
     SPARSE,
     Batch,
-    NamedModel,
     PlainModel,
     Pos,
     assert_equal,
     decoder,
     looped_scores,
     made,
-    named_losses,
     plain_batch,
     plain_losses,
     random_like,
+    run,
     take_example,
-    token_losses,
+    token_means,
     tokens,
 )
 
 
-def run(model, losses, batch, direction, **options):
-    @eqx.filter_jit
-    def step(model, batch, direction):
-        return ghost.grad_dot(model, losses, batch, direction=direction, **options)
-
-    return step(model, batch, direction)
-
-
 @pytest.mark.deep
-def test_blocks_totals_and_norms_are_exact():
-    model, batch = made(NamedModel.init), tokens()
+def test_totals_and_norms_are_exact():
+    model, batch = decoder(SPARSE), tokens()
     direction = random_like(model, 1)
-    gradients, found = run(model, named_losses, batch, direction, granularity="block", norms=True)
-    dots, squares = looped_scores(model, named_losses, batch, direction)
-    layers = {path for path in dots if path.startswith("blocks.*")}
-    expected = {path: score for path, score in dots.items() if path not in layers}
-    assert_equal(found.scores, expected | {"blocks.*": sum(dots[path] for path in layers)})
+    gradients, found = run(model, token_means, batch, direction, norms=True)
+    dots, squares = looped_scores(model, token_means, batch, direction)
+    assert_equal(found.scores, dots)
+    assert_equal(found.norms, {path: np.sqrt(square) for path, square in squares.items()})
     norm = np.sqrt(sum(square if square.ndim == 1 else square.sum(0) for square in squares.values()))
     np.testing.assert_allclose(found.total_norm.array, norm, rtol=1e-5)
     cosines = found.total.array / norm / found.direction_norm
     np.testing.assert_allclose(found.cosines.array, cosines, rtol=1e-4)
-    np.testing.assert_allclose(np.abs(found.shares().array).sum(), 1.0, rtol=1e-5)
-    plain = eqx.filter_jit(ghost.val_direction)(model, named_losses, batch)
-    for granularity, reduction, scale in (("block", "sum", Batch.size), ("total", "mean", 1)):
+    plain = eqx.filter_jit(ghost.val_direction)(model, token_means, batch)
+    for granularity, reduction, scale in (("leaf", "sum", Batch.size), ("total", "mean", 1)):
         options = {"granularity": granularity, "reduction": reduction}
-        other, in_batch = run(model, named_losses, batch, direction, **options)
-        assert set(in_batch.scores) == (set(found.scores) if granularity == "block" else set())
+        other, in_batch = run(model, token_means, batch, direction, **options)
+        assert set(in_batch.scores) == (set(dots) if granularity == "leaf" else set())
         np.testing.assert_allclose(in_batch.total.array, found.total.array, rtol=1e-4)
         for own, one, wanted in zip(*map(jax.tree.leaves, (other, gradients, plain)), strict=True):
             np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(own, wanted * scale, rtol=1e-5, atol=1e-6 * scale)
-
-
-@pytest.mark.deep
-def test_totals_of_packed_documents_are_those_of_documents_alone():
-    model, batch = decoder(SPARSE), tokens()
-    Documents = Axis("document", 2 * Batch.size)
-    first = hax.arange(Pos).broadcast_axis(Batch).rearrange((Batch, Pos)) < 2
-    documents = hax.where(first, 1, 2)
-    positions = hax.where(first, hax.arange(Pos), hax.arange(Pos) - 2)
-    batch = dataclasses.replace(batch, documents=documents, positions=positions)
-    direction = random_like(model, 1)
-    own = {"example_ids": documents - 1 + 2 * hax.arange(Batch), "Examples": Documents}
-
-    @eqx.filter_jit
-    def scores(model, batch):
-        options = {"direction": direction, "granularity": "total", **own}
-        return [
-            ghost.grad_dot(model, token_losses, batch, tokens=tokens_as, **options)[1].total
-            for tokens_as in ("sum", "mean")
-        ]
-
-    def of_document(number):
-        def losses(model, one):
-            return hax.sum(hax.where(one.documents == number + 1, token_losses(model, one), 0.0), Pos)
-
-        scores, _ = looped_scores(model, losses, batch, direction)
-        return sum(score if score.ndim == 1 else score.sum(0) for score in scores.values())
-
-    expected = np.stack([of_document(number) for number in range(2)], -1).reshape(-1)
-    for found, lengths in zip(scores(model, batch), ([1, 1], [2, Pos.size - 2]), strict=True):
-        wanted = expected / np.tile(lengths, Batch.size)
-        assert found.axes == (Documents,)
-        np.testing.assert_allclose(found.array, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
 def test_rows_in_any_order_are_scored_by_example():
@@ -116,13 +71,21 @@ def test_rows_in_any_order_are_scored_by_example():
         return jnp.sum(jnp.tanh(mixed), 1)
 
     def scored(ids):
-        options = {"granularity": "total", "example_ids": ids, "Examples": Examples}
-        return ghost.grad_dot(weights, losses, (x, experts, ids), direction=direction, **options)[1]
+        batch, options = (
+            (x, experts, ids),
+            {"granularity": "total", "direction": direction, "Examples": Examples},
+        )
+        of_tokens = lambda *some: losses(*some)[:, None]  # noqa: E731
+        return [
+            ghost.grad_dot(weights, fn, batch, tokens=of, example_ids=own, **options)[1].total
+            for fn, of, own in ((losses, None, ids), (of_tokens, "mean", ids[:, None]))
+        ]
 
-    found = jax.jit(scored)(jnp.asarray(ids))
     along = jax.jvp(lambda weights: losses(weights, (x, experts, ids)), (weights,), (direction,))[1]
     expected = np.array([along[ids == example].sum() for example in range(3)])  # the fourth is left out
-    np.testing.assert_allclose(found.total.array, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    total, mean = (found.array for found in jax.jit(lambda: scored(jnp.asarray(ids)))())
+    np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(mean, expected / 2, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.deep
@@ -148,7 +111,7 @@ def test_coupled_losses_are_in_gradients_and_scores_as_they_are_in_the_batch():
     plain = eqx.filter_jit(eqx.filter_grad(whole))(model)
     assert_close(gradients, plain, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(found.aux["tokens"].array, batch.tokens.array)
-    assert found.aux["head"].weight.axes == model.head.weight.axes
+    assert found.aux["head"].weight.axes == (Batch, *model.head.weight.axes)
 
     @eqx.filter_jit
     def of_example(model, number):
@@ -240,7 +203,6 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
         losses, "example_ids gives totals", ValueError, norms=True, example_ids=ids, Examples=Row, **total
     )
     refused(losses, "coupled has scores", ValueError, norms=True, coupled=jnp.sum)
-    refused(losses, "has_aux needs norms=False", ValueError, norms=True, has_aux=True)
     refused(losses, "example_ids and Examples", ValueError, example_ids=ids, **total)
     product = lambda model, x: jnp.sum(x * model["kernel"].weight, 1)  # noqa: E731
     for strange in (x[:, 0], jnp.arange(5)):

@@ -35,13 +35,7 @@ def test_adapters_are_scored_over_frozen_weights_here_and_on_the_host():
     for placed in (model, dataclasses.replace(model, layers=streaming.to_host(model.layers))):
         gradients, found = step(placed, batch, direction)
         assert_equal(found.scores, expected)
-        assert found.coverage() == 1.0 and not found.uncovered
         assert len(jax.tree.leaves(gradients)) == len(jax.tree.leaves(direction))
-    part = eqx.filter(direction, jax.tree.map(lambda leaf: leaf.ndim != 3, direction))
-    some = eqx.filter_eval_shape(
-        lambda: ghost.grad_dot(model, token_means, batch, direction=part, trainable=trainable)[1]
-    )
-    assert 0 < some.coverage() < 1
 
 
 @pytest.mark.deep

@@ -80,36 +80,16 @@ def test_derivatives_are_those_of_the_unrolled_run(optimizer, per_step):
             found = replay(
                 step, state, batches, held_out, Steps, Examples, per_step=per_step or None, remat=remat
             )
-            return found.loss, found.examples, found.per_step
+            return found.loss, found.examples, found.per_step, held_out(found.state)
 
         wanted = jax.value_and_grad(lambda *some: unrolled(step, state, batches, *some), argnums=(0, 1))
         loss, (of_examples, of_steps) = wanted(ones, per_step)
-        return (loss, of_examples, of_steps), [replayed(remat) for remat in policies]
+        return (loss, of_examples, of_steps, loss), [replayed(remat) for remat in policies]
 
     wanted, found = every(state, batches, ones)
     assert float(jnp.abs(wanted[1].array).min()) > 1e-6
     for one in found:
         assert_close(one, wanted, rtol=2e-3, atol=2e-6)
-
-
-def test_influence_is_what_another_weight_of_the_example_does_to_the_loss():
-    optimizer = optax.sgd(0.3)
-    step, model, batches = weighted_step(losses, optimizer), network(), data(2, Steps, Examples)
-    state = model, optimizer.init(model)
-    found = replay(step, state, batches, held_out, Steps, Examples)
-
-    @jax.jit
-    def final(weights):
-        return unrolled(step, state, batches, hax.named(weights, (Steps, Examples)), {})
-
-    ones = np.ones((Steps.size, Examples.size), np.float32)
-    for place in ((0, 1), (3, 2), (6, 0)):
-        change = np.zeros_like(ones)
-        change[place] = 0.05
-        difference = (final(ones + change) - final(ones - change)) / 0.1
-        np.testing.assert_allclose(found.examples.array[place], difference, rtol=0.02, atol=1e-5)
-    np.testing.assert_allclose(found.loss, final(ones), rtol=1e-5)
-    np.testing.assert_allclose(found.loss, held_out(found.state), rtol=1e-5)
 
 
 def test_plain_arrays_and_losses_and_a_number_of_steps():

@@ -124,13 +124,6 @@ figures: venv  ## draw the charts of benchmarks/results, the README's too, and t
 docs: figures  ## build the documentation into site/, with figures, and tables from benchmarks/results
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict # with --quiet it would not count warnings
 
-.PHONY: check-site has-chromium
-has-chromium:
-	@$(or $(PYTHON),$$(scripts/find_python.sh default)) scripts/check_site.py --browser
-
-check-site: has-chromium docs  ## open every page in Chromium, wide and narrow, light and dark
-	$(RUN) scripts/check_site.py
-
 .PHONY: format
 format: venv  ## let ruff format the code and fix what it can
 	$(RUN) -m ruff format

@@ -14,7 +14,7 @@ import jax
 
 from stacked_remat.memory import readable_bytes
 
-from .record import RESULTS, allocate_as_needed, write_results
+from .record import RESULTS, allocate_as_needed, cpu_name, write_results
 
 Rows = Iterator[Mapping[str, Any]]
 
@@ -49,7 +49,8 @@ class Benchmark:
         kind = jax.local_devices()[0].device_kind
         where = {"platform": jax.default_backend(), "device": re.sub(r"\W+", "_", kind.lower())}
         path = out / f"{name or named(**flat, **where)}.json"
-        measured = {} if "target" in given else {"device": kind, "cores": len(os.sched_getaffinity(0))}
+        on_cpu = {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))}
+        measured = {} if "target" in given else {"device": kind, **on_cpu}
         found: list[Mapping[str, Any]] = []
         for row in self.rows(**given):
             found.append(row)

@@ -2,20 +2,17 @@
 
     python -m benchmarks.cpu_step
     taskset -c 1 python -m benchmarks.cpu_step --processor_time
-    taskset -c 1 python -m benchmarks.cpu_step kinds
 
 The second runs on one core and counts the time that the process had it: where others use the machine too.
 Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses and gradients are
 compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A ratio is
 the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
 
-The third adds up the times of our steps' operations by kind, as JAX's profiler has them, and writes
-`results/cpu_step_kinds.json`. `--only` is a part of the names of what is run.
+`--only` is a part of the names of what is run.
 """
 
 import dataclasses
 import importlib
-import re
 import resource
 import statistics
 import tempfile
@@ -47,8 +44,8 @@ from stacked_remat.training import (
     remat_policy,
 )
 
-from .command import Rows, benchmark, one_of
-from .record import check_close, profiled, timed
+from .command import Rows, benchmark
+from .record import check_close, timed
 
 # Neither is needed by anything else, and lint runs without them.
 torch: Any = importlib.import_module("torch")
@@ -57,14 +54,6 @@ transformers: Any = importlib.import_module("transformers")
 LEARNING_RATE = 1e-4
 
 REMATS = ("products_saved", False, True)
-
-# Parts of the names of XLA's operations; the first that matches gives an operation's kind.
-KINDS = {
-    "matrix products": "^ynn|dot",
-    "copies and transposes": "copy|transpose",
-    "slices and zeros": "slice|wrapped_broadcast",
-    "the rest": "",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +101,7 @@ class Pair(NamedTuple):
 
 
 @benchmark("cpu_step")
-def beside_theirs(
-    sizes: Sizes = SIZES, rounds: int = 15, processor_time: bool = False, only: str = ""
-) -> Rows:
+def main(sizes: Sizes = SIZES, rounds: int = 15, processor_time: bool = False, only: str = "") -> Rows:
     """Medians of times, of their ratios, and of the pages of memory taken from the operating system.
 
     Raises:
@@ -148,31 +135,8 @@ def _measured(run: Callable[[], Any], clock: Callable[[], float]) -> tuple[float
     return timed(run, clock), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - had
 
 
-@benchmark("cpu_step_kinds")
-def kinds(sizes: Sizes = SIZES, rounds: int = 15, only: str = "") -> Rows:
-    """Seconds of our steps' operations of each kind, in the mean over rounds."""
-    for pair in _steps(sizes):
-        if only in pair.name:
-            for kind, seconds in by_kind(pair, rounds).items():
-                yield {"name": pair.name, "remat": pair.remat, "kind": kind, "our_seconds": round(seconds, 4)}
-
-
-main = one_of(step=beside_theirs, kinds=kinds)
-
-
 def _steps(sizes: Sizes) -> list[Pair]:
     return [step(sizes, experts, remat) for experts in (True, False) for remat in REMATS]
-
-
-def by_kind(pair: Pair, rounds: int) -> dict[str, float]:
-    """Seconds of our operations of each kind, in the mean over rounds."""
-    pair.check()
-    ours = dict.fromkeys(KINDS, 0.0)
-    for name, seconds in profiled(lambda: [pair.ours() for _ in range(rounds)]).items():
-        # Loops, conditionals and calls hold other operations.
-        if not re.match(r"while|cond|call|.*::", name):
-            ours[next(kind for kind, names in KINDS.items() if re.search(names, name))] += seconds / rounds
-    return ours
 
 
 def step(sizes: Sizes, experts: bool, remat: str | bool) -> Pair:

@@ -1,19 +1,18 @@
-"""Tests the commands with runs killed at random moments, faults, and bad inputs.
+"""Tests the commands with runs killed at random moments, and with faults.
 
     python -m benchmarks.faults --kills 60
     python -m benchmarks.faults --kills 10 --streamed
 
 Trains a tiny model with `models.train_lm`; then again, killing the process with SIGKILL at random moments and
 restarting the same command until it is finished, and compares every metric and the weights with those of the
-uninterrupted run, bit for bit. Then tries the faults and bad inputs of `benchmarks/fault_cases.py`, each of
-which must end as stated there. Writes `results/faults.json`, and fails if anything differs.
+uninterrupted run, bit for bit. Then tries the faults below, each of which must end as stated there. Writes
+`results/faults.json`, and fails if anything differs.
 
 With `--streamed`, weights and optimizer state of the layers are in host memory and are updated there within
 the backward pass, so that a process dies while some layers are updated and others are not: every kill comes
-after the process's first step. The cases are left out; writes `results/faults_streamed.json`.
+after the process's first step. The faults are left out; writes `results/faults_streamed.json`.
 """
 
-import argparse
 import json
 import os
 import random
@@ -21,49 +20,174 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from stacked_remat._messages import did_you_mean
-
-from .fault_cases import CASES, CONFIG, FUNCTIONS, IMPOSSIBLE, Case
-from .record import RESULTS, write_results
+from .command import Rows, benchmark
 
 REPOSITORY = Path(__file__).parents[1]
 STREAMED = ("--trainer.update.fused", "true", "--trainer.streaming", "true")
 UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
 _BEFORE_THE_STEPS = 0.25  # share of kills while a process imports, compiles and restores
 
+CONFIG = """
+model: {type: qwen3_moe, hidden_dim: 16, num_layers: 2, num_heads: 2, num_kv_heads: 1,
+        experts: {num_experts: 2, experts_per_token: 1, intermediate_dim: 8}}
+remat: nested
+data: {sources: {text: {paths: ["ROOT/text/*.txt"]}}, cache_dir: ROOT/cache,
+       held_out_fraction: 0.3, seq_len: 16, batch_size: 4}
+optimizer: {learning_rate: 0.02, warmup: 2}
+trainer: {num_steps: 150, log_every: 1, eval_every: 40, eval_batches: 2, mesh: {axes: {data: 1}},
+          checkpoint: {every_steps: 5}}
+"""
+IMPOSSIBLE = 99
+"""The status of a case that this machine or user can't make."""
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--streamed", action="store_true", help="runs with their layers in host memory")
-    parser.add_argument("--only", nargs="*", help="these cases alone, by name")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    names = [case.name for case in CASES]
-    for name in set(options.only or ()) - set(names):
-        parser.error(f"--only: there is no case {name!r}.{did_you_mean(name, names)}")
-    only = names if options.only is None else options.only
-    wanted = [] if options.streamed else [case for case in CASES if case.name in only]
+# $root has the uninterrupted run, in `whole`, its config.yaml, its text and its cache. Commands are run in
+# $own, the folder of the case, with the arguments of a run in $own/run.
+FUNCTIONS = f"""
+given=("$@")
+command() {{ "$python" -m "models.$1" "${{@:2}}"; }}
+train() {{ command train_lm "${{given[@]}}" "$@"; }}
+copy() {{
+    cp -r "$root/whole" run
+    rm run/result.json
+    sed -i "s|$root/whole|$own/run|g" run/config.yaml
+}}
+damaged() {{ # filters a file of the run to resume, which must not change it
+    copy
+    "${{@:2}}" <"$1" >damaged
+    cp damaged "$1"
+    train
+    local status=$?
+    cmp -s damaged "$1" || echo "error: $1 was written to"
+    return $status
+}}
+flipped() {{ # flips a bit of every 256th byte of files of the run
+    copy
+    "$python" - $1 <<EOF
+import pathlib, sys
+for path in map(pathlib.Path, sys.argv[1:]):
+    content = bytearray(path.read_bytes())
+    content[::256] = bytes(byte ^ 1 for byte in content[::256])
+    path.write_bytes(content)
+EOF
+}}
+disk() {{
+    mount -t tmpfs -o "$1" tmpfs "$own" 2>/dev/null || exit {IMPOSSIBLE}
+    trap 'cd / && umount "$own"' EXIT
+    cd "$own"
+}}
+signalled() {{ # sends a signal once a condition holds
+    set -m
+    {{ exec "$python" -m models.train_lm "${{given[@]}}" --data.cache_dir "$own/cache"; }} &
+    set +m
+    until "${{@:2}}" 2>/dev/null || ! kill -0 $!; do sleep 0.005; done
+    kill "-$1" $!
+    wait $!
+}}
+handles_signals() {{ # has its own handler of SIGTERM, which it sets before it imports modules
+    [ -e /proc/self/status ] || exit {IMPOSSIBLE}
+    ((0x$(sed -n 's/^SigCgt:\\t//p' /proc/$!/status) >> 14 & 1))
+}}
+tokenizes() {{ [ -e cache ] && sleep "${{1-0}}"; }}
+has_done_steps() {{ [ "$(wc -l <run/metrics.jsonl)" -gt 2 ]; }}
+"""
+
+
+class Case(NamedTuple):
+    """A fault or a bad input.
+
+    Attributes:
+        name: of the case.
+        commands: cause the fault and run the command, whose status is theirs.
+        message: part of the command's message.
+        status: the exit status.
+    """
+
+    name: str
+    commands: str
+    message: str
+    status: int = 1
+
+    def ends_well(self, status: int, output: str) -> bool:
+        """Whether the command ended with the status and the message, and no other."""
+        one_message = output.count("error: ") == (self.status == 1)
+        return status == self.status and one_message and "Traceback" not in output and self.message in output
+
+
+_ARRAYS = "run/checkpoints/{}/state/ocdbt*/d/*"
+_CHANGED = "--trainer.checkpoint.accept_changes true --trainer.num_steps 160"
+_NEWEST = f"flipped '{_ARRAYS.format(150)}'"
+CASES = [
+    Case("a run folder that is a file", "echo mine >run; train", "/run: "),
+    Case("a run folder below a file", f"train --trainer.run_dir {__file__}/run", "faults.py"),
+    Case("a name that is too long", "train --trainer.run_dir /tmp/$(printf 'x%.0s' {1..300})", "too long"),
+    Case("no permission", f"[ $EUID != 0 ] || exit {IMPOSSIBLE}; chmod 500 .; train", "Permission denied"),
+    Case("a file system that is read-only", "disk ro; train", "Read-only file system"),
+    Case("a full disk, while a checkpoint is written", "disk size=600k; train", "No space left on device"),
+    Case("a limit on the size of files", "ulimit -f 39; train", "File too large"),
+    Case("an empty config.yaml in the run", "damaged run/config.yaml true", "config.yaml is empty"),
+    Case("damaged metrics", r"damaged run/metrics.jsonl sed '1s/^/\x00\n/'", "line 1 is not a line"),
+    Case(
+        "a flipped byte in the arrays of a checkpoint",
+        f"flipped '{_ARRAYS.format('*')}'; train {_CHANGED}",
+        "/run/",
+    ),
+    Case(
+        "a damaged checkpoint to export",
+        f'{_NEWEST}; command export_hf --run_dir "$own/run" --out "$own/out"',
+        "checkpoints/150",
+    ),
+    Case(
+        "a damaged checkpoint to generate from",
+        f'{_NEWEST}; command generate --run_dir "$own/run" --prompt a',
+        "checkpoints/150",
+    ),
+    Case("SIGINT during imports", "signalled INT handles_signals", "while the program was", 75),
+    Case("SIGINT before the first step", "signalled INT tokenizes", "before a step was done", 75),
+    Case("SIGTERM before the first step", "signalled TERM tokenizes 0.5", "by SIGTERM", 75),
+    Case("SIGINT after the first step", "signalled INT has_done_steps", "--trainer.run_dir", 75),
+    Case("SIGTERM after the first step", "signalled TERM has_done_steps", "--trainer.run_dir", 75),
+    Case(
+        "standard output is closed",
+        "train | head -n 1 >/dev/null; status=${PIPESTATUS[0]}\n"
+        "[ -e run/result.json ] && echo finished; exit $status",
+        "finished",
+        0,
+    ),
+]
+
+
+def _result(streamed: bool, **_: Any) -> str:
+    return "faults_streamed" if streamed else "faults"
+
+
+@benchmark(_result)
+def main(kills: int = 60, seed: int = 0, streamed: bool = False, only: str = "") -> Rows:
+    """What became of killed runs, and of each fault with `only` in its name; `seed` draws the moments.
+
+    Raises:
+        SystemExit: a run differs, or a command ended otherwise than it should.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        place = Workplace(Path(scratch), STREAMED if options.streamed else ())
+        place = Workplace(Path(scratch), STREAMED if streamed else ())
         place.write()
         seconds = _train(place)
-        early = 0.0 if options.streamed else _BEFORE_THE_STEPS
-        kills = kill_runs(place, options.kills, seconds, random.Random(options.seed), early)
-        rows = [try_case(place, case) for case in wanted]
-    path = options.out / ("faults_streamed.json" if options.streamed else "faults.json")
-    write_results(path, seed=options.seed, **kills, cases=rows)
-    print(f"{kills}\nwrote {path}")
-    failed = [row["name"] for row in rows if row["passed"] is False]
-    if failed or kills["differing"]:
-        raise SystemExit(f"failed: {', '.join(failed + kills['differing'])}")
-    return path
+        early = 0.0 if streamed else _BEFORE_THE_STEPS
+        found = kill_runs(place, kills, seconds, random.Random(seed), early)
+        yield found
+        failed = list(found["differing"])
+        for case in CASES:
+            if only in case.name and not streamed:
+                row, text = try_case(place, case)
+                yield row
+                if row["passed"] is False:
+                    print(text)
+                    failed.append(case.name)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 @dataclass(frozen=True)
@@ -148,8 +272,8 @@ def kill_runs(
     return found
 
 
-def try_case(place: Workplace, case: Case) -> dict[str, Any]:
-    """Runs one case in a folder of its own."""
+def try_case(place: Workplace, case: Case) -> tuple[dict[str, Any], str]:
+    """Runs one case in a folder of its own; its row, and all that it printed."""
     own = place.root / f"case {case.name}"
     own.mkdir()
     process = place.begin(
@@ -158,13 +282,10 @@ def try_case(place: Workplace, case: Case) -> dict[str, Any]:
     text, _ = process.communicate()
     status = None if process.returncode == IMPOSSIBLE else process.returncode
     passed = None if status is None else case.ends_well(status, text)
-    print(f"{'?' if passed is None else 'ok' if passed else 'FAILED':7}{case.name}", flush=True)
-    if passed is False:
-        print(text)
     said = "" if status is None else "".join(text.strip().splitlines()[-1:])
     for path, name in ((own, "CASE"), (place.root, "ROOT"), (REPOSITORY, "REPOSITORY")):
         said = said.replace(f"{path}", name)
-    return {"name": case.name, "passed": passed, "status": status, "said": said}
+    return {"name": case.name, "passed": passed, "status": status, "said": said}, text
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

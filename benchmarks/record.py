@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import platform
 import re
 import statistics
 import tempfile
@@ -38,6 +39,13 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def cpu_name() -> str:
+    """The name of this machine's processor, as Linux has it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    return found[1] if found else platform.machine()
 
 
 def write_results(path: Path, **fields: Any) -> None:

@@ -102,7 +102,7 @@ def haliax(remat: Any) -> Build:
 
 
 class ArrayBlock(eqx.Module):
-    """The block with plain arrays, for Levanter."""
+    """The block with plain arrays."""
 
     up: jax.Array
     down: jax.Array

@@ -21,26 +21,11 @@ from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, s
 
 from .command import Rows, benchmark
 from .record import memory_row
-from .residual_mlp import Sizes, haliax
+from .residual_mlp import ArrayBlock, Sizes
 
 OFFLOAD = ScanCheckpointPolicy(save_carries="offload")
 EXPERTS = (48, 128, 2048, 192)
 """Layers, experts, width and inner width of the mixture of experts: 4.5 GiB."""
-
-
-class Mlp(eqx.Module):
-    """`x + silu(x @ up) @ down`."""
-
-    up: jax.Array
-    down: jax.Array
-
-    def __init__(self, width: int, inner: int, *, key: jax.Array):
-        up, down = jax.random.split(key)
-        self.up, self.down = _normal(up, (width, inner)), _normal(down, (inner, width))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The next carry."""
-        return x + jax.nn.silu(x @ self.up) @ self.down
 
 
 class Experts(eqx.Module):
@@ -49,16 +34,12 @@ class Experts(eqx.Module):
     weight: jax.Array
 
     def __init__(self, experts: int, width: int, inner: int, *, key: jax.Array):
-        self.weight = _normal(key, (experts, width, inner))
+        self.weight = jax.random.normal(key, (experts, width, inner), jnp.bfloat16) * 0.02
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The next carry."""
         hidden = jax.nn.silu(jnp.einsum("etd,edf->etf", x, self.weight))
         return x + jnp.einsum("etf,edf->etd", hidden, self.weight)
-
-
-def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(key, shape, jnp.bfloat16) * 0.02
 
 
 class Build(NamedTuple):
@@ -88,18 +69,9 @@ class Build(NamedTuple):
         return streaming.to_host(stack) if self.streamed else stack
 
 
-Program = Callable[[Any, jax.Array], Any]
-"""Takes a stack and its input."""
-
-
 def loss(stack: Any, x: jax.Array) -> jax.Array:
     """The mean square of what a stack returns."""
     return jnp.mean(jnp.square(stack.fold(x).astype(jnp.float32)))
-
-
-def gradient(stack: Any, x: jax.Array) -> jax.Array:
-    """The gradient of the input: that of a model whose layers are frozen."""
-    return jax.grad(loss, 1)(stack, x)
 
 
 _STEP = fused_update(loss, optax.sgd(1e-3))
@@ -111,29 +83,6 @@ def update(stack: Any, x: jax.Array) -> Any:
     return result.value, result.model
 
 
-def sliced_by_index(stack: Any, x: jax.Array) -> Any:
-    """`update` by a scan over indices that takes each layer out of the stack, and its gradient."""
-
-    @jax.checkpoint
-    def layer(stacked: Any, x: jax.Array, index: jax.Array) -> jax.Array:
-        block = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), stacked)
-        return block(x)
-
-    def of_indices(stacked: Any) -> jax.Array:
-        x_last, _ = lax.scan(
-            lambda carry, index: (layer(stacked, carry, index), None), x, jnp.arange(len(stack))
-        )
-        return jnp.mean(jnp.square(x_last.astype(jnp.float32)))
-
-    value, found = jax.value_and_grad(of_indices)(stack.stacked)
-    new = jax.tree.map(lambda leaf, ct: leaf - (1e-3 * ct).astype(leaf.dtype), stack.stacked, found)
-    return value, eqx.tree_at(lambda stack: stack.stacked, stack, new)
-
-
-PROGRAMS: dict[str, Program] = {each.__name__: each for each in (loss, gradient, update, sliced_by_index)}
-UPDATES = ("update", "sliced_by_index")
-
-
 @benchmark("streaming_{target}")
 def main(
     target: str = "h200",
@@ -142,46 +91,34 @@ def main(
     width: int = 2_048,
     inner: int = 16_384,
 ) -> Rows:
-    """A step of SGD by depth, beside gradients in Haliax, and 48 layers of 128 experts.
+    """A step of SGD by depth, and of 48 layers of 128 experts.
 
     The experts are 4.5 GiB, with few tokens, so that weights are all that counts.
     """
     for layers in depths:
-        block = functools.partial(Mlp, width, inner)
+        block = functools.partial(ArrayBlock.init, Sizes(layers, tokens, width, inner))
         x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
         row = {"block": "mlp", "layers": layers}
         for name, build in {
             "streamed": Build(layers, block, OFFLOAD, True),
             "nested, resident": Build(layers, block, "nested"),
         }.items():
-            yield row | {"program": "update", "name": name} | _sized("update", build, x, target)
-        for remat in (True, "nested"):
-            fn, args = haliax(remat)(Sizes(layers, tokens, width, inner))
-            try:
-                found = memory_row(memory.report(fn, *args, target=target))
-            except memory.DoesNotFit as error:
-                print(f"Haliax {remat}, {layers} layers: {error}", flush=True)
-                continue
-            yield row | {"program": "gradient", "name": f"Haliax {remat}, resident"} | found
+            yield row | {"name": name} | _sized(build, x, target)
     layers, experts, width, inner = EXPERTS
     block = functools.partial(Experts, experts, width, inner)
     x = jax.ShapeDtypeStruct((experts, 4, width), jnp.bfloat16)
-    programs = [("resident", program) for program in ("loss", "gradient", "update")]
-    programs += [("scan over indices, resident", "sliced_by_index")]
-    programs += [("streamed", program) for program in ("loss", "gradient", "update")]
-    for name, program in programs:
-        row = {"block": "experts", "layers": layers, "program": program, "name": name}
-        yield row | _sized(program, Build(layers, block, True, name == "streamed"), x, target)
+    for name in ("resident", "streamed"):
+        row = {"block": "experts", "layers": layers, "name": name}
+        yield row | _sized(Build(layers, block, True, name == "streamed"), x, target)
 
 
-def _sized(program: str, build: Build, x: jax.ShapeDtypeStruct, target: str) -> dict[str, Any]:
-    """What a program takes on the device."""
+def _sized(build: Build, x: jax.ShapeDtypeStruct, target: str) -> dict[str, Any]:
+    """What a step takes on the device."""
     arguments: Any = eqx.filter_eval_shape(build, jax.random.key(0)), x
     if build.streamed:
         # A shape does not say where an array is.
         arguments = memory.arguments_on_host(lambda stack, x: (streaming.to_host(stack), x), arguments)
-    donated = ["stack"] if program in UPDATES else []
-    return memory_row(memory.report(PROGRAMS[program], *arguments, target=target, donate=donated))
+    return memory_row(memory.report(update, *arguments, target=target, donate=["stack"]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
 """Tests of the benchmark of checkpointed chains, and of what it recorded."""
 
-import json
-
 import pytest
 
 from benchmarks.checkpoint_chain import measure, variants
-from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes
 from tests.recorded_on import ON_H200, ON_V5P
 
@@ -24,8 +21,3 @@ def test_recomputation_survives_compilation(target):
     assert found["checkpoint(layer)"]["temporaries"] < 0.5 * found["nothing"]["temporaries"]
     assert found["checkpoint_sequential"]["products"] > 7 * 6
     assert found["checkpoint(layer, save=dots_saveable)"]["products"] == 6 * 6
-
-
-def recorded(target):
-    rows = json.loads((RESULTS / f"checkpoint_chain_{target}.json").read_text())["rows"]
-    return {row["name"]: row for row in rows}

@@ -23,14 +23,13 @@ COMMANDS = [
     (f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2", "qwen3_moe_65k_cpu_tiles_local", 1),
     (f"qwen3_context longest {CONTEXT} --step 64 --limit 64", "qwen3_moe_65k_cpu_longest_local", 2),
     (f"stack_time trace {MLP} --rounds 1 --only jax.checkpoint$", "stack_trace_cpu", 1),
-    ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 11),
+    ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 4),
     ("ghost time --repeats 1", "ghost_time", 3),
     (
         "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4 --chosen 2",
         "expert_layer_cpu",
         4,
     ),
-    (f"long_context_cpu --policies nested --data.seq_len 64 {SMALL}", "long_context_cpu", 1),
     pytest.param(
         "influence --examples 32 --epochs 1 --runs 2 --targets 2", "influence", 9, marks=pytest.mark.slow
     ),
@@ -42,7 +41,6 @@ STEP = ["--target", "local", "--devices", "8", "--layers", "1", "--policies", "T
 @pytest.mark.deep
 @pytest.mark.parametrize(("command", "name", "rows"), COMMANDS, ids=lambda value: str(value).split(" --")[0])
 def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch, standard_promotion):
-    monkeypatch.setattr("benchmarks.long_context_cpu.in_a_process", lambda fn, *args: fn(*args))
     monkeypatch.setattr("benchmarks.streaming.EXPERTS", (2, 4, 16, 8))
     monkeypatch.setattr("benchmarks.qwen3_context.LEANEST", ("nested",))
     module, *arguments = command.split(" ")

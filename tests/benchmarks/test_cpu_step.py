@@ -33,15 +33,6 @@ def test_losses_and_gradients_are_theirs_and_rows_have_ratios(tmp_path):
     assert all(row["ratio"] > 0 for row in rows)
 
 
-def test_the_time_of_a_step_is_in_products_and_other_kinds_of_operations(tmp_path):
-    sizes = [f"--{name}={size}" for name, size in SMALL.items()]
-    with jax.numpy_dtype_promotion("standard"):
-        path = main(["kinds", *sizes, "--only", "dense", "--rounds", "1", "--out", str(tmp_path)])
-    rows = json.loads(path.read_text())["rows"]
-    products = [row for row in rows if row["kind"] == "matrix products"]
-    assert len(products) == 2 and all(row["our_seconds"] > 0 for row in products)
-
-
 def test_pairs_that_differ_are_refused():
     with pytest.raises(ArithmeticError, match="a sum: ours and theirs.*: off by"):
         Pair("a sum", "", lambda: [np.ones(3)], lambda: [np.full(3, 1.1)]).check()

@@ -111,37 +111,16 @@ class _Caller(NamedTuple):
         name = self.axis if isinstance(self.axis, str) else self.axis.name
         return next((i for i, own in enumerate(leaf.axes) if own.name == name), None)
 
-
-class Output(NamedTuple):
-    """An output: where it is in the results, its dimension along the axis, None for a sum, and its axes."""
-
-    path: str
-    dim: int | None
-    axes: tuple[Axis, ...] | None
-
-    @property
-    def names(self) -> list[str] | None:
-        return None if self.axes is None else [axis.name for axis in self.axes]
+    def output(self, leaf: Any) -> int | None:
+        """The dimension of an output along the axis, or None for a sum."""
+        return None if isinstance(self.axis, int) and self.reduce == "sum" else self.dimension(leaf)
 
 
 class Traced(NamedTuple):
-    """`fn` on tiles of one length, or on all positions; `leaves` has an `Output` for each array."""
+    """`fn` on tiles of one length, or on all positions: its jaxpr, and its result with types of arrays."""
 
     closed: ClosedJaxpr
-    outputs: tuple[Output, ...]
-    structure: PyTree
-    leaves: tuple[PyTree, ...]
-
-    def named(self, arrays: Sequence[PyTree]) -> PyTree:
-        """What `fn` returns, with these arrays."""
-        own = iter(arrays)
-
-        def result(leaf: Any) -> Any:
-            if not isinstance(leaf, Output):
-                return leaf
-            return next(own) if leaf.axes is None else NamedArray(next(own), leaf.axes)
-
-        return jax.tree.unflatten(self.structure, [result(leaf) for leaf in self.leaves])
+    result: PyTree
 
 
 def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
@@ -182,7 +161,9 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
         found = keep(plan, plan[2])
     whole, tiling, constants = found
     _check_closure(caller, given, constants)
-    return whole.named(run_tiles((tiling, constants), given))
+    types, rest = eqx.partition(whole, _is_type)
+    arrays = run_tiles((tiling, constants), given)
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), arrays), rest)
 
 
 def _plan(
@@ -192,14 +173,18 @@ def _plan(
     dims: Sequence[int | None],
     size: int,
     parts: int,
-) -> tuple[Traced, Tiling, list[PyTree]]:
-    """`fn` traced for all positions, and what runs it tile by tile."""
+) -> tuple[PyTree, Tiling, list[PyTree]]:
+    """The result of `fn` for all positions, in types, and what runs it tile by tile."""
     cut = Cut(size, parts, -(-(size // parts) // caller.tiles))
     whole, *traced = (_trace(caller, fn, cut, n, given, dims) for n in (None, *cut.lengths))
     for one, n in zip(traced, cut.lengths, strict=True):
-        _check_part(caller, one, n * parts, whole, size)
-    outputs = [output.dim for output in traced[0].outputs]
-    return whole, *Tiling.of(cut, [one.closed for one in traced], dims, outputs)
+        _check_part(caller, one.result, n * parts, whole.result, size)
+    outputs = [
+        caller.output(leaf)
+        for leaf in jax.tree.leaves(whole.result, is_leaf=is_named)
+        if _is_type(raw_array(leaf))
+    ]
+    return whole.result, *Tiling.of(cut, [one.closed for one in traced], dims, outputs)
 
 
 def _check_mesh(caller: _Caller, leaves: Sequence[PyTree]) -> None:
@@ -284,60 +269,53 @@ def _trace(
     dims: Sequence[int | None],
 ) -> Traced:
     """`fn` on tiles of `length` positions of each device; with None, on all."""
-    found: list[PyTree] = []
+    rest: PyTree = None
 
-    def flat(given: Sequence[PyTree]) -> list[PyTree]:
-        entries, structure = jax.tree_util.tree_flatten_with_path(fn(given), is_leaf=is_named)
-        leaves = [
-            _output(caller, path, leaf) if is_named(leaf) or is_array(leaf) else leaf
-            for path, leaf in entries
-        ]
-        found[:] = [structure, leaves]
-        return [raw_array(leaf) for _, leaf in entries if is_named(leaf) or is_array(leaf)]
+    def of_tile(tile: Sequence[PyTree]) -> PyTree:
+        nonlocal rest
+        arrays, rest = eqx.partition(fn(tile), is_array)
+        return arrays
 
     def tile_of(arrays: Sequence[PyTree]) -> list[PyTree]:
         if length is None:
             return list(arrays)
         return [cut.read(array, dim, 0, length) for array, dim in zip(arrays, dims, strict=True)]
 
-    tiles = jax.make_jaxpr(tile_of)(list(given)).out_avals  # with the axes over which they vary
-    closed = jax.make_jaxpr(flat)(tiles)
-    structure, leaves = found
-    outputs = tuple(leaf for leaf in leaves if isinstance(leaf, Output))
-    return Traced(closed, outputs, structure, tuple(leaves))
+    tile = jax.make_jaxpr(tile_of)(list(given)).out_avals  # with the axes over which they vary
+    closed, types = jax.make_jaxpr(of_tile, return_shape=True)(tile)
+    return Traced(closed, eqx.combine(types, rest))
 
 
-def _output(caller: _Caller, path: Any, leaf: Any) -> Output:
-    sums = isinstance(caller.axis, int) and caller.reduce == "sum"
-    dim = None if sums else caller.dimension(leaf)
-    where = f"output{jax.tree_util.keystr(path)}"
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise ValueError(f"tiled over {caller.axis_text}: {where} is a random key. Make keys outside.")
-    if dim is None and caller.reduce is None:
-        raise _not_a_part(caller, where, "lacks it")
-    return Output(where, dim, leaf.axes if is_named(leaf) else None)
+def _is_type(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _check_part(caller: _Caller, tile: Traced, length: int, whole: Traced, size: int) -> None:
-    """Refuse a function whose results for a tile are not a part of those for all positions."""
-    if tile.structure != whole.structure:
+def _check_part(caller: _Caller, tile: PyTree, length: int, whole: PyTree, size: int) -> None:
+    """Refuse a function whose result for a tile is not a part of that for all positions."""
+    (own, structure), (entire, structure_of_all) = (
+        jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named) for tree in (tile, whole)
+    )
+    if structure != structure_of_all:
         raise _not_a_part(caller, "the structure of what it returns", "depends on the size of a tile")
-    for one, other in zip(tile.leaves, whole.leaves, strict=True):
-        if isinstance(other, bool | int | float | complex | str) and one != other:
-            raise ValueError(
-                f"tiled over {caller.axis_text}: the function returns {other!r} for all positions and "
-                f"{one!r} for a tile. Return it as an array, or not at all."
-            )
-    avals = zip(tile.closed.out_avals, whole.closed.out_avals, strict=True)
-    for part, output, (one, other) in zip(tile.outputs, whole.outputs, avals, strict=True):
-        sizes = [*other.shape]
-        if output.dim is not None and sizes[output.dim] == size:
-            sizes[output.dim] = length
-        is_cut = output.dim is None or other.shape[output.dim] == size
-        expected = tuple(sizes), other.dtype, output.dim, output.names
-        if not is_cut or (one.shape, one.dtype, part.dim, part.names) != expected:
-            how = f"is {one.str_short()} for a tile of {length} and {other.str_short()} for all {size}"
-            raise _not_a_part(caller, output.path, how)
+    for (path, part), (_, of_all) in zip(own, entire, strict=True):
+        where, type_ = f"output{jax.tree_util.keystr(path)}", raw_array(of_all)
+        if not _is_type(type_):
+            if isinstance(of_all, bool | int | float | complex | str) and part != of_all:
+                raise _not_a_part(caller, where, f"is {part!r} for a tile and {of_all!r} for all positions")
+            continue
+        if jnp.issubdtype(type_.dtype, jax.dtypes.prng_key):
+            raise ValueError(f"tiled over {caller.axis_text}: {where} is a random key. Make keys outside.")
+        dim, sizes = caller.output(of_all), [*type_.shape]
+        if dim is None and caller.reduce is None:
+            raise _not_a_part(caller, where, "lacks it")
+        if dim is not None:
+            sizes[dim] = length if sizes[dim] == size else -1
+        names = [[axis.name for axis in leaf.axes] if is_named(leaf) else None for leaf in (part, of_all)]
+        found = raw_array(part)
+        if (found.shape, found.dtype, names[0]) != (tuple(sizes), type_.dtype, names[1]):
+            shown = [f"{each.dtype}{[*each.shape]}".replace(" ", "") for each in (found, type_)]
+            how = f"is {shown[0]} for a tile of {length} and {shown[1]} for all {size}"
+            raise _not_a_part(caller, where, how)
 
 
 def _not_a_part(caller: _Caller, what: str, how: str) -> ValueError:

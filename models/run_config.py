@@ -29,7 +29,6 @@ from stacked_remat.training import (
     learning_rate_schedule,
     load_tokenizer,
 )
-from stacked_remat.training.processes import check_distributed
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,6 @@ class LmRunConfig:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}.")
         key = f"remat ({self.remat})" if isinstance(self.remat, str) else "remat"
         check_remat_names(self.model.remat_names, self.policy, key)
-        check_distributed(self.distributed)
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}; 0 turns it off.")
         self._check_streaming()

@@ -62,15 +62,8 @@ from .optimizer_config import (
 )
 from .precision import cast_parameters as cast_parameters
 from .progress import ConsoleProgress as ConsoleProgress
-from .remat import (
-    RematPresets as RematPresets,
-    check_remat as check_remat,
-    remat_policy as remat_policy,
-)
-from .run_folder import (
-    RunFolder as RunFolder,
-    lock_run_folder as lock_run_folder,
-)
+from .remat import RematPresets as RematPresets, check_remat as check_remat, remat_policy as remat_policy
+from .run_folder import RunFolder as RunFolder, lock_run_folder as lock_run_folder
 from .scoring import (
     ExampleLosses as ExampleLosses,
     Scoring as Scoring,

@@ -2,10 +2,8 @@
 
 A checkpoint is a folder named by its step, written by Orbax: the arrays of the state by name, and in JSON the
 position of the data and the loop, the config, and the shape, the dtype and a digest of every array. Digests
-are compared with those of the arrays that are read: Orbax itself finds only some damage.
-
-Orbax takes a fifth of a second to import, so it is imported where it is used: help and errors in configs do
-not wait for it.
+are compared with those of the arrays that are read: Orbax itself finds only some damage. It is imported where
+it is used: help and errors in configs do not wait for it.
 """
 
 import contextlib
@@ -213,8 +211,7 @@ def load_checkpoint(folder: Path, like: State, *, step: int | None = None, part:
 def check_unsaved(folder: Path, rest: Any, *, step: int | None = None) -> None:
     """Checks that `rest`, a state with None for the arrays that are saved, is that of a checkpoint's run.
 
-    Raises:
-        CheckpointMismatchError: arrays differ; names them. Or what `checkpoint_run` raises.
+    A CheckpointMismatchError names the arrays that differ.
     """
     saved, found = checkpoint_run(folder, step=step)["unsaved"], digests(rest)
     differing = [name for name in sorted({*saved, *found}) if saved.get(name) != found.get(name)]

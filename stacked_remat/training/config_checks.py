@@ -14,11 +14,11 @@ def check_at_least(lowest: int, section: str, config: Any, *names: str) -> None:
             raise ValueError(f"{section}.{name} must be at least {lowest}, got {value}.")
 
 
-def check_positive(section: str, config: Any, *names: str, fix: str = "") -> None:
-    """Refuses fields of a config that are not above 0; None is not checked. `fix` ends the message."""
+def check_positive(section: str, config: Any, *names: str) -> None:
+    """Refuses fields of a config that are not above 0; None is not checked."""
     for name in names:
         if (value := getattr(config, name)) is not None and value <= 0:
-            raise ValueError(f"{section}.{name} must be positive, got {value}{fix}.")
+            raise ValueError(f"{section}.{name} must be positive, got {value}.")
 
 
 def check_choices(section: str, config: Any) -> None:

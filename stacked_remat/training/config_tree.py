@@ -36,8 +36,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 def read_config_file(location: str) -> dict[str, Any]:
     """The keys of a YAML file, a path or any URL that fsspec knows, and of the files that it includes.
 
-    Raises:
-        ConfigError: a file can't be read, includes itself, or is not a mapping; names those that lead to it.
+    A ConfigError names the file that can't be read or includes itself, and those that lead to it.
     """
     tree = _File(_beside("", location)).value()
     if not isinstance(tree, dict):
@@ -47,12 +46,7 @@ def read_config_file(location: str) -> dict[str, Any]:
 
 
 def set_key(tree: dict[str, Any], dotted: str, text: str) -> None:
-    """Sets a key from the command line, with the sections that it is in; `text` is YAML.
-
-    Raises:
-        ConfigError: the text is not YAML, or a file can't be read; or a key that leads to it has a value, and
-            is not a section.
-    """
+    """Sets a key from the command line, with the sections that it is in; `text` is YAML."""
     *above, last = dotted.split(".")
     for at, name in enumerate(above, 1):
         if not isinstance(below := tree.get(name), dict | None):

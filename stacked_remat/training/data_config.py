@@ -69,7 +69,6 @@ class DataConfig:
         separate_documents: whether tokens attend only within their document. If false, each sequence is
             treated as one document, as kernels without document boundaries need it.
         on_malformed: whether a record that can't be read ends the run (`error`) or is counted (`skip`).
-        prefetch: batches that are made in advance, in a thread; 0 for none.
     """
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
@@ -82,7 +81,6 @@ class DataConfig:
     packing: Literal["split", "whole"] = "split"
     separate_documents: bool = True
     on_malformed: Literal["error", "skip"] = "error"
-    prefetch: int = 2
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out_fraction < 1:
@@ -91,12 +89,5 @@ class DataConfig:
                 f"out about one document in twenty."
             )
         check_at_least(1, "data", self, "seq_len", "batch_size")
-        check_at_least(0, "data", self, "prefetch")
         check_folder("data.cache_dir", self.cache_dir)
         check_date("data.chat_date", self.chat_date)
-        for name in self.sources:
-            if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
-                raise ValueError(
-                    f"data.sources: the name {name!r} must consist of letters, digits, `-` and `_`; it "
-                    f"becomes part of a folder's name."
-                )

@@ -44,12 +44,7 @@ def all_without_credentials(tree: Any) -> Any:
 
 
 def _redacted(url: str) -> str:
-    url = _USER.sub("***@", url)
-    if _WEB.search(url) or "=" in url.partition("?")[2]:  # in other URLs a `?` alone is part of a glob
-        place, mark, query = url.partition("?")
-        fragment = "" if mark else place.partition("#")[2]
-        if mark:
-            url = place + _VALUE.sub(lambda found: f"{found.group(1) or ''}***", mark + query)
-        elif "=" in fragment:
-            url = place.partition("#")[0] + "#***"
-    return url
+    place, mark, query = _USER.sub("***@", url).partition("?")
+    if mark and (_WEB.search(place) or "=" in query):  # in other URLs a `?` alone is part of a glob
+        return place + _VALUE.sub(lambda found: f"{found.group(1) or ''}***", mark + query)
+    return place + mark + query

@@ -10,11 +10,7 @@ PACKAGES = ("optax", "draccus", "rich", "yaml", "orbax", "grain", "fsspec")
 
 
 def check_installed(packages: tuple[str, ...] = PACKAGES) -> None:
-    """Checks that the packages can be imported.
-
-    Raises:
-        ModuleNotFoundError: names the missing packages and the extra to install.
-    """
+    """Raises a ModuleNotFoundError that names missing packages and the extra to install."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(

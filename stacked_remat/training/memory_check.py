@@ -19,18 +19,14 @@ _CGROUP, _MEMORY = "/sys/fs/cgroup/memory", "/proc/meminfo"  # of a container, i
 def check_fits(parts: Mapping[str, Any], fix: str, *, limit: int | None = None) -> None:
     """Refuses arrays, or shapes, that need more memory than a device has (`limit`); allocates nothing.
 
-    `parts` are trees that are held at the same time, by their names in the error, which ends with `fix`.
-    Arrays in host memory count only on CPU devices, which share one memory.
-
-    Raises:
-        ConfigError: says what each part takes, and how much memory there is.
+    `parts` are trees that are held at the same time, by their names in the ConfigError, which ends with
+    `fix`. Arrays in host memory count only on CPU devices, which share one memory.
     """
     device = jax.local_devices()[0]
     shared = limit is None and device.platform == "cpu"
     limit = memory_bytes(device) if limit is None else limit
-    kind, has = "memory", "this machine has" if shared else "a device has"
     counted = lambda array: 0 if is_on_host(array) and not shared else _bytes(array, shared)  # noqa: E731
-    _check(parts, counted, limit, kind, has, fix)
+    _check(parts, counted, limit, "memory", "this machine has" if shared else "a device has", fix)
 
 
 def check_host_fits(parts: Mapping[str, Any], fix: str, *, available: int | None = None) -> None:

@@ -1,6 +1,5 @@
 """Optax optimizers and learning-rate schedules from their configs."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +11,8 @@ from haliax import NamedArray
 from . import optimizer_config as configs
 from .precision import in_float32
 from .trainer_config import FloatName
+
+_VOCABULARY = "vocab"  # linear maps from or to an axis of this name are not orthogonalised, as embeddings
 
 
 def learning_rate_schedule(config: configs.OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -99,12 +100,11 @@ def _direction(config: configs.OptimizerConfig, eps_root: float) -> optax.Gradie
         case configs.MuonConfig():
             muon = optax.contrib.muon(
                 1.0,
-                ns_steps=config.newton_schulz_steps,
                 beta=config.momentum,
                 eps=config.epsilon,
                 adam_b1=config.beta1,
                 adam_b2=config.beta2,
-                muon_weight_dimension_numbers=functools.partial(_matrices, left_out=config.adamw_axes),
+                muon_weight_dimension_numbers=_matrices,
                 consistent_rms=config.update_rms,
             )
             return optax.chain(muon, optax.scale(-1.0))  # like optax's aliases, it negates by its rate
@@ -133,14 +133,14 @@ def _is_norm(node: Any) -> bool:
     return all(isinstance(one, eqx.nn.StateIndex) for one in layers)
 
 
-def _matrices(parameters: Any, left_out: tuple[str, ...]) -> Any:
+def _matrices(parameters: Any) -> Any:
     """For each leaf the dimensions of its matrices, or None if it is not one."""
 
     def is_linear(node: Any) -> bool:
         return isinstance(node, hnn.Linear | hnn.MoELinear | eqx.nn.Linear)
 
     def dimensions(node: Any) -> Any:
-        found = _matrix_of(node, left_out) if is_linear(node) and node.weight is not None else None
+        found = _matrix_of(node) if is_linear(node) and node.weight is not None else None
         return jax.tree_util.tree_map_with_path(
             lambda path, _: found if path and getattr(path[0], "name", None) == "weight" else None, node
         )
@@ -148,7 +148,7 @@ def _matrices(parameters: Any, left_out: tuple[str, ...]) -> Any:
     return jax.tree.map(dimensions, parameters, is_leaf=is_linear)
 
 
-def _matrix_of(linear: Any, left_out: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
+def _matrix_of(linear: Any) -> optax.contrib.MuonDimensionNumbers | None:
     if not isinstance(linear.weight, NamedArray):  # Equinox: [..., out, in]
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     names = [axis.name for axis in linear.weight.axes]
@@ -156,7 +156,7 @@ def _matrix_of(linear: Any, left_out: tuple[str, ...]) -> optax.contrib.MuonDime
         tuple(axis.name for axis in (spec if isinstance(spec, tuple) else (spec,)))
         for spec in (linear.In, linear.Out)
     ]
-    if not all(ends) or set(left_out).intersection(ends[0] + ends[1]):
+    if not all(ends) or _VOCABULARY in ends[0] + ends[1]:
         return None
     rows, columns = (tuple(names.index(name) for name in end) for end in ends)
     return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)

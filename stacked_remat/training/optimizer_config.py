@@ -11,7 +11,7 @@ from .config_checks import check_at_least, check_positive
 _DECAYS = ("momentum", "beta1", "beta2")
 _POSITIVE = (
     *("learning_rate", "max_grad_norm", "epsilon"),
-    *("decay_rate", "clipping_threshold", "min_factored_dim", "newton_schulz_steps", "update_rms"),
+    *("decay_rate", "clipping_threshold", "min_factored_dim", "update_rms"),
 )
 
 
@@ -188,18 +188,14 @@ class MuonConfig(OptimizerConfig):
 
     Attributes:
         momentum: decay of the mean of gradients of a matrix.
-        newton_schulz_steps: iterations of the orthogonalisation.
         update_rms: root mean square of a matrix's update.
-        adamw_axes: linear maps from or to an axis of one of these names use AdamW, as embeddings do.
         beta1: AdamW's decay of the mean of gradients.
         beta2: AdamW's decay of the mean of squared gradients.
         epsilon: of AdamW and of the orthogonalisation.
     """
 
     momentum: float = 0.95
-    newton_schulz_steps: int = 5
     update_rms: float = 0.2
-    adamw_axes: tuple[str, ...] = ("vocab",)
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8

@@ -27,24 +27,12 @@ _HOURS_TO_WAIT = 24  # the first process may have to tokenize the text
 _exchanges = itertools.count()
 
 
-def check_distributed(distributed: bool | str | Mapping[str, Any]) -> None:
-    """Refuses a `distributed` that is neither `auto`, `off` nor a section."""
-    if not isinstance(distributed, Mapping) and distributed not in (False, "off", "auto"):
-        raise ValueError(
-            f"distributed is auto, off, or a section with the arguments of jax.distributed.initialize; got "
-            f"{distributed!r}."
-        )
-
-
 def start_processes(distributed: bool | str | Mapping[str, Any]) -> None:
     """Connects this process to the others of its run, before JAX looks for devices.
 
     `off` (or False, as YAML reads it) is for this process alone; `auto` for `jax.distributed.initialize()`
-    where JAX finds a cluster of several processes; a mapping has its arguments. JAX itself ends a process
-    that can't connect in time, or later finds that another one is gone.
-
-    Raises:
-        ConfigError: JAX can't connect, with its reason.
+    where JAX finds a cluster of several processes; a mapping has its arguments; a ConfigError has JAX's
+    reason. JAX itself ends a process that can't connect in time, or later finds that another one is gone.
     """
     if distributed in (False, "off"):
         return
@@ -86,10 +74,7 @@ def _in_thread(work: Callable[[], T]) -> T:
 def of_all(value: T) -> list[T]:
     """The value of each process, in order, the same list in all; for what JSON has.
 
-    Without a collective: those of CPUs wait for 30 seconds only.
-
-    Raises:
-        TimeoutError: a process takes a day longer than another one.
+    Without a collective: those of CPUs wait for 30 seconds only. This waits for a day.
     """
     if jax.process_count() == 1:
         return [value]
@@ -97,18 +82,13 @@ def of_all(value: T) -> list[T]:
     found = _in_thread(lambda: exchange(name, json.dumps(value), seconds))
     if found is None:
         raise TimeoutError(
-            f"the processes of this run did not all arrive within {_HOURS_TO_WAIT} hours of each "
-            f"other. Their output says how far they are; end those that go on."
+            f"the processes of this run did not all arrive within {_HOURS_TO_WAIT} hours of each other."
         )
     return [json.loads(text) for text in found]
 
 
 def agreed(work: Callable[[], T], *, takes_part: bool = True) -> T:
-    """`work()` in all processes, or in those that take part; where it fails in one, it fails in all.
-
-    Raises:
-        ConfigError: it failed in another process. In those where it failed, their own error.
-    """
+    """`work()` in all processes, or in those that take part; where it fails in one, it fails in all."""
     result: Any = None
     error = None
     try:

@@ -1,9 +1,11 @@
 """Progress of a run: a bar in a terminal, plain lines elsewhere."""
 
+import contextlib
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, final
 
 from rich.console import Console
@@ -36,27 +38,25 @@ class LastingOutput:
     def write(self, text: str) -> int:
         """Writes the text, or drops it."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        try:
+        with self._dropping():
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
-        except OSError:
-            self._drop()
         return len(text)
 
     def flush(self) -> None:
         """Flushes the stream, or drops what is buffered."""
-        try:
+        with self._dropping():
             self._stream.flush()
-        except OSError:
-            self._drop()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _drop(self) -> None:
-        # Python flushes the stream when it ends, and would fail there.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+    @contextlib.contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # Python flushes the stream when it ends, and would fail there
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def lasting_console() -> Console:
@@ -84,11 +84,7 @@ class ConsoleProgress:
     def work(self, what: str, done: int, total: int, status: str) -> None:
         """Shows work before the steps, such as tokenizing; without a terminal by a line every 15 seconds.
 
-        Args:
-            what: name of the work, the same in all calls.
-            done: how much is done, in any unit; the work ends when it is `total`.
-            total: how much there is, at least 1.
-            status: a few words to show beside it.
+        The work `what` ends with the call in which `done` is `total`, which is at least 1.
         """
         if self._work is None or self._work[0] != what:
             self.stop()
@@ -113,11 +109,7 @@ class ConsoleProgress:
     def advance(self, step: int, loss: float, tokens_per_second: float, memory: int | None = None) -> None:
         """Shows that a step is done: moves the bar, or prints a line every `line_every` steps.
 
-        Args:
-            step: its number, from 1.
-            loss: its loss.
-            tokens_per_second: nan if it is not known yet.
-            memory: peak bytes in use so far, if known.
+        `tokens_per_second` is nan if it is not known yet, and `memory` the peak of bytes in use so far.
         """
         status = f"loss {loss:.3f}"
         if math.isfinite(tokens_per_second):  # not at the first step, whose time is that of compiling
@@ -126,14 +118,12 @@ class ConsoleProgress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=status)
         elif step % self._line_every == 0 or step == self._num_steps or self._first_done is None:
-            shown = f"loss {loss:.3f}"
             if self._first_done is not None:
                 first, then = self._first_done
                 left = (time.monotonic() - then) / (step - first) * (self._num_steps - step)
-                shown = f"{status}  {left:.0f} s left"
-            self.message(f"step {step}/{self._num_steps}  {shown}")
-        if self._first_done is None:
-            self._first_done = (step, time.monotonic())
+                status += f"  {left:.0f} s left"
+            self.message(f"step {step}/{self._num_steps}  {status}")
+        self._first_done = self._first_done or (step, time.monotonic())
 
     def stop(self) -> None:
         """Ends the steps or the work, finished or not: removes the bar."""

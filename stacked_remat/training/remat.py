@@ -59,11 +59,7 @@ def remat_policy(
 
 
 def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
-    """The `remat` config entry of a policy; the inverse of `remat_policy`.
-
-    Raises:
-        ValueError: the policy holds a function of JAX's, which a config cannot.
-    """
+    """The `remat` config entry of a policy without functions; the inverse of `remat_policy`."""
     if callable(spec) or (isinstance(spec, ScanCheckpointPolicy) and callable(spec.save_block_internals)):
         raise ValueError(f"{spec!r} holds a function, which a config cannot. Name what is saved instead.")
     if not isinstance(spec, ScanCheckpointPolicy):
@@ -87,18 +83,16 @@ def check_remat(
     """
     budgets = {"budget": budget, "host_budget": host_budget}
     given = {name: size for name, size in budgets.items() if size is not None}
-    if remat != "auto":
-        for name, size in given.items():
-            raise ValueError(f"{name} = {size} has no effect beside remat: {remat}. Write remat: auto.")
-        return remat_policy(remat, presets)
-    if budget is None:
-        raise ValueError(
-            "remat: auto takes the policy that fits a budget, and none is given. Say how much device "
-            "memory the step may take: budget: 72GiB."
-        )
     for name, size in given.items():
+        if remat != "auto":
+            raise ValueError(f"{name} = {size} has no effect beside remat: {remat}. Write remat: auto.")
         try:
             parse_bytes(size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}.") from error
-    return None
+    if remat == "auto" and budget is None:
+        raise ValueError(
+            "remat: auto takes the policy that fits a budget, and none is given. Say how much device "
+            "memory the step may take: budget: 72GiB."
+        )
+    return None if remat == "auto" else remat_policy(remat, presets)

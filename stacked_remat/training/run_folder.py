@@ -161,8 +161,7 @@ def lock_run_folder(root: Path) -> Iterator[None]:
 def check_same_in_all(config: Mapping[str, Any], fix: str) -> None:
     """Refuses configs of the processes of a run that differ in more than what each has of its own.
 
-    Raises:
-        ConfigError: names the keys, and ends with `fix`; the same in all processes.
+    The ConfigError is the same in all processes: it names the keys, and ends with `fix`.
     """
     first, *others = of_all(dict(config))
     lines = [

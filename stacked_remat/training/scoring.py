@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from ..ghost import ScoreLog, StepScores, check_examples, grad_dot, val_direction
 from .batches import BATCH_AXIS, POSITION_AXIS, HeldOutSet, TokenBatch
-from .evaluation import counted_targets
+from .evaluation import check_batches
 from .ghost_config import GhostConfig, GhostValidationConfig
 from .mesh import Partitioning
 from .step import FusedOptimizer, Metrics, TrainState, TrainStep, marks, of_whole_batch
@@ -42,12 +42,13 @@ def validation_batches(
     """The batches against whose loss examples are scored; the loss of each text is its mean over tokens.
 
     Raises:
-        ConfigError: a text has fewer batches than the config asks for, or none of their tokens counts.
+        ConfigError: a text has fewer batches than the config asks for.
     """
     texts = {f"held_out/{name}": (by_source[name], weight) for name, weight in config.sources.items()}
     total, found = sum(config.sources.values()) or 1.0, []
     for name, (text, weight) in (texts or {"held_out": (held_out, 1.0)}).items():
-        tokens = counted_targets(text, config.batches, name, "ghost.validation.batches")
+        check_batches(text, config.batches, name, "ghost.validation.batches")
+        tokens = [float(text.batch(index).weights.array.sum()) for index in range(config.batches)]
         found += [
             ValidationBatch(text, index, weight / total * own / sum(tokens))
             for index, own in enumerate(tokens)
@@ -79,10 +80,7 @@ class Scoring:
 
 @final
 class StepScorer:
-    """Does the scored steps of a run in place of `step`, and logs their scores.
-
-    Raises:
-        ValueError: the step has a `FusedOptimizer`.
+    """Does the scored steps of a run in place of `step`, which is not fused, and logs their scores.
 
     Memory: of a scored step, that of another step, one array more for each trained one, and what `grad_dot`
     takes.
@@ -93,12 +91,8 @@ class StepScorer:
             raise ValueError("Scored steps take no FusedOptimizer: leave it out.")
         self._scoring, self._ordinary = scoring, step
         self._partitioning = step.partitioning or Partitioning.one_device()
-        self._add = eqx.filter_jit(
-            lambda data, so_far: self._add_direction(data, so_far), donate="all-except-first"
-        )
-        self._step = eqx.filter_jit(
-            lambda data, state: self._scored_step(data, state), donate="all-except-first"
-        )
+        self._add = eqx.filter_jit(self._add_direction, donate="all-except-first")
+        self._step = eqx.filter_jit(self._scored_step, donate="all-except-first")
         self._found: _BatchScores | None = None
         self._is_checked = False
 
@@ -107,11 +101,7 @@ class StepScorer:
         return step % self._scoring.config.every == 0
 
     def step(self, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics]:
-        """The step, which returns what one without scores does; `log` takes the scores.
-
-        Raises:
-            ValueError: at the first step: the loss of a sequence depends on other sequences.
-        """
+        """The step, which returns what one without scores does; `log` takes the scores."""
         if not self._is_checked:
             check_examples(state.model, self._sums, batch)
             self._is_checked = True

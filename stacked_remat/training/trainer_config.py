@@ -113,8 +113,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, "trainer.checkpoint", self, "keep_last")
-        optional = ("every_steps", "every_minutes", "keep_every_steps")
-        check_positive("trainer.checkpoint", self, *optional, fix="; null for none")
+        check_positive("trainer.checkpoint", self, "every_steps", "every_minutes", "keep_every_steps")
 
 
 @dataclass(frozen=True)
@@ -211,9 +210,3 @@ class TrainerConfig:
             raise ValueError(f"trainer.seed must be at least 0 and below 2**63, got {self.seed}.")
         if self.run_dir is not None:
             check_folder("trainer.run_dir", self.run_dir)
-        start = self.profiler.start_step
-        if start is not None and start > self.num_steps:
-            raise ValueError(
-                f"trainer.profiler.start_step = {start} is never reached with trainer.num_steps = "
-                f"{self.num_steps}."
-            )

@@ -285,7 +285,7 @@ def test_only_the_first_process_opens_trackers(tmp_path, monkeypatch):
 def test_mistakes_are_named(tmp_path, capsys):
     workplace = make_workplace(tmp_path)
     assert main(arguments_of(workplace, "--distributed", "on")) == 1
-    assert "distributed is auto, off, or a section" in capsys.readouterr().out
+    assert "distributed: JAX can't connect the processes" in capsys.readouterr().out
     start_processes(LmRunConfig().distributed)  # no cluster here: nothing to connect
     for wrong in (
         {"coordinator": "localhost:1"},

@@ -257,7 +257,7 @@ def random_like(tree):
 def test_muon_orthogonalises_each_layers_matrix_and_uses_adamw_for_the_rest():
     parameters = eqx.filter(language_model(), eqx.is_inexact_array)
     gradients = random_like(parameters)
-    config = MuonConfig(**PLAIN, learning_rate=1.0, newton_schulz_steps=5)
+    config = MuonConfig(**PLAIN, learning_rate=1.0)
     updates = first_update(config, parameters, gradients)
     adamw = optax.adamw(1.0, 0.9, 0.95, weight_decay=0.0, nesterov=True)
     adam: Any = jax.jit(lambda g, p: adamw.update(g, adamw.init(p), p)[0])(gradients, parameters)
@@ -274,9 +274,6 @@ def test_muon_orthogonalises_each_layers_matrix_and_uses_adamw_for_the_rest():
         lambda tree: tree["head"].weight.array,
     ):
         np.testing.assert_allclose(part(updates), part(adam), rtol=1e-5)
-    parameters, gradients = parameters["head"], gradients["head"]
-    everything = first_update(MuonConfig(**PLAIN, learning_rate=1.0, adamw_axes=()), parameters, gradients)
-    assert not np.allclose(everything.weight.array, adam["head"].weight.array)
 
 
 def test_muon_orthogonalises_each_expert_separately():

@@ -52,7 +52,6 @@ class BatchStream:
         batch_size: sequences in a batch, over all processes.
         seed: of the order; not negative.
         process: this process, which reads only its own rows.
-        prefetch: batches made in advance by a thread.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class BatchStream:
         batch_size: int,
         seed: int,
         process: ProcessShare | None = None,
-        prefetch: int = 2,
     ):
         import grain
 
@@ -77,7 +75,7 @@ class BatchStream:
         ]
         mixed = endless[0] if len(endless) == 1 else grain.MapDataset.mix(endless, shares)
         own = mixed.slice(slice(_ENDLESS)).batch(rows).slice(slice(process.index, None, process.count))
-        ahead = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         self._iterator = iter(own.to_iter_dataset(ahead))
         self._delivered = 0
         self._identity = {
@@ -131,11 +129,6 @@ class HeldOutBatches:
 
     Their order is shuffled in the same way in every run, whatever its seed, so that the first few batches
     are a fair sample. The last batch is padded with rows of weight 0.
-
-    Attributes:
-        batch_size: sequences in a batch, over all processes.
-        seq_len: positions in a sequence.
-        num_sequences: sequences in all batches.
     """
 
     def __init__(
@@ -143,22 +136,20 @@ class HeldOutBatches:
     ):
         process = ProcessShare() if process is None else process
         rows = process.rows(batch_size)
-        self.batch_size = batch_size
-        self.seq_len = sources[0].seq_len
+        self._batch_size = batch_size
         places = [(packed, index) for packed in sources for index in range(len(packed))]
-        self.num_sequences = len(places)
-        self._places = [places[at] for at in np.random.default_rng(0).permutation(self.num_sequences)]
+        self._places = [places[at] for at in np.random.default_rng(0).permutation(len(places))]
         self._own = slice(process.index * rows, (process.index + 1) * rows)
 
     def __len__(self) -> int:
         """Number of batches; the last may have rows of weight 0."""
-        return -(-self.num_sequences // self.batch_size)
+        return -(-len(self._places) // self._batch_size)
 
     def batch(self, index: int) -> TokenBatch:
         """The batch of this index, or this process's rows of it."""
-        places = self._places[index * self.batch_size :][: self.batch_size]
+        places = self._places[index * self._batch_size :][: self._batch_size]
         rows = [packed[at] for packed, at in places]
         empty = {name: np.zeros_like(array) for name, array in rows[0].items()}
-        own = (rows + [empty] * (self.batch_size - len(rows)))[self._own]
+        own = (rows + [empty] * (self._batch_size - len(rows)))[self._own]
         arrays = {name: np.stack([row[name] for row in own]) for name in empty}
         return TokenBatch.of(**arrays, on_host=True)

@@ -22,19 +22,12 @@ _FILE = "file://"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read.
+    """A file to read."""
 
-    Attributes:
-        url: its address, for fsspec.
-        name: its path below the folder or the fixed part of the glob by which it was found.
-        size: stored bytes; 0 if unknown.
-        version: changes when the contents do.
-    """
-
-    url: str
-    name: str
-    size: int
-    version: str
+    url: str  # for fsspec
+    name: str  # its path below the folder or the fixed part of the glob by which it was found
+    size: int  # stored bytes; 0 if unknown
+    version: str  # changes when the contents do
 
     @property
     def place(self) -> str:
@@ -53,10 +46,8 @@ def find_files(paths: Sequence[str], key: str) -> tuple[SourceFile, ...]:
     """The files that paths, globs, folders or URLs match, each once, sorted by name.
 
     A path that exists on this machine is that file or folder, even with letters of a glob in it. Hidden files
-    and folders are left out of folders and globs. Broken links, pipes and the like are skipped.
-
-    Raises:
-        DataError: a path matches no file, or its file system can't be opened; names the config key of paths.
+    and folders are left out of folders and globs. Broken links, pipes and the like are skipped. A DataError
+    for a path without files names the config key of paths.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
@@ -79,8 +70,7 @@ def find_files(paths: Sequence[str], key: str) -> tuple[SourceFile, ...]:
 
 def standard_library_files() -> tuple[SourceFile, ...]:
     """The Python sources of the running interpreter's standard library, without its tests."""
-    files = _local_files(sysconfig.get_path("stdlib"))
-    sources = (file for file in files if file.name.endswith(".py"))
+    sources = (file for file in _local_files(sysconfig.get_path("stdlib")) if file.name.endswith(".py"))
     chosen = (file for file in sources if not _NOT_LIBRARY.intersection(file.name.split("/")))
     return tuple(sorted(chosen, key=lambda file: file.name))
 

@@ -20,11 +20,7 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 class HuggingFaceTokenizer(Tokenizer):
     """A fast tokenizer of the `tokenizers` package, which runs in parallel over documents.
 
-    Attributes:
-        vocab_size: one more than the largest token; a model's embedding may be larger.
-        begin: the `bos_token` of its config, whether or not it begins documents.
-        end: the `eos_token` of its config.
-        fingerprint: a hash of its files, and of the date of its chat template.
+    `begin` is the `bos_token` of its config, whether or not it begins documents, and `end` the `eos_token`.
     """
 
     def __init__(
@@ -48,11 +44,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        specials = {}
-        for key, token in config.items():
-            text = token.get("content") if isinstance(token, Mapping) else token
-            if key.endswith("_token") and isinstance(text, str) and text:
-                specials[key] = text
+        texts = {key: one.get("content") if isinstance(one, Mapping) else one for key, one in config.items()}
+        specials = {
+            key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
+        }
         end = specials.get("eos_token")
         ends = [vocabulary[one] for one in (_USUAL_ENDS if end is None else (end,)) if one in vocabulary]
         if not ends:

@@ -55,11 +55,6 @@ class TokenizedDocuments:
         """Number of documents."""
         return len(self.lengths)
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all documents."""
-        return int(self.lengths.sum())
-
     @functools.cached_property
     def num_counted(self) -> int:
         """Number of tokens that count as targets; the first of a document never does.
@@ -164,7 +159,6 @@ class PackedDocuments:
     Attributes:
         seq_len: positions in a sequence.
         num_documents: documents in the sequences, which are those of two tokens or more.
-        num_targets: target tokens in an epoch, whatever their weight.
         num_counted: target tokens of weight 1.
         fingerprint: a hash of the tokens and the packing.
     """
@@ -193,7 +187,6 @@ class PackedDocuments:
             raise DataError(f"None of the {len(documents)} documents has two tokens or more.")
         self.seq_len = seq_len
         self.num_documents = len(self._documents)
-        self.num_targets = self._documents.num_tokens - self.num_documents
         self.num_counted = self._documents.num_counted
         self.fingerprint = hashlib.sha256(
             f"{self._documents.fingerprint} {packing} {seq_len}".encode()

@@ -23,17 +23,10 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """One text or chat of a file.
+    """One text or chat of a file, or why it can't be read, which begins with file and line."""
 
-    Attributes:
-        number: lines or rows before it in the file.
-        offset: stored bytes of the file that have been read, for progress.
-        content: a text, or the messages of a chat.
-        problem: why there is no content; begins with file and line.
-    """
-
-    number: int
-    offset: int
+    number: int  # lines or rows before it
+    offset: int  # stored bytes of the file that have been read, for progress
     content: str | list[Message] | None
     problem: str | None = None
 
@@ -48,10 +41,8 @@ _Numbered: TypeAlias = tuple[int, int, Callable[[], Any]]  # a record's number, 
 def read_records(file: SourceFile, how: SourceConfig, start: int = 0) -> Iterator[Record]:
     """The records of a file of a source from number `start` on.
 
-    Blank lines are not records. Memory: one line or text file, or 64 rows of Parquet.
-
-    Raises:
-        DataError: the file can't be opened or decompressed, is not Parquet, or lacks both columns.
+    Blank lines are not records. A DataError if the file can't be opened or decompressed, is not Parquet, or
+    lacks both columns. Memory: one line or text file, or 64 rows of Parquet.
     """
     reader = _READERS[_format_of(file, how)]
     try:

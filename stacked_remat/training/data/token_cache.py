@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,9 @@ _PROBLEMS_KEPT = 5
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """The files to tokenize, in the order of their documents, and how.
+    """The files to tokenize, in the order of their documents, and how."""
 
-    The name of the cache's folder begins with `name`, that of the source.
-    """
-
-    name: str
+    name: str  # of the source, with which that of the cache's folder begins
     files: tuple[SourceFile, ...]
     source: SourceConfig
     tokenizer: Tokenizer
@@ -100,16 +98,11 @@ def open_token_cache(
     """The tokens of the request's files, from the cache or tokenized now.
 
     After a kill the next call resumes where the state was last saved, which is after every `save_tokens`,
-    with the same result. One process at a time builds; others wait. The folder's name has a hash of the
-    tokenizer and of the files' addresses, sizes and times (or other versions of their file system), so that
-    any change builds a new cache.
-
-    Raises:
-        DataError: a file or a record can't be read, the cache can't be written or is damaged, or there is no
-            text at all.
+    with the same result. One process at a time builds; others wait.
     """
     digest = hashlib.sha256(json.dumps(request.identity()).encode()).hexdigest()[:16]
-    folder = cache_dir.expanduser() / f"{request.name}-{digest}"
+    name = re.sub(r"[^\w-]", "_", request.name)
+    folder = cache_dir.expanduser() / f"{name}-{digest}"
     try:
         if not _read_state(folder, request).complete:
             folder.mkdir(parents=True, exist_ok=True)

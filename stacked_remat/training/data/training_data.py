@@ -66,7 +66,7 @@ def open_training_data(
         for half, what in zip(packed[name], ("train on", "hold out"), strict=True):
             if not half.num_counted:
                 raise DataError(
-                    f"data.sources.{name} has {half.num_targets} tokens to {what}, none of which counts as a "
+                    f"data.sources.{name} has text to {what}, but no token of it counts as a "
                     f"target: with train_on: answers only messages of the role `assistant` do. Check the "
                     f"roles of its chats, or set train_on: all."
                 )
@@ -82,7 +82,6 @@ def open_training_data(
             batch_size=config.batch_size,
             seed=seed,
             process=process,
-            prefetch=config.prefetch,
         ),
         held_out=batches(*held_out.values()),
         held_out_by_source={name: batches(text) for name, text in held_out.items()},

@@ -46,7 +46,7 @@ def test_every_token_is_a_target_exactly_once(packing, lengths, seq_len):
         for at in range(length - 1)
     ]
     assert sorted(places(packed)) == expected
-    assert packed.num_targets == len(expected)
+    assert packed.num_counted == len(expected)
     assert packed.num_documents == sum(length > 1 for length in lengths)
 
 

@@ -28,7 +28,7 @@ def build(folder, cache, progress=None, *, save_tokens=2**24, tokenizer=None, tr
     progress = Silent() if progress is None else progress
     files = find_files([str(folder)], "key")
     source = SourceConfig(("-",), train_on=train_on)
-    request = CacheRequest("texts", files, source, tokenizer, **changes)
+    request = CacheRequest("te/xts", files, source, tokenizer, **changes)
     return open_token_cache(request, cache, progress, save_tokens=save_tokens)
 
 
@@ -66,9 +66,9 @@ def test_the_second_time_nothing_is_tokenized(folder, tmp_path):
     opened = build(folder, tmp_path / "cache", second)
     assert first.works and not second.works and written(tmp_path / "cache") == before
     assert texts(opened) == expected() and opened.documents.fingerprint == built.documents.fingerprint
-    assert opened.counts.num_documents == 1201 and opened.counts.num_tokens == built.documents.num_tokens
+    assert opened.counts.num_documents == 1201 and opened.counts.num_tokens == sum(built.documents.lengths)
     what, done, total, status = zip(*first.works, strict=True)
-    assert set(what) == {"tokenizing texts"} and len(set(total)) == 1 and status[-1].endswith(" tokens")
+    assert set(what) == {"tokenizing te/xts"} and len(set(total)) == 1 and status[-1].endswith(" tokens")
     assert sorted(done) == list(done) and done[0] < done[-1] == total[0]
     assert total[0] == 1 + sum(path.stat().st_size for path in folder.iterdir())
 
@@ -199,7 +199,7 @@ def test_a_full_or_read_only_disk_is_named(folder, tmp_path, monkeypatch, number
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, fails, fail)
-    reason = rf"Can't write or read the token cache .*cache/texts-[^/]*: {os.strerror(number)}. .*free space"
+    reason = rf"Can't write or read the token cache .*cache/te_xts-[^/]*: {os.strerror(number)}. .*free space"
     with pytest.raises(DataError, match=reason):
         build(folder, tmp_path / "cache")
     monkeypatch.undo()

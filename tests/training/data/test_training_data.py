@@ -127,7 +127,7 @@ def chats(path, role):
 
 def test_a_source_without_targets_is_refused(tmp_path):
     tokenizer = load_tokenizer(str(save(tmp_path / "words")))
-    with pytest.raises(DataError, match=r"data\.sources\.chats .* none of which counts .* `assistant` do"):
+    with pytest.raises(DataError, match=r"data\.sources\.chats .* no token of it counts .* `assistant` do"):
         open_data(tmp_path, tokenizer, sources=chats(tmp_path / "gpt.jsonl", "gpt"), held_out_fraction=0.3)
 
 

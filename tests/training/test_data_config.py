@@ -1,10 +1,8 @@
 """Values of the `data` section, and the errors for bad ones."""
 
-import json
-
 import pytest
 
-from stacked_remat.training import ConfigError, DataConfig, SourceConfig, config_as_dict, parse_config
+from stacked_remat.training import DataConfig, SourceConfig
 
 
 @pytest.mark.parametrize(
@@ -30,27 +28,3 @@ def test_values_out_of_range_are_refused(changes, message):
 def test_bad_sources_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         SourceConfig(**changes)
-
-
-def parse(tmp_path, text, *overrides):
-    path = tmp_path / "data.yaml"
-    path.write_text(text)
-    return parse_config(DataConfig, ["--config_path", str(path), *overrides])
-
-
-def test_sources_are_named_sections(tmp_path):
-    text = """
-    sources:
-      web: {paths: [web/, more/*.txt], weight: 3}
-      chats: {paths: [s3://bucket/chats.jsonl], format: jsonl, train_on: answers, held_out: [exam.jsonl]}
-    tokenizer: tokenizers/words
-    packing: whole
-    """
-    config = parse(tmp_path, text, "--sources.web.weight", "2")
-    assert config.sources["web"] == SourceConfig(("web/", "more/*.txt"), weight=2.0)
-    assert config.sources["chats"].train_on == "answers" and config.packing == "whole"
-    assert parse(tmp_path, json.dumps(config_as_dict(config))) == config
-    alone = parse_config(DataConfig, ["--sources.mine.paths", "[texts/]"])
-    assert alone == DataConfig({"mine": SourceConfig(("texts/",))})
-    with pytest.raises(ConfigError, match=r"\(of `sources.web`\): The weight of a data source is positive"):
-        parse(tmp_path, "sources: {web: {paths: [x], weight: -1}}")

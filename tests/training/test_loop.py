@@ -10,7 +10,6 @@ from stacked_remat.training import (
     CheckpointConfig,
     Checkpoints,
     NonFiniteLossError,
-    Position,
     ProfilerConfig,
     RunFolder,
     RunOutputs,
@@ -74,8 +73,6 @@ def run(
     folder,
     *,
     loss_function=next_byte_loss,
-    noise=False,
-    stop_after=None,
     num_sets=1,
     vocab=7,
     **config,
@@ -88,32 +85,19 @@ def run(
         )["held_out"]
         for number, name in enumerate(("held_out", "code")[:num_sets])
     }
-    key = jax.random.key(0) if noise else None
-    state, position = TrainState.init(next_byte(vocab), optimizer, key=key), None
     checkpoints = Checkpoints(folder / "checkpoints", trainer.checkpoint, run_config={})
-    if checkpoints.latest() is not None:
-        state, restored = checkpoints.restore(state)
-        position = Position(**restored)
     try:
         return train(
-            state,
-            TrainStep.of(trainer, loss_function=noisy_loss if noise else loss_function, optimizer=optimizer),
+            TrainState.init(next_byte(vocab), optimizer),
+            TrainStep.of(trainer, loss_function=loss_function, optimizer=optimizer),
             schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
             training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
             evaluators=evaluators,
             config=trainer,
             outputs=RunOutputs(RunFolder(folder), checkpoints, [recorder], recorder),
-            position=position,
-            should_stop=lambda: "SIGTERM" if stop_after in recorder.calls else None,
         )
     finally:
         checkpoints.close()
-
-
-def noisy_loss(model, batch, key):
-    """Drops about every third row, so that the random numbers matter."""
-    kept = jax.random.bernoulli(key, 0.7, (7, 1)).astype(jnp.float32)
-    return next_byte_loss(jax.tree.map(lambda table: table * kept, model), batch)
 
 
 def product_loss(model, batch):
@@ -175,24 +159,6 @@ def test_checkpoints_are_written_when_the_config_says_and_a_window_of_steps_is_t
     _, _, folder = finished
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"20", "30"}
     assert list((folder / "profile").rglob("*.xplane.pb"))
-
-
-def test_a_stopped_run_resumes_to_the_same_results(tmp_path):
-    options = {"num_steps": 12, "log_every": 1, "eval_every": 5, "noise": True}
-    whole, first, second = Recorder(), Recorder(), Recorder()
-    expected = run(whole, tmp_path / "whole", **options)
-    stopped = run(first, tmp_path / "run", stop_after=7, **options)
-    assert stopped.stopped_by == "SIGTERM" and int(stopped.state.step) == 7
-    resumed = run(second, tmp_path / "run", **options)
-    assert second.calls == ["start 12 after 7", *range(8, 13), "stop"]
-    assert resumed.held_out_before == expected.held_out_before
-    assert resumed.held_out_after == expected.held_out_after
-    np.testing.assert_array_equal(resumed.state.model.table, expected.state.model.table)
-    for name in ("loss", "grad_norm", "learning_rate", "held_out_loss"):
-        assert first.of(name) + second.of(name) == whole.of(name)
-    again = run(Recorder(), tmp_path / "run", **options)  # nothing is left to do
-    assert again.held_out_after == expected.held_out_after
-    assert not whole.of("mfu") and not (tmp_path / "whole" / "profile").exists()  # neither was asked for
 
 
 def diverges_below(limit, once=False):

@@ -135,23 +135,10 @@ def test_schedules_with_too_few_steps_are_refused():
         learning_rate_schedule(late, 10)
 
 
-def test_adamw_equals_optax():
-    parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, 0.1])}
-    config = AdamWConfig(**{**PLAIN, "weight_decay": 0.1}, learning_rate=0.1)
-    reference = optax.adamw(0.1, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
-    ours = build_optimizer(config, 10)
-    state, expected_state = ours.init(parameters), reference.init(parameters)
-    updates: Any
-    expected: Any
-    for _ in range(3):
-        updates, state = ours.update(gradients, state, parameters)
-        expected, expected_state = reference.update(gradients, expected_state, parameters)
-        np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
+        (AdamWConfig(**{**PLAIN, "weight_decay": 0.1}, learning_rate=0.1), [-0.11, 0.12]),
         (LionConfig(**PLAIN, learning_rate=0.1), [-0.1, 0.1]),
         (SgdConfig(**PLAIN, learning_rate=0.1), [-0.03, 0.01]),
         (SgdConfig(**PLAIN, learning_rate=0.1, nesterov=True), [-0.057, 0.019]),
@@ -163,13 +150,6 @@ def test_adamw_equals_optax():
 def test_first_steps_of_each_method(config, expected):
     parameters, gradients = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.3, -0.1])}
     np.testing.assert_allclose(first_update(config, parameters, gradients)["w"], expected, rtol=1e-4)
-
-
-def test_adafactor_keeps_rows_and_columns_of_every_layer():
-    parameters = {"w": jnp.ones((2, 6, 4))}
-    state = build_optimizer(AdafactorConfig(**PLAIN, min_factored_dim=4), 10).init(parameters)
-    shapes = {leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim > 1}
-    assert shapes == {(2, 6), (2, 4)}
 
 
 class OwnNorm(eqx.Module):

@@ -35,14 +35,6 @@ def kinds(tree):
     return [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
 
 
-def test_layers_made_on_the_host_are_those_made_on_the_device():
-    found, expected = make(), make(Stacked.init)
-    assert kinds(found) == ["pinned_host", "device"] and kinds(expected) == ["device"] * 2
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert eqx.tree_equal(streaming.to_device(found), expected)
-    assert digests(found) == digests(expected)
-
-
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_partitioning_keeps_arrays_in_their_memory(devices):
     partitioning = Partitioning.of(MeshConfig({"data": devices}))
@@ -54,6 +46,8 @@ def test_a_partitioning_keeps_arrays_in_their_memory(devices):
         if eqx.is_array(array):
             assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
             assert shape.sharding.memory_kind == array.sharding.memory_kind and array.committed
+    if devices == 1:
+        assert digests(made) == digests(make(Stacked.init))  # made on the device
     weight = made.stacked.weight.array
     assert weight.addressable_shards[0].data.shape == (4, 16 // devices, 3)
     # On several devices it is one program, in which XLA reorders products.

@@ -192,8 +192,7 @@ def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
     assert texts(build(folder, cache, train_on="answers")) == expected()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-@pytest.mark.parametrize("fails", ["mkdir", "open"])
+@pytest.mark.parametrize(("number", "fails"), [(errno.EROFS, "mkdir"), (errno.ENOSPC, "open")])
 def test_a_full_or_read_only_disk_is_named(folder, tmp_path, monkeypatch, number, fails):
     def fail(path, *_, **__):
         raise OSError(number, os.strerror(number), str(path))

@@ -145,13 +145,3 @@ def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path
     trained, held_out = set(training_text(data, 20)), set(held_out_text(data.held_out))
     assert {"text 0", "text 3"} < held_out and len(held_out) > 5
     assert trained == {f"text {number}" for number in range(40)} - held_out
-
-
-def test_a_source_that_is_all_held_out_is_refused(folder, tmp_path):
-    one = str(folder / "part0/00.txt")
-    data = open_data(
-        tmp_path, sources={"all": SourceConfig((str(folder),), held_out=(one,))}, packing="whole"
-    )
-    assert "39 documents to train on" in data.summary and " in 1 held out" in data.summary
-    with pytest.raises(DataError, match=r"data\.sources\.all has 1 documents: 0 to train on and 1 held out"):
-        open_data(tmp_path, sources={"all": SourceConfig((one,), held_out=(one,))})

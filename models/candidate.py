@@ -39,12 +39,12 @@ class Candidate:
     cache: Path | None = None
 
     def having(self, settings: Mapping[str, Any], remat: ScanCheckpointSpec = True) -> "Candidate":
-        """The step under a policy, with other values of some keys: `devices`, or of the config."""
+        """The step under a policy, with other values of some keys of the config."""
         # Without the config's own policy, which may not go with the settings.
         config = replace(self.config, remat=remat_entry(remat), budget=None, host_budget=None)
         for key, value in settings.items():
-            config = config if key == "devices" else _replaced(config, key.split("."), value)
-        return replace(self, config=config, devices=settings.get("devices", self.devices))
+            config = _replaced(config, key.split("."), value)
+        return replace(self, config=config)
 
     @property
     def policy(self) -> ScanCheckpointPolicy:

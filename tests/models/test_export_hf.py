@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import yaml
 from haliax import Axis
-from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from models.decoder.decoder import Decoder
@@ -32,7 +31,7 @@ from stacked_remat.training import parse_config
 from ..training.data import word_tokenizer
 from . import tiny_run
 from .random_weights import random_weights
-from .tiny_run import make_workplace
+from .tiny_run import make_workplace, printed
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -67,9 +66,7 @@ def model_of(run):
 
 
 def export(*arguments):
-    console = Console(record=True, width=200)
-    status = export_hf([str(argument) for argument in arguments], console)
-    return status, console.export_text()
+    return printed(export_hf, *arguments)
 
 
 def logits(decoder):

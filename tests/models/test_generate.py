@@ -32,6 +32,7 @@ from stacked_remat.training import ConfigError, MeshConfig, UpdateConfig, load_t
 
 from ..training.data import word_tokenizer
 from .random_weights import random_weights
+from .tiny_run import printed
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -45,14 +46,12 @@ def run(finished):
 @pytest.fixture(scope="module")
 def exported(finished, tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate") / "exported"
-    assert export_hf(["--run_dir", str(finished), "--out", str(folder)], Console(quiet=True)) == 0
+    assert printed(export_hf, "--run_dir", finished, "--out", folder)[0] == 0
     return folder
 
 
 def generate(*arguments):
-    console = Console(file=io.StringIO(), width=500)
-    status = main([str(argument) for argument in arguments], console)
-    return status, console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    return printed(main, *arguments, width=500)
 
 
 def test_a_run_continues_what_it_learnt_and_ends_where_texts_end(run):

@@ -1,6 +1,7 @@
 """Weights, rows, positions, experts and heads divided over devices: the step of one, and what is sent."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -8,6 +9,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import numpy as np
+import optax
 import pytest
 from haliax import Axis
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -16,12 +18,14 @@ from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.run_state import with_adapters
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig
-from stacked_remat.training import MeshConfig
-from tests.models.mesh_steps import ROWS, VOCAB, assert_same, batch, compiled_on, on_one_device
-from tests.models.random_weights import random_weights
+from stacked_remat.training import MeshConfig, Partitioning, TokenBatch, TrainState, TrainStep
 
+from .random_weights import random_weights
+
+ROWS, VOCAB = 8, 24
 LAYERS, POSITIONS, HEAD_DIM = 5, 32, 12
 SIZES = {"hidden_dim": 16, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 1}
 DENSE = Qwen3Config(**SIZES, mlp_dim=6, attention=AttentionConfig(head_dim=HEAD_DIM))
@@ -116,6 +120,65 @@ EXPERT_CASES = [
 ]
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def batch(positions):
+    """Eight rows of two documents each, of uneven weights."""
+    draws = np.random.default_rng(0).integers(0, VOCAB, (2, ROWS, positions)).astype(np.int32)
+    first = positions * 5 // 13
+    documents = np.array([[1] * first + [2] * (positions - first)], np.int32).repeat(ROWS, axis=0)
+    numbers = np.concatenate([np.arange(first), np.arange(positions - first)]).astype(np.int32)
+    weights = (np.arange(ROWS * positions).reshape(ROWS, positions) % 7 > 1).astype(np.float32)
+    return TokenBatch.of(draws[0], draws[1], weights, documents, numbers[None].repeat(ROWS, axis=0))
+
+
+def first_state(config, remat, lora=None):
+    model = random_weights(Decoder.init, config, Axis("vocab", VOCAB), remat=remat)
+    model, trainable = with_adapters(model, lora, key=jax.random.key(0))
+    state = TrainState.init(model, optax.sgd(-1.0), trainable)
+    if lora is None:
+        return state
+    # One matrix of each adapter starts at zero, and the other's gradient with it.
+    trained = jax.tree.map(
+        lambda leaf: 0.1 * np.sin(leaf.size + np.arange(leaf.size, dtype=np.float32)).reshape(leaf.shape),
+        state.trained,
+    )
+    return eqx.tree_at(lambda state: state.trained, state, trained)
+
+
+def gradient_step(partitioning, microbatches=1):
+    """A step whose change of the weights is the gradient."""
+    return TrainStep(
+        loss_function=next_token_loss,
+        optimizer=optax.sgd(-1.0),
+        microbatches=microbatches,
+        partitioning=partitioning,
+    )
+
+
+def assert_same(found, wanted):
+    (after, metrics), (expected, expected_metrics) = found, wanted
+    for a, b in zip(jax.tree.leaves(after.trained), jax.tree.leaves(expected.trained), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, expected_metrics[name], rtol=2e-5, err_msg=name)
+
+
+@functools.cache
+def on_one_device(config, positions, lora=None):
+    return eqx.filter_jit(gradient_step(None))(batch(positions), first_state(config, True, lora))
+
+
+def compiled_on(mesh, config, remat, positions, microbatches=1, lora=None):
+    """The text of the program, and its results."""
+    partitioning = Partitioning.of(mesh)
+    state = first_state(config, remat, lora)
+    with partitioning.active():
+        state = partitioning.shard_weights(state)
+        args = (partitioning.shard_batch(batch(positions)), state)
+        compiled = eqx.filter_jit(gradient_step(partitioning, microbatches)).lower(*args).compile()
+        return compiled.compiled.as_text(), compiled(*args)
 
 
 def collectives(program):

@@ -1,24 +1,22 @@
 """The planner prints the memory of each policy and the one that fits a budget."""
 
 import dataclasses
-import io
 import json
 import re
 from types import MappingProxyType
 
 import jax
 import pytest
-from rich.console import Console
 
 import models.candidate as candidate
 import models.plan_lm as plan_lm
 from models.candidate import STREAMED, Candidate
-from models.plan_lm import PlanLmConfig, compared, main, policy_table
+from models.plan_lm import PlanLmConfig, compared, main
 from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, TimeBound, Trial, arguments_on_host
+from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, Trial, arguments_on_host
 from stacked_remat.ops._backends import Backend, choose_backend
 from stacked_remat.training import (
     ConfigError,
@@ -29,6 +27,8 @@ from stacked_remat.training import (
     UpdateConfig,
     remat_policy,
 )
+
+from .tiny_run import printed
 
 CONFIG = PlanLmConfig(
     model=Qwen3Config(hidden_dim=32, num_layers=12, num_heads=2, num_kv_heads=1, mlp_dim=32),
@@ -70,67 +70,34 @@ def test_weights_and_optimizer_state_are_updated_in_place(reports):
         assert found.aliased > 0.95 * found.arguments - 3 * 64 * 16 * 4
 
 
-def lines_of(shown, names):
-    """The rows of a table, by what is in their first column."""
-    for line in shown.splitlines():
-        first = [name for name in names if line.strip().startswith(f"{name} ")]
-        if first:
-            yield max(first, key=len), line.strip()
+SMALL = "{{type: {}, hidden_dim: 8, num_layers: 2, num_heads: 2}}"
 
 
-def test_the_table_has_a_row_a_policy_and_names_that_of_the_config(reports):
-    found = dict(reports)
-    # Of a large model, for a GPU.
-    for name in ("attention_saved", "nested_attention_saved", "nested, streamed"):
-        moved = dataclasses.replace(reports["True"].flops, bytes_from_host=900 * 2**30)
-        found[name] = dataclasses.replace(
-            reports["True"],
-            flops=moved,
-            temporaries=80 * 2**30,
-            compile_seconds=123.4,
-            least_time=TimeBound(1, 8),
-        )
-    named = dataclasses.replace(CONFIG, remat="attention_saved")
-    for config, own, of_all in ((CONFIG, "nested", reports), (named, "attention_saved", found)):
-        console = Console(file=io.StringIO(), width=80)
-        trials = [Trial(compared(config).get(name), report, label=name) for name, report in of_all.items()]
-        console.print(policy_table(config, trials))
-        shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-        table, _, caption = shown.replace(" ?", "").partition("FLOP in matrix products")
-        named_lines = lines_of(table, list(of_all))
-        rows = {name: line.removeprefix(name).split() for name, line in named_lines}
-        assert list(rows)[: len(of_all)] == list(of_all)
-        assert {len(cells) for cells in rows.values()} == {4 if of_all is reports else 7}  # nothing moves
-        assert f"`remat` of this config: {own}" in caption
-    assert rows["nested, streamed"][3:] == ["900.00", "8", "1.00", "123.4"]
-    assert "64 x 16 tokens" in shown and "GiB" in shown
-    assert table.rstrip().endswith(f"True: {reports['True'].flops.matmul / 1e6:.3g} M")
+def shown(*arguments, kind="qwen3", status=0):
+    """What the command prints for a small model."""
+    sizes = ("--data", "{batch_size: 2, seq_len: 8}", "--trainer.mesh", "{axes: {data: 1}}")
+    found, text = printed(main, "--model", SMALL.format(kind), *sizes, *arguments)
+    assert found == status
+    return text
 
 
-def test_the_command_prints_the_table(monkeypatch, tmp_path, reports):
+def test_the_command_prints_the_table(monkeypatch, reports):
     def report(self):
         choose_backend("attention", {"kernel": Backend(None)}, "auto", None, "window 4")
-        return reports["True"]
+        return reports["nested" if self.config.policy.is_nested else "True"]
 
     monkeypatch.setattr(Candidate, "report", report)
-    monkeypatch.setattr(plan_lm, "POLICIES", {"True": True})
+    monkeypatch.setattr(plan_lm, "POLICIES", {"True": True, "nested": "nested"})
     monkeypatch.setattr(
         Qwen3Config, "remat_presets", {"kept": ScanCheckpointPolicy(save_block_internals=True)}
     )
-    console = Console(file=io.StringIO(), width=200)
-    path = tmp_path / "plan.yaml"
-    path.write_text(
-        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\ndata: {seq_len: 8}\n"
-        "trainer: {mesh: {axes: {data: 1}}}"
-    )
-    assert main(["--config_path", str(path), "--data.batch_size", "2", "--data.seq_len", "8"], console) == 0
-    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert "2 x 8 tokens" in shown
-    assert "config: True" in shown and lines_of(shown, ["kept"])
-    assert "attention, window 4: kernel\n" in shown
-    assert main(["--config_path", str(path), "--remat", "{nested: 2}"], console) == 0
-    shown = console.file.getvalue().partition("kept")[2]  # pyright: ignore[reportAttributeAccessIssue]
-    assert "config: {'nested': 2}" in shown
+    text = shown()
+    assert "2 x 8 tokens" in text and "config: True" in text and re.search("^ *kept ", text, re.MULTILINE)
+    assert "attention, window 4: kernel\n" in text
+    more = reports["nested"].flops.matmul / reports["True"].flops.matmul
+    assert re.search(rf"^ *nested .* {more:.2f}\b", text, re.MULTILINE)
+    text = shown("--remat", "{nested: 2}")
+    assert "config: {'nested': 2}" in text and re.search("^ *{'nested': 2} ", text, re.MULTILINE)
 
 
 def test_a_preset_of_values_that_tiles_hide_is_refused_by_its_name():
@@ -191,10 +158,7 @@ def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatc
 
 
 @pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
-def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
-    path = tmp_path / "plan.yaml"
-    path.write_text("model: {type: qwen3, hidden_dim: 8, num_layers: 2}\ntrainer: {mesh: {axes: {data: 1}}}")
-
+def test_json_has_what_the_table_has(monkeypatch, reports, error):
     def report(step):
         if step.config.policy.is_nested:
             raise error("not with this\nreally")
@@ -204,15 +168,13 @@ def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
         trials = Trial(False, None, "too large"), Trial("nested", reports["nested"])
         return Plan("nested", reports["nested"], Comparison(trials), 2**30)
 
-    def printed(*arguments):
-        console = Console(file=io.StringIO(), width=80)
-        assert main(["--config_path", str(path), "--json", "true", *arguments], console) == 0
-        return json.loads(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+    def as_json(*arguments):
+        return json.loads(shown("--json", "true", *arguments))
 
     monkeypatch.setattr(Candidate, "report", report)
     monkeypatch.setattr(Candidate, "plan", plan)
-    table = printed("--only", "offload.*|nested")
-    assert table["tokens_per_step"] == 16 * 256
+    table = as_json("--only", "offload.*|nested")
+    assert table["tokens_per_step"] == 2 * 8
     assert [(row["name"], row["model.tiles"]) for row in table["rows"]] == [
         ("offload", 1),
         ("nested", 1),
@@ -224,27 +186,14 @@ def test_json_has_what_the_table_has(monkeypatch, tmp_path, reports, error):
         reports["True"].total,
         reports["True"].flops.matmul,
     )
-    assert [row["name"] for row in printed("--only", "True")["rows"]] == ["True"]  # a boolean in YAML
-    planned = printed("--remat", "auto", "--budget", "1GiB")
+    assert [row["name"] for row in as_json("--only", "True")["rows"]] == ["True"]  # a boolean in YAML
+    planned = as_json("--remat", "auto", "--budget", "1GiB")
     assert planned["chosen"] == {"remat": "nested", "streamed": False, "model.tiles": 1}
     refused, fitting = planned["rows"]
     assert refused["refused"] == "too large" and fitting["temporaries"] == reports["nested"].temporaries
 
 
-def small_config(folder, kind):
-    """A config file of a small model of a type."""
-    path = folder / "plan.yaml"
-    path.write_text(
-        f"model: {{type: {kind}, hidden_dim: 8, num_layers: 2, num_heads: 2}}\n"
-        "data: {batch_size: 2, seq_len: 8}\n"
-        "trainer: {mesh: {axes: {data: 1}}}"
-    )
-    return path
-
-
-def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, tmp_path, reports):
-    console = Console(file=io.StringIO(), width=200)
-    path = small_config(tmp_path, "qwen3_moe")
+def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, reports):
     planned = []
 
     def plan(step, **_):
@@ -256,14 +205,13 @@ def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, tmp_
     monkeypatch.setattr(Candidate, "report", lambda step: reports["True"])
     monkeypatch.setattr(Candidate, "plan", plan)
     monkeypatch.setattr(candidate, "expert_backend", lambda dtype, device: "tokamax")
-    assert main(["--config_path", str(path), "--remat", "auto", "--budget", "1GiB"], console) == 0
+    text = shown("--remat", "auto", "--budget", "1GiB", kind="qwen3_moe")
     assert planned == [(1, "auto"), (1, "block"), (2, "auto"), (2, "block")]
-    assert main(["--config_path", str(path), "--only", "nested.*"], console) == 0
-    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     for key in ("model.experts.backend: block", "model.tiles: 2"):
-        assert f"with {key}; nothing fits without." in shown
+        assert f"with {key}; nothing fits without." in text
+    text = shown("--only", "nested.*", kind="qwen3_moe")
     for row in ("nested, experts in blocks", "nested, 2 tiles", "nested, 2 tiles, experts in blocks"):
-        assert re.search(f"{row} +[0-9]", shown)
+        assert re.search(f"{row} +[0-9]", text)
 
 
 NAMED = {
@@ -285,12 +233,8 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(mo
 
     monkeypatch.setattr(candidate, "report", report)
     monkeypatch.setattr(plan_lm, "POLICIES", {"nested": "nested"})
-    model = "{type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}"
-    small = ["--model", model, "--data.batch_size", "2", "--data.seq_len", "8", "--remat", json.dumps(remat)]
-    small += ["--trainer.mesh", "{axes: {data: 1}}", "--lora.rank", "2", "--json", "true"]
-    console = Console(file=io.StringIO(), width=200)
-    assert main([*small, "--only", "nested|nested, .*"], console) == 0
-    rows = json.loads(console.file.getvalue())["rows"]  # pyright: ignore[reportAttributeAccessIssue]
+    keeping = ("--remat", json.dumps(remat), "--lora.rank", "2", "--json", "true")
+    rows = json.loads(shown(*keeping, "--only", "nested|nested, .*"))["rows"]
     assert [row["name"] for row in rows] == ["nested", "nested, 2 tiles", "nested, streamed"]
     assert [on_host for _, on_host in compiled] == [False, False, True]
 
@@ -312,7 +256,5 @@ def test_tiles_and_weights_on_the_host_are_compared_whatever_the_config_keeps(mo
     ],
 )
 def test_user_errors_are_one_message(arguments, message):
-    console = Console(file=io.StringIO(), width=200)
-    assert main(arguments, console) == 1
-    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert message in shown and "error: " in shown
+    status, shown = printed(main, *arguments)
+    assert status == 1 and message in shown and "error: " in shown

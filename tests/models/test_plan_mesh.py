@@ -1,12 +1,10 @@
 """The meshes and policies with which a step fits, on plans that are computed."""
 
 import dataclasses
-import io
 import json
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from models.candidate import Candidate
 from models.decoder.config import ExpertsConfig
@@ -31,6 +29,8 @@ from stacked_remat.training import (
     TrainerConfig,
     config_as_dict,
 )
+
+from .tiny_run import printed
 
 CONFIG = PlanLmConfig(
     model=Qwen3MoeConfig(
@@ -160,20 +160,13 @@ def test_a_mesh_that_does_not_compile_is_shown_and_one_must_be_allowed(monkeypat
 
 def test_the_command_prints_what_to_write_in_the_config(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tmp_path / "plan.yaml"
-    path.write_text(
-        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
-        "data: {batch_size: 8, seq_len: 16}\nremat: auto\nbudget: 30KB"
-    )
-
-    def printed(*arguments):
-        console = Console(file=io.StringIO(), width=80)
-        assert main(["--config_path", str(path), "--find", "mesh", *arguments], console) == 0
-        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-
-    shown = printed("--devices", "4")
+    config = "{type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}"
+    options = ("--model", config, "--data", "{batch_size: 8, seq_len: 16}", "--remat", "auto")
+    options += ("--budget", "30KB", "--find", "mesh", "--devices", "4")
+    status, shown = printed(main, *options, width=80)
+    assert status == 0
     assert "what fits 30KB on each of 4 devices of local" in shown
-    found = json.loads(printed("--devices", "4", "--json", "true"))
+    found = json.loads(printed(main, *options, "--json", "true")[1])
     mesh = found["chosen"]["mesh"]
     assert mesh in [config_as_dict(mesh) for mesh in meshes(CONFIG.candidate)]
     assert found["rows"][0]["name"] == "position, embed: 4: 'nested'" and found["chosen"]["remat"] == "nested"

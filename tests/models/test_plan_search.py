@@ -1,12 +1,10 @@
 """The longest context and the largest batch that fit, on memory that is computed."""
 
 import dataclasses
-import io
 import json
 
 import jax
 import pytest
-from rich.console import Console
 
 from models.candidate import Candidate
 from models.plan_lm import PlanLmConfig, main
@@ -23,6 +21,8 @@ from stacked_remat.memory import (
     Trial,
 )
 from stacked_remat.training import DataConfig, MeshConfig, TrainerConfig, UpdateConfig
+
+from .tiny_run import printed
 
 CONFIG = PlanLmConfig(
     model=Qwen3Config(hidden_dim=32, num_layers=4, num_heads=2, num_kv_heads=1, mlp_dim=32),
@@ -128,12 +128,9 @@ def test_indices_are_found_wherever_the_search_begins():
 
 def test_the_command_says_what_was_found(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tmp_path / "plan.yaml"
-    path.write_text(
-        "model: {type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}\n"
-        "data: {batch_size: 8, seq_len: 16}\n"
-        "remat: auto\nbudget: 1MB\ntrainer: {mesh: {axes: {data: 1}}}"
-    )
+    config = "{type: qwen3, hidden_dim: 8, num_layers: 2, num_heads: 2}"
+    options = ("--model", config, "--data", "{batch_size: 8, seq_len: 16}", "--remat", "auto")
+    options += ("--budget", "1MB", "--trainer.mesh", "{axes: {data: 1}}")
 
     def plan(step, *, budget, host_budget, show):
         trials = tuple(Trial(policy, step.having({}, policy).report()) for policy in (True, "nested"))
@@ -143,13 +140,8 @@ def test_the_command_says_what_was_found(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Candidate, "plan", plan)
 
-    def printed(*arguments):
-        console = Console(file=io.StringIO(), width=80)
-        assert main(["--config_path", str(path), *arguments], console) == 0
-        return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-
-    shown = printed("--find", "context")
-    assert "longest context: data.seq_len: " in shown and "'nested': " in shown
-    as_json = json.loads(printed("--find", "batch", "--json", "true"))
+    status, shown = printed(main, *options, "--find", "context")
+    assert status == 0 and "longest context: data.seq_len: " in shown and "'nested': " in shown
+    as_json = json.loads(printed(main, *options, "--find", "batch", "--json", "true")[1])
     assert as_json["chosen"]["remat"] == "nested" and as_json["chosen"]["data.batch_size"] == 5_504
     assert as_json["tokens_per_step"] == 16 * 5_504

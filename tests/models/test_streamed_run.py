@@ -1,7 +1,6 @@
-"""Training runs with their layers in host memory: the same, bit for bit, as those with all on the device."""
+"""Runs with layers in host memory equal those with all on the device to the bit; fused updates the others."""
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 import models.train_lm as train_lm
 from models.candidate import Candidate
@@ -38,7 +36,7 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.array_layout import arrays_by_name
 
-from .tiny_run import make_workplace, train
+from .tiny_run import make_workplace, printed, train
 
 ROWS, POSITIONS = 8, 16
 SIZES = {"hidden_dim": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1}
@@ -181,11 +179,11 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             out = workplace / f"{run}, exported"
             assert export_hf(["--run_dir", str(workplace / run), "--out", str(out)]) == 0
-            text = io.StringIO()
-            prompts = ["--prompt", "ab", "--max_new_tokens", "4", "--temperature", "0"]
-            assert generate(["--run_dir", str(workplace / run), *prompts], Console(file=text)) == 0
+            prompts = ("--prompt", "ab", "--max_new_tokens", "4", "--temperature", "0")
+            status, text = printed(generate, "--run_dir", workplace / run, *prompts)
+            assert status == 0
         files.append((out / "model.safetensors").read_bytes())
-        texts.append(text.getvalue())
+        texts.append(text)
     assert files[0] == files[1] and texts[0] == texts[1] != ""
     if kind == "full":
         return
@@ -197,6 +195,25 @@ def test_a_streamed_run_equals_a_resident_one_and_each_resumes_as_the_other(work
     assert curve(workplace / f"{kind} streamed from files") == curve(
         workplace / f"{kind} resident from files"
     )
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("options", "devices"), [((), 4), (RUNS["adapters"], 1)], ids=["clipped, on four", "adapters"]
+)
+def test_a_run_with_fused_updates_equals_one_without(workplace, options, devices):
+    def metrics(*overrides, run):
+        run = f"{run}{len(options)}"
+        assert train(workplace, *RUN[:2], *options, *overrides, run=run) == 0
+        return curve(workplace / run)
+
+    expected = metrics(run="plain")
+    found = metrics(*RUNS["full"], "--trainer.mesh.axes.data", str(devices), run="fused")
+    assert [line.keys() for line in found] == [line.keys() for line in expected]
+    for name in ("loss", "grad_norm", "held_out_loss"):
+        values = [[line[name] for line in lines if name in line] for lines in (found, expected)]
+        assert len(values[0]) > 1
+        np.testing.assert_allclose(*values, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
-"""A tiny training run: its config, its text, and the command that trains it."""
+"""A tiny training run: its config, its text, and the command that trains it; what other commands print."""
+
+import io
 
 import jax
+from rich.console import Console
 
 from models.train_lm import main
 
@@ -49,3 +52,10 @@ def train(workplace, *overrides, run="run"):
     """The exit status; optax's Adam needs the standard promotion."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return main(arguments_of(workplace, *overrides, run=run))
+
+
+def printed(command, *arguments, width=200):
+    """The exit status of a command and what it prints."""
+    text = io.StringIO()
+    status = command([str(argument) for argument in arguments], Console(file=text, width=width))
+    return status, text.getvalue()

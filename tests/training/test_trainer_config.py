@@ -19,8 +19,8 @@ from stacked_remat.training import (
         ),
         (TrainerConfig, {"seed": 2**63}, r"trainer.seed must be at least 0 and below 2..63, got 9223"),
         (UpdateConfig, {"microbatches": 0}, r"trainer.update.microbatches must be at least 1, got 0"),
-        (UpdateConfig, {"fused": True, "microbatches": 2}, r"leave it out, or both trainer.update.microb"),
-        (UpdateConfig, {"fused": True, "on_nonfinite": "skip"}, r"leave it out, or both trainer.update.microb"),
+        (UpdateConfig, {"fused": True, "microbatches": 2}, r"or both trainer.update.microbatches"),
+        (UpdateConfig, {"fused": True, "on_nonfinite": "skip"}, r"or both trainer.update.microbatches"),
         (CheckpointConfig, {"keep_last": 0}, r"checkpoint.keep_last must be at least 1"),
     ],
 )

@@ -75,7 +75,7 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: 
         fix = "Keep its structure."
         if of_pair:
             fix = "The pair that is returned is (carry, output), in this order."
-        elif what == "carry" and isinstance(after, tuple) and len(after) == 2:
+        elif what == "carry" and isinstance(after, tuple) and len(after) == 2 and type(before) is not list:
             fix = "For a function that returns (carry, output) use scan."
         elif what == "layer" and isinstance(after, tuple):
             fix = 'Unpack it: visit.vjp returns a tuple, (layer_ct,) = visit.vjp("layer").'

@@ -239,12 +239,15 @@ def _traced(
     on_host: bool,
 ) -> TracedCall:
     """The program under a policy, with weights on the host or not."""
-    if not callable(fn := fn_of_policy(policy)):
-        raise TypeError(
-            "The first argument takes a policy and returns the function to compile; of the policy "
-            f"{policy!r} it returned {type(fn).__name__}. Write lambda remat: lambda blocks, x: "
-            "train_step(blocks, x, remat=remat)."
-        )
+    takes = "The first argument takes a policy and returns the function to compile"
+    write = "Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
+    try:
+        fn = fn_of_policy(policy)
+    except TypeError as error:
+        error.add_note(f"{takes}. {write}")
+        raise
+    if not callable(fn):
+        raise TypeError(f"{takes}; of the policy {policy!r} it returned {type(fn).__name__}. {write}")
     given = arguments_on_host(streamed, args) if on_host and streamed else args
     return trace_call(fn, given, kwargs, target, donate)
 

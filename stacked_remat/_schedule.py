@@ -130,15 +130,6 @@ class Schedule:
 
         return nested((0, self.length, 0), 1) if self.length > 1 else 0
 
-    @property
-    def block_evaluations(self) -> int:
-        """Cost of forward and backward, in forward evaluations of one block.
-
-        The forward sweep counts 1 a layer, a replay 1, and a visit 3 (the block once more, with
-        its internals, and the two products of its transpose). Saving every layer's input costs `4 * length`.
-        """
-        return 4 * self.length + self.replays
-
     def _cut(self, part: Part) -> list[Part]:
         """The parts of a part, whose third number tells those of a binomial cut how many slots are left."""
         start, stop, key = part

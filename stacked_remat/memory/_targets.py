@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import jax
 from jax.experimental import topologies
 
+_topology = functools.cache(topologies.get_topology_desc)
+
 
 class TargetError(RuntimeError):
     """A target cannot do what was asked; the message says what to do instead."""
@@ -34,12 +36,14 @@ class Target(ABC):
         link: peak bytes per second between the memory of one device and its host, in each direction; None
             where it is not known. For another host, give a target of your own, as
             `dataclasses.replace(TARGETS["h200"], name="gh200", link=450e9)` for NVLink-C2C.
+        device_kinds: names of such devices, as drivers give them (`jax.Device.device_kind`).
     """
 
     name: str
     memory: int | None = None
     flops: float | None = None
     link: float | None = None
+    device_kinds: tuple[str, ...] = ()
 
     sizes_host_arguments: ClassVar[bool] = True
     """Whether arguments in host memory are counted as such."""
@@ -74,21 +78,19 @@ class CudaTarget(Target):
     """An NVIDIA GPU, with the figures that XLA's cost model and code generator need.
 
     Attributes:
-        description: the device's name as the driver gives it.
         capability: compute capability, (major, minor).
         cores: streaming multiprocessors.
         lanes: float32 lanes per multiprocessor.
-        shared_memory: bytes of shared memory per multiprocessor, and the most one block may opt in to.
+        shared_memory: bytes of shared memory per multiprocessor.
         l2_cache: bytes.
         clock_ghz: boost clock.
         bandwidth: bytes per second to device memory.
     """
 
-    description: str
     capability: tuple[int, int]
     cores: int
     lanes: int
-    shared_memory: tuple[int, int]
+    shared_memory: int
     l2_cache: int
     clock_ghz: float
     bandwidth: int
@@ -98,21 +100,35 @@ class CudaTarget(Target):
     sizes_host_arguments: ClassVar[bool] = False
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
-        return _cuda_devices(self, count)
+        version = next((v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")), None)
+        if version is None:
+            raise TargetError(
+                f"target {self.name!r} needs JAX's CUDA plugin (no GPU is needed): "
+                "pip install 'stacked_remat[cuda-report]'"
+            )
+        options = {"target_config": self.target_config(), "topology": f"1x1x{count}"}
+        try:
+            found = _topology(self.name, "cuda", **options)
+        except NotImplementedError:
+            # JAX skipped the plugin because it found no driver; the compiler needs none.
+            jax.devices()  # initialises the backends first, or JAX would treat the GPU as attached
+            os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+            importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
+            found = _topology(self.name, "cuda", **options)
+        return tuple(found.devices)
 
     def target_config(self) -> str:
         """The device as the text proto that XLA takes for a compile-only GPU."""
         major, minor = self.capability
         # Only Hopper and later have a feature set beyond the plain architecture ("sm_90a").
         extension = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-        per_core, opt_in = self.shared_memory
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {per_core}
-  shared_memory_per_block_optin: {opt_in}
+  shared_memory_per_core: {self.shared_memory}
+  shared_memory_per_block_optin: {self.shared_memory - 1024}
   threads_per_core_limit: 2048
   core_count: {self.cores}
   fpus_per_core: {self.lanes}
@@ -130,7 +146,7 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{self.description}"
+device_description_str: "{self.device_kinds[0]}"
 """
 
 
@@ -145,46 +161,22 @@ class TpuTarget(Target):
     slices: tuple[tuple[int, str], ...]
 
     def devices(self, count: int = 1) -> tuple[Any, ...]:
-        return _tpu_devices(self, count)
-
-
-@functools.cache
-def _cuda_devices(target: CudaTarget, count: int) -> tuple[Any, ...]:
-    version = next((v for v in (13, 12) if importlib.util.find_spec(f"jax_cuda{v}_plugin")), None)
-    if version is None:
-        raise TargetError(
-            f"target {target.name!r} needs JAX's CUDA plugin (no GPU is needed): "
-            "pip install 'stacked_remat[cuda-report]'"
-        )
-    options = {"target_config": target.target_config(), "topology": f"1x1x{count}"}
-    try:
-        found = topologies.get_topology_desc(target.name, "cuda", **options)
-    except NotImplementedError:
-        # JAX skipped the plugin because it found no driver; the compiler needs none.
-        jax.devices()  # initialises the backends first, or JAX would treat the GPU as attached
-        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        importlib.import_module(f"jax_plugins.xla_cuda{version}").initialize()
-        found = topologies.get_topology_desc(target.name, "cuda", **options)
-    return tuple(found.devices)
-
-
-@functools.cache
-def _tpu_devices(target: TpuTarget, count: int) -> tuple[Any, ...]:
-    if importlib.util.find_spec("libtpu") is None:
-        raise TargetError(
-            f"target {target.name!r} needs libtpu (no TPU is needed): pip install 'stacked_remat[tpu-report]'"
-        )
-    topology = next((name for size, name in target.slices if size >= count), None)
-    if topology is None:
-        sizes = ", ".join(str(size) for size, _ in target.slices)
-        raise TargetError(f"target {target.name!r} has slices of {sizes} devices; {count} were asked for")
-    # An attached backend starts first, because it may need the metadata server. Without a TPU, libtpu would
-    # wait minutes for that server to tell what these variables say.
-    if jax.default_backend() != "tpu":
-        for key, value in _NO_TPU.items():
-            os.environ.setdefault(key, value)
-    found = topologies.get_topology_desc(topology, "tpu")
-    return tuple(found.devices)[:count]
+        if importlib.util.find_spec("libtpu") is None:
+            raise TargetError(
+                f"target {self.name!r} needs libtpu (no TPU is needed): "
+                "pip install 'stacked_remat[tpu-report]'"
+            )
+        topology = next((name for size, name in self.slices if size >= count), None)
+        if topology is None:
+            sizes = ", ".join(str(size) for size, _ in self.slices)
+            raise TargetError(f"target {self.name!r} has slices of {sizes} devices; {count} were asked for")
+        # An attached backend starts first, because it may need the metadata server. Without a TPU, libtpu
+        # would wait minutes for that server to tell what these variables say.
+        if jax.default_backend() != "tpu":
+            for key, value in _NO_TPU.items():
+                os.environ.setdefault(key, value)
+        found = _topology(topology, "tpu")
+        return tuple(found.devices)[:count]
 
 
 _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -208,11 +200,11 @@ _H100 = CudaTarget(
     memory=84_942_979_072,
     flops=989e12,
     link=_PCIE_5,
-    description="NVIDIA H100 80GB HBM3",
+    device_kinds=("NVIDIA H100 80GB HBM3",),
     capability=(9, 0),
     cores=132,
     lanes=128,
-    shared_memory=(233_472, 232_448),
+    shared_memory=233_472,
     l2_cache=52_428_800,
     clock_ghz=1.98,
     bandwidth=3_352_320_000_000,
@@ -225,11 +217,11 @@ _ALL: tuple[Target, ...] = (
         memory=85_100_068_864,
         flops=312e12,
         link=_PCIE_4,
-        description="NVIDIA A100-SXM4-80GB",
+        device_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
         capability=(8, 0),
         cores=108,
         lanes=64,
-        shared_memory=(167_936, 166_912),
+        shared_memory=167_936,
         l2_cache=41_943_040,
         clock_ghz=1.41,
         bandwidth=2_039_040_000_000,
@@ -239,7 +231,7 @@ _ALL: tuple[Target, ...] = (
         _H100,
         name="h200",
         memory=150_000_000_000,  # rounded down to what drivers leave
-        description="NVIDIA H200",
+        device_kinds=("NVIDIA H200",),
         bandwidth=4_800_000_000_000,
     ),
     dataclasses.replace(
@@ -247,7 +239,7 @@ _ALL: tuple[Target, ...] = (
         name="b200",
         memory=191_514_411_008,
         flops=2250e12,
-        description="NVIDIA B200",
+        device_kinds=("NVIDIA B200",),
         capability=(10, 0),
         cores=148,
         l2_cache=132_644_864,
@@ -259,6 +251,7 @@ _ALL: tuple[Target, ...] = (
         memory=16 * 2**30,
         flops=197e12,
         link=16e9,
+        device_kinds=("TPU v5 lite", "TPU v5e"),
         slices=_slices("v5e", _SQUARES),
     ),
     TpuTarget(
@@ -266,6 +259,7 @@ _ALL: tuple[Target, ...] = (
         memory=95 * 2**30,
         flops=459e12,
         link=16e9,
+        device_kinds=("TPU v5", "TPU v5p"),
         slices=_slices("v5p", "1x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8"),
     ),
     TpuTarget(
@@ -273,6 +267,7 @@ _ALL: tuple[Target, ...] = (
         memory=32 * 2**30,
         flops=918e12,
         link=32e9,
+        device_kinds=("TPU v6 lite", "TPU v6e"),
         slices=_slices("v6e", _SQUARES),
     ),
 )
@@ -297,20 +292,4 @@ def find_target(target: str | Target) -> Target:
 
 def target_of_device(device: Any) -> Target | None:
     """Return the target that describes a device, by its `device_kind`; None if there is none."""
-    name = _DEVICE_KINDS.get(device.device_kind)
-    return None if name is None else TARGETS[name]
-
-
-_DEVICE_KINDS = {
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA A100 80GB PCIe": "a100-80gb",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-}
+    return next((target for target in _ALL if device.device_kind in target.device_kinds), None)

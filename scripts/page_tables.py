@@ -13,7 +13,7 @@ MARKER = re.compile(r"^<!-- (table|figures): (.*?)\s*-->$", re.MULTILINE | re.DO
     only: inner=16384
     -->
 
-has it: `rows`, `columns` and `cells` of a `Table`, and `only`. Without them all rows of the file are shown.
+has it: `rows`, `columns` and `cells` of a `Table`, and `only`.
 `figures` shows nothing and says where figures of sentences come from.
 """
 
@@ -49,7 +49,7 @@ def declared(text: str) -> Table:
     files, *lines = text.splitlines()
     parts = {key: tuple(value.split("; ")) for key, value in (line.split(": ", 1) for line in lines)}
     only = dict(part.split("=", 1) for part in parts.pop("only", ()))
-    return Table(tuple(files.split()), only=only, **parts)
+    return Table(tuple(files.split()), only=only, **{"rows": (), **parts})
 
 
 def figures(page: str) -> Iterator[tuple[str, float, float]]:

@@ -12,15 +12,11 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 _BYTES = ("temporaries", "total", "host", "peak_resident_bytes")
 _BYTES += ("sent", "moved", "needed")
-_LEFT_OUT = ("arguments", "outputs", "host_temporaries", "flops_exact")
-"""What tables of whole files do not show."""
+_BYTES += ("arguments", "outputs", "host_temporaries")
 _UNITS = {"matmul_flops": ("TFLOP", 1e12, 1), "compile_seconds": ("compile seconds", 1, 1)}
 _UNITS |= {"carries": ("carries", 1, 1), "seconds": ("seconds", 1, 1)}
-_UNITS |= {
-    key: (key.removesuffix("_bytes").replace("_", " ") + ", GiB", 2**30, 2)
-    for key in (*_BYTES, *_LEFT_OUT[:-1])
-}
-_MEASURED = {*_UNITS, *_LEFT_OUT}
+_UNITS |= {key: (key.removesuffix("_bytes").replace("_", " ") + ", GiB", 2**30, 2) for key in _BYTES}
+_MEASURED = {*_UNITS, "flops_exact"}
 """The keys that do not say what was run."""
 
 Row = Mapping[str, Any]
@@ -35,9 +31,9 @@ class Table:
     """
 
     files: tuple[str, ...]
-    rows: tuple[str, ...] = ()
-    """The cells that begin a line; rows of the results that have the same ones share the line. If there are
-    none, the table has all of the file: every key but those that say the same in all rows."""
+    rows: tuple[str, ...]
+    """The cells that begin a line; rows of the results that have the same ones share the line. Rows that lack
+    one are left out, unless it or all that they have is `refused`."""
     columns: tuple[str, ...] = ()
     """Keys whose values make a column each."""
     cells: tuple[str, ...] = ()
@@ -52,13 +48,11 @@ class Table:
             ValueError: there is no such file.
         """
         results = [row for file in self.files for row in rows_of(file)]
-        if not self.rows:
-            return _lines([dict(_cells(row, results)) for row in results])
         chosen = [row for row in results if self._is_chosen(row)]
         found: dict[tuple[str, ...], dict[str, str]] = {}
         for row in chosen:
             texts = {label: text for cell in self.rows for label, text in _shown(cell, row, results)}
-            if len(texts) < len(self.rows):
+            if "refused" not in texts and len(texts) < len({*self.rows} - {"refused"}):
                 continue
             line = found.setdefault(tuple(texts.values()), texts)
             column = ", ".join(_heading(key, row[key]) for key in self.columns)
@@ -71,7 +65,7 @@ class Table:
 
 
 def rows_of(name: str) -> list[Row]:
-    """The rows of a file, with its target; of a file without rows its numbers, and the lengths of its lists.
+    """The rows of a file, with its target.
 
     Raises:
         ValueError: there is no such file.
@@ -80,9 +74,6 @@ def rows_of(name: str) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"benchmarks/results has no {name}")
     found = json.loads(path.read_text(encoding="utf-8"))
-    if "rows" not in found:
-        counted = {key: len(value) if isinstance(value, list) else value for key, value in found.items()}
-        return [{key: value for key, value in counted.items() if isinstance(value, int | float)}]
     shared = {key: found[key] for key in ("target",) if key in found}
     return [dict(_flat({**shared, **row})) for row in found["rows"]]
 
@@ -113,19 +104,6 @@ def _lines(rows: list[dict[str, str]]) -> str:
 def _words(rows: list[dict[str, str]]) -> set[str]:
     """The columns that have words in them."""
     return {key for row in rows for key, value in row.items() if re.search("[a-z]{2}", value)}
-
-
-def _cells(row: Row, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    for key, value in row.items():
-        name = key.rpartition(": ")[2]
-        if name in _LEFT_OUT or (key == "seconds" and "median_seconds" in row):
-            continue
-        if name in ("refused", "compile_seconds") or (value is not None and _differ(key, rows)):
-            yield _cell(key, value)
-
-
-def _differ(key: str, rows: Sequence[Row]) -> bool:
-    return len(rows) == 1 or any(row.get(key) != rows[0].get(key) for row in rows)
 
 
 def _shown(cell: str, row: Row, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:

@@ -24,6 +24,7 @@ MARKED = {own for text in PAGES.values() for kind, own in MARKER.findall(text) i
 
 def test_every_result_is_in_a_table_and_every_command_exists():
     results = {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.json")}
+    assert all(declared(text).rows for text in MARKED)
     shown = {file for text in MARKED for file in declared(text).files}
     assert results == shown | {case["source"] for case in cases()}
     commands = set(re.findall(r"\bbenchmarks\.(\w+)", PAGES["docs/benchmarks.md"]))

@@ -1,10 +1,8 @@
 """Which training examples move the validation loss: gradient dot products in the same backward pass."""
 
 from ._by_example import check_examples
-from ._found import GradDots
-from ._grad_dot import grad_dot, val_direction
+from ._grad_dot import GradDots, grad_dot, shapley_direction, val_direction
 from ._replay import Replay, replay, weighted_step
-from ._second_order import shapley_direction
 from ._weights import UnsupportedLeafError
 from .log import LOG_FOLDER, ScoreLog, ScoreLogError, StepScores
 from .manager import GhostManager

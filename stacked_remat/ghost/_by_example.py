@@ -29,7 +29,6 @@ def check_examples(
     batch: Any,
     *,
     tokens: Reduction | None = None,
-    coupled: Any = None,
     has_aux: bool = False,
 ) -> None:
     """Compares the losses of examples alone with those in the batch, before scores are taken of them.
@@ -39,7 +38,6 @@ def check_examples(
         per_example_loss: as in `grad_dot`.
         batch: what it takes.
         tokens: as in `grad_dot`.
-        coupled: the same.
         has_aux: the same.
 
     Raises:
@@ -48,7 +46,7 @@ def check_examples(
 
     Cost: two forward passes over the batch. Not within `jax.jit`, where `grad_dot` has `check`.
     """
-    task = Task.of(model, per_example_loss, batch, Objective("mean", tokens, coupled, has_aux))
+    task = Task.of(model, per_example_loss, batch, Objective("mean", tokens, has_aux))
     alone, whole, most = eqx.filter_jit(losses_alone)(task)
     differences = np.abs(np.asarray(alone) - np.asarray(whole))
     if not (differences > most).any():

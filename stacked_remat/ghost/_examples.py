@@ -42,17 +42,13 @@ class Examples:
 
     @property
     def _arrays(self) -> list[Any]:
+        """With the examples in front; None for those without."""
         pairs = zip(self.leaves, self.dimensions, strict=True)
-        return [None if at is None else raw_array(leaf) for leaf, at in pairs]
+        return [None if at is None else jnp.moveaxis(raw_array(leaf), at, 0) for leaf, at in pairs]
 
     def take(self, number: Any) -> Any:
         """A batch of the example with this number."""
-        pairs = zip(self._arrays, self.dimensions, strict=True)
-        arrays = [
-            None if at is None else jax.lax.dynamic_index_in_dim(array, number, at, keepdims=False)
-            for array, at in pairs
-        ]
-        return self._alone(arrays)
+        return self._alone([None if array is None else array[number] for array in self._arrays])
 
     def _alone(self, arrays: list[Any]) -> Any:
         """A batch of one example, of arrays without the dimension of examples."""
@@ -85,19 +81,14 @@ class Examples:
 
         options = {"axis_size": self.Batch.size, "spmd_axis_name": self.over or None}
         with self.alone():
-            return jax.vmap(one, (0, self.dimensions), **options)(each, self._arrays)
+            return jax.vmap(one, **options)(each, self._arrays)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """Within it a batch has one example, also where derivatives are computed."""
         return each_example(self.Batch, self.over)
 
-    def joined(self, one: Any, array: Any, summed: bool) -> Any:
-        """A result of `map`, perhaps summed over the examples, as the loss function returns it.
-
-        `one` is its type for one example.
-        """
-        if summed:
-            return NamedArray(jnp.sum(array, 0), one.axes) if is_named(one) else jnp.sum(array, 0)
+    def joined(self, one: Any, array: Any) -> Any:
+        """A result of `map` as the loss function returns it; `one` is its type for one example."""
         if not is_named(one):
             return array[:, 0] if one.shape[:1] == (1,) else array
         at = _dimension(one, self.Batch)

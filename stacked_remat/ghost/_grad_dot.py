@@ -1,7 +1,6 @@
 """Gradients, and the dot product of every example's gradient with a direction, in one backward pass."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -13,10 +12,44 @@ from haliax import Axis, NamedArray
 from .._activity import not_differentiable
 from .._scan.marks import raw_array
 from ._by_example import checked_apart, dot, losses_alone, one_at_a_time
-from ._found import GradDots
 from ._losses import Loss, Objective, Reduction, Task, directions, leaves_with_paths
 from ._probed import Scoring, in_one_pass, probed_leaves
 from ._totals import of_documents, of_losses
+
+
+class GradDots(eqx.Module):
+    """Dot products of examples' gradients with a direction. All arrays are in float32.
+
+    Attributes:
+        loss: the reduced loss.
+        scores: by the path of the array, `[layers, batch]` in a stack and `[batch]` elsewhere. In
+            paths `*` stands for the layers of a stack. Empty for the granularity "total".
+        total: the sum of all of them, `[batch]`, or of documents.
+        direction_norm: the norm of the direction.
+        norms: like `scores`, the norms of the examples' gradients; None unless asked for.
+        total_norm: `[batch]`, of everything that is scored; None unless asked for.
+        aux: what `per_example_loss` returned beside the losses.
+    """
+
+    loss: Any
+    scores: dict[str, NamedArray]
+    total: NamedArray
+    direction_norm: Any
+    norms: dict[str, NamedArray] | None
+    total_norm: NamedArray | None
+    aux: Any
+
+    @property
+    def cosines(self) -> NamedArray:
+        """The cosines between the examples' gradients and the direction, `[batch]`; zero for a zero gradient.
+
+        Raises:
+            ValueError: norms were not asked for.
+        """
+        if self.total_norm is None:
+            raise ValueError("Cosines need the norms of the gradients: give grad_dot norms=True.")
+        product = self.total_norm * self.direction_norm
+        return hax.where(product > 0, self.total / hax.where(product > 0, product, 1.0), 0.0)
 
 
 def val_direction(
@@ -32,7 +65,7 @@ def val_direction(
 
     Args:
         model: any module.
-        per_example_loss: as in `grad_dot`, without aux and coupled sums.
+        per_example_loss: as in `grad_dot`, without aux.
         val_batch: what it takes.
         reduction: over the examples, "mean" or "sum".
         tokens: over the tokens of an example, where losses are of tokens.
@@ -44,7 +77,52 @@ def val_direction(
     Cost: a forward and a backward pass, and the memory of a gradient.
     """
     task = Task.of(model, per_example_loss, val_batch, Objective(reduction, tokens), trainable)
-    return jax.grad(task.loss)(task.params)
+    return task.value_and_grad()[1]
+
+
+def shapley_direction(
+    model: Any,
+    per_example_loss: Loss,
+    val_batch: Any,
+    *,
+    direction: Any,
+    gradients: Any,
+    learning_rate: Any,
+    reduction: Reduction = "mean",
+    tokens: Reduction | None = None,
+    trainable: Any = eqx.is_inexact_array,
+) -> Any:
+    """A direction whose scores are In-Run Data Shapley values to second order (Wang et al. 2024).
+
+    For a step of gradient descent `w - learning_rate * gradients`, the Shapley value of an example for the
+    reduction of the validation loss is to second order
+
+        learning_rate * part_i * <grad_i, direction - learning_rate / 2 * H @ gradients>
+
+    with the Hessian `H` of the validation loss, and `part_i` the example's factor in the reduced loss, 1 for
+    "sum" and 1 / batch for "mean". Without the second term it is the first-order value.
+
+    Args:
+        model: any module, before the step.
+        per_example_loss: as in `val_direction`.
+        val_batch: what it takes.
+        direction: the gradient of the validation loss.
+        gradients: of the training batch's reduced loss.
+        learning_rate: of the step.
+        reduction: of the validation loss, as for `direction`.
+        tokens: the same.
+        trainable: as in `grad_dot`.
+
+    Returns:
+        A direction for `grad_dot`. Cost: one Hessian-vector product.
+    """
+    task = Task.of(model, per_example_loss, val_batch, Objective(reduction, tokens), trainable)
+    _, product = jax.jvp(
+        lambda params: jax.grad(task.loss, has_aux=True)(params)[0], (task.params,), (gradients,)
+    )
+    return jax.tree.map(
+        lambda along, curved: along - (learning_rate / 2 * curved).astype(along.dtype), direction, product
+    )
 
 
 def grad_dot(
@@ -60,7 +138,6 @@ def grad_dot(
     norms: bool = False,
     example_ids: Any = None,
     Examples: Axis | None = None,
-    coupled: Callable[[Any], Any] | None = None,
     has_aux: bool = False,
     check: bool | float = False,
 ) -> tuple[Any, GradDots]:
@@ -110,12 +187,7 @@ def grad_dot(
             those with its number, or with `tokens="mean"` their mean; the loss that is differentiated does
             not change. Losses with a number outside of `Examples` are left out.
         Examples: the axis of the documents that `example_ids` counts.
-        coupled: for losses that examples have together, such as the load balance of experts: from sums over
-            the examples to a scalar, which is added to the reduced loss. `per_example_loss` then returns
-            `(losses, sums)`, a tree of arrays, the sums over the examples that it is given. The scalar's
-            gradient is in `gradients`, and what of it passes through an example is in that example's scores,
-            multiplied by the number of examples for "mean".
-        has_aux: `per_example_loss` returns a pair of all this and anything else, which `GradDots.aux` gets
+        has_aux: `per_example_loss` returns a pair of the losses and anything else, which `GradDots.aux` gets
             with the axis of the examples, in front where it has none.
         check: raise an error at run time unless examples have the losses alone that they have in the batch,
             which takes one more forward pass, and the scores of each array, layer by layer, add up to the dot
@@ -136,9 +208,9 @@ def grad_dot(
     recomputed, and 1.02 times with adapters alone. For "total" two, and 1.5 times. Memory: the direction, and
     what a layer needs of it; with `norms` a gradient of one example.
     """
-    objective = Objective(reduction, tokens, coupled, has_aux)
+    objective = Objective(reduction, tokens, has_aux)
     is_total = granularity == "total" and not norms
-    _check_options(granularity, check, norms, objective, is_total, (example_ids, Examples))
+    _check_options(granularity, check, is_total, (example_ids, Examples))
     task = Task.of(model, per_example_loss, batch, objective, trainable)
     losses = eqx.filter_eval_shape(task.returned, task.params)
     along = directions(task.params, direction)
@@ -184,8 +256,6 @@ _NO_DERIVATIVES = (
 def _check_options(
     granularity: str,
     check: bool | float,
-    norms: bool,
-    objective: Objective,
     is_total: bool,
     of_examples: tuple[Any, Any],
 ) -> None:
@@ -197,8 +267,6 @@ def _check_options(
         raise ValueError("example_ids and Examples, the axis of what they count, are given together.")
     if of_examples[0] is not None and not is_total:
         raise ValueError('example_ids gives totals of documents: granularity="total", without norms.')
-    if objective.coupled is not None and (norms or is_total):
-        raise ValueError('coupled has scores with granularity="leaf", and norms=False.')
 
 
 def _named(

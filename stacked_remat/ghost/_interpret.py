@@ -18,7 +18,7 @@ from .._sweep.primitive import Rule, Sweep, sweep_of
 from .._sweep.rules import Linear
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
-from ._traced import trace, type_of
+from ._traced import equations_of, trace, type_of
 from ._weights import (
     Along,
     UnsupportedLeafError,
@@ -115,7 +115,9 @@ class Interpreter:
     def _check_derivative(self, equation: Any, operands: list[Value]) -> None:
         if self.notes.rule_of(equation) is not None:
             return
-        found = next((name for name in _names_in(equation) if name in _WITHOUT_DERIVATIVE), None)
+        inner = [one for program in programs_in(equation) for one in equations_of(program)]
+        names = [one.primitive.name for one in (equation, *inner)]
+        found = next((name for name in names if name in _WITHOUT_DERIVATIVE), None)
         if found is not None:
             raise UnsupportedLeafError(
                 f"{_paths(operands)} goes into `{found}`, which has no derivative along a direction. Use "
@@ -259,11 +261,6 @@ def _paths(values: Sequence[Value]) -> str:
 
 def _data(arrays: Sequence[Any]) -> list[Value]:
     return [Value(array, depends=True) for array in arrays]
-
-
-def _names_in(equation: Any) -> set[str]:
-    inner = [eqn for jaxpr in programs_in(equation) for eqn in jaxpr.eqns]
-    return {equation.primitive.name}.union(*(_names_in(eqn) for eqn in inner))
 
 
 def _in_rows(value: Value) -> Value:

@@ -28,14 +28,11 @@ class Objective:
     Attributes:
         reduction: over the examples.
         tokens: over the further axes of the losses, None where there are none.
-        coupled: from sums over the examples, which come with the losses, to a scalar that is added to the
-            reduced loss; None where there are none.
         has_aux: whether anything else is returned in the last place.
     """
 
     reduction: Reduction
     tokens: Reduction | None = None
-    coupled: Callable[[Any], Any] | None = None
     has_aux: bool = False
 
     def __post_init__(self) -> None:
@@ -46,21 +43,21 @@ class Objective:
                 f'tokens is "mean" or "sum", over the tokens of an example; got {self.tokens!r}.'
             )
 
-    def parts(self, returned: Any) -> tuple[Any, Any, Any]:
-        """The losses, the sums or None, and the rest or None."""
-        aux, sums = None, None
+    def parts(self, returned: Any) -> tuple[Any, Any]:
+        """The losses, and the rest or None."""
+        aux = None
         if self.has_aux:
-            returned, aux = _pair(returned, "has_aux=True")
-        if self.coupled is not None:
-            returned, sums = _pair(returned, "coupled")
-            if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(sums)):
-                raise TypeError("With coupled per_example_loss returns losses and sums of arrays alone.")
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise TypeError(
+                    f"With has_aux=True per_example_loss returns a pair; got {type(returned).__name__}."
+                )
+            returned, aux = returned
         if not is_named(returned) and not hasattr(returned, "ndim"):
             raise TypeError(
                 "per_example_loss returns a NamedArray or a plain array with a loss for each example; got "
-                f"{type(returned).__name__}. For more beside it give has_aux=True or coupled."
+                f"{type(returned).__name__}. For more beside it give has_aux=True."
             )
-        return returned, sums, aux
+        return returned, aux
 
     def examples(self, returned: Any) -> Axis:
         """The axis of the examples in what the loss function returns.
@@ -68,7 +65,7 @@ class Objective:
         Raises:
             ValueError: the losses are no losses of examples, or of tokens and `tokens` is not given.
         """
-        losses, _, _ = self.parts(returned)
+        losses, _ = self.parts(returned)
         axes: Any = losses.axes if is_named(losses) else tuple(Axis("batch", size) for size in losses.shape)
         if not axes:
             raise ValueError("per_example_loss returned a scalar. Return a loss for each example: [batch].")
@@ -84,10 +81,8 @@ class Objective:
 
     def reduced(self, returned: Any) -> tuple[Any, Any]:
         """The scalar to differentiate, and the rest."""
-        _, sums, aux = self.parts(returned)
         array = self.of_examples(returned)
-        value = jnp.mean(array) if self.reduction == "mean" else jnp.sum(array)
-        return (value if self.coupled is None else value + raw_array(self.coupled(sums))), aux
+        return (jnp.mean if self.reduction == "mean" else jnp.sum)(array), self.parts(returned)[1]
 
     def of_examples(self, returned: Any, *, is_loss: bool = False) -> Any:
         """The losses `[batch]` in float32, of what the loss function returned, or of the losses alone."""
@@ -100,12 +95,6 @@ class Objective:
     def scale(self, examples: int) -> float:
         """What turns the gradient of an example's part of the reduced loss into that of its own loss."""
         return float(examples) if self.reduction == "mean" else 1.0
-
-
-def _pair(returned: Any, option: str) -> Any:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"With {option} per_example_loss returns a pair; got {type(returned).__name__}.")
-    return returned
 
 
 class Task(eqx.Module):
@@ -143,16 +132,15 @@ class Task(eqx.Module):
         """What the loss function returns."""
         return self.of_model(eqx.combine(params, self.static), self.batch)
 
-    def loss(self, params: Any) -> Any:
-        """The reduced loss."""
+    def loss(self, params: Any) -> tuple[Any, Any]:
+        """The reduced loss, and what comes beside it."""
         returned = self.returned(params)
         self.objective.examples(returned)
-        return self.objective.reduced(returned)[0]
+        return self.objective.reduced(returned)
 
     def value_and_grad(self) -> tuple[tuple[Any, Any], Any]:
-        """The reduced loss and what comes beside it, and its gradients."""
-        run = jax.value_and_grad(lambda params: self.objective.reduced(self.returned(params)), has_aux=True)
-        return run(self.params)
+        """These, and the gradients of the loss."""
+        return jax.value_and_grad(self.loss, has_aux=True)(self.params)
 
     def of_example(self, model: Any, example: Any) -> Any:
         """What the loss function returns for a batch of one example."""

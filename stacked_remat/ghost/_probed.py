@@ -112,20 +112,16 @@ def in_one_pass(scoring: Scoring) -> tuple[tuple[Any, Any], Any, dict[str, Any]]
         model, notes = eqx.combine(params, task.static), Notes()
         with noting(notes):
             one = trace(task.of_example, model, examples.first)
-        of_loss = len(jax.tree.leaves(one.shapes[0] if objective.has_aux else one.shapes))
 
         def run(probes: dict[str, Any], example: Any) -> list[Any]:
             values = Interpreter(notes).evaluate(
                 one.closed.jaxpr, scoring.values(model, probes, example, one), one.closed.consts
             )
-            return [*map(settled, values[:of_loss]), *(value.array for value in values[of_loss:])]
+            return [settled(values[0]), *(value.array for value in values[1:])]
 
         with noting(Notes()):
             arrays = examples.map(run, probes)
-        results = [
-            examples.joined(like, array, summed=0 < at < of_loss)
-            for at, (like, array) in enumerate(zip(one.leaves, arrays, strict=True))
-        ]
+        results = [*map(examples.joined, one.leaves, arrays)]
         return objective.reduced(one.rebuild(results))
 
     with examples.alone():

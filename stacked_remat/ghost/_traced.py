@@ -77,13 +77,14 @@ def has_small_range(jaxpr: Any) -> bool:
 
 def _dtypes(jaxpr: Any) -> set[Any]:
     """Of the real or complex numbers in a program; float32 if it has none."""
-    atoms = [atom for equation in _equations(jaxpr) for atom in (*equation.invars, *equation.outvars)]
+    atoms = [atom for equation in equations_of(jaxpr) for atom in (*equation.invars, *equation.outvars)]
     dtypes = {atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")}
     return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)} or {jnp.dtype("float32")}
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program, and of those that they evaluate."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in programs_in(equation):
-            yield from _equations(getattr(inner, "jaxpr", inner))
+            yield from equations_of(getattr(inner, "jaxpr", inner))

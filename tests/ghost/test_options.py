@@ -1,9 +1,8 @@
-"""Options of `grad_dot`: reductions, granularity, norms, tokens, documents, coupled losses, and errors."""
+"""Options of `grad_dot`: reductions, granularity, norms, tokens, documents, and errors."""
 
 import re
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +12,11 @@ from haliax import Axis
 from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, ghost, unsliced
 from stacked_remat.ghost import _weights
 
-from ..blocks import Tanh, assert_close
+from ..blocks import Tanh
 from .cases import (
     SPARSE,
     Batch,
     PlainModel,
-    Pos,
     assert_equal,
     decoder,
     looped_scores,
@@ -27,7 +25,6 @@ from .cases import (
     plain_losses,
     random_like,
     run,
-    take_example,
     token_means,
     tokens,
 )
@@ -46,9 +43,13 @@ def test_totals_and_norms_are_exact():
     cosines = found.total.array / norm / found.direction_norm
     np.testing.assert_allclose(found.cosines.array, cosines, rtol=1e-4)
     plain = eqx.filter_jit(ghost.val_direction)(model, token_means, batch)
+    with_aux = lambda m, b: (token_means(m, b), {"tokens": b.tokens, "head": m.head})  # noqa: E731
     for granularity, reduction, scale in (("leaf", "sum", Batch.size), ("total", "mean", 1)):
         options = {"granularity": granularity, "reduction": reduction}
-        other, in_batch = run(model, token_means, batch, direction, **options)
+        other, in_batch = run(model, with_aux, batch, direction, has_aux=True, **options)
+        np.testing.assert_array_equal(in_batch.aux["tokens"].array, batch.tokens.array)
+        if granularity == "leaf":
+            assert in_batch.aux["head"].weight.axes == (Batch, *model.head.weight.axes)
         assert set(in_batch.scores) == (set(dots) if granularity == "leaf" else set())
         np.testing.assert_allclose(in_batch.total.array, found.total.array, rtol=1e-4)
         for own, one, wanted in zip(*map(jax.tree.leaves, (other, gradients, plain)), strict=True):
@@ -86,49 +87,6 @@ def test_rows_in_any_order_are_scored_by_example():
     total, mean = (found.array for found in jax.jit(lambda: scored(jnp.asarray(ids)))())
     np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(mean, expected / 2, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-@pytest.mark.deep
-def test_coupled_losses_are_in_gradients_and_scores_as_they_are_in_the_batch():
-    model, batch = decoder(SPARSE), tokens()
-    direction = random_like(model, 1)
-
-    def losses(model, batch):
-        hidden, auxiliary = model.hidden_states(batch.tokens)
-        count = jnp.asarray(1.0 * batch.tokens.size)
-        sums = jax.tree.map(lambda mean: mean * count, auxiliary.statistics), count
-        return (hax.mean(hidden**2, (Pos, "embed")), sums), {"tokens": batch.tokens, "head": model.head}
-
-    def coupled(sums):
-        return 10.0 * model.auxiliary(jax.tree.map(lambda one: one / sums[1], sums[0])).loss
-
-    gradients, found = run(model, losses, batch, direction, coupled=coupled, has_aux=True, check=True)
-
-    def whole(model):
-        (each, sums), _ = losses(model, batch)
-        return hax.mean(each).scalar() + coupled(sums)
-
-    plain = eqx.filter_jit(eqx.filter_grad(whole))(model)
-    assert_close(gradients, plain, rtol=1e-4, atol=1e-6)
-    np.testing.assert_array_equal(found.aux["tokens"].array, batch.tokens.array)
-    assert found.aux["head"].weight.axes == (Batch, *model.head.weight.axes)
-
-    @eqx.filter_jit
-    def of_example(model, number):
-        """The gradient through the sums of one example, the others being constants."""
-        (_, sums), _ = losses(model, batch)
-
-        def own(model):
-            (each, of_one), _ = losses(model, take_example(batch, number))
-            constant = jax.tree.map(lambda all_, one: all_ - jax.lax.stop_gradient(one), sums, of_one)
-            together = jax.tree.map(lambda some, one: jax.lax.stop_gradient(some) + one, constant, of_one)
-            return hax.sum(each).scalar() + Batch.size * coupled(together)
-
-        products = jax.tree.map(lambda g, v: jnp.sum(g * v), eqx.filter_grad(own)(model), direction)
-        return sum(jax.tree.leaves(products))
-
-    expected = [of_example(model, number) for number in range(Batch.size)]
-    np.testing.assert_allclose(found.total.array, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.deep
@@ -202,12 +160,10 @@ def test_what_can_not_be_scored_is_refused_by_its_path():
     refused(
         losses, "example_ids gives totals", ValueError, norms=True, example_ids=ids, Examples=Row, **total
     )
-    refused(losses, "coupled has scores", ValueError, norms=True, coupled=jnp.sum)
     refused(losses, "example_ids and Examples", ValueError, example_ids=ids, **total)
     product = lambda model, x: jnp.sum(x * model["kernel"].weight, 1)  # noqa: E731
     for strange in (x[:, 0], jnp.arange(5)):
         refused(product, "got ", ValueError, example_ids=strange, Examples=Row, **total)
-    refused(lambda model, x: (x[:, 0], 1.0), "sums of arrays", TypeError, coupled=lambda sums: sums)
     refused(losses, "direction has no array", ValueError, direction={"kernel": None})
     refused(losses, "['kernel'].weight has the shape (3,)", ValueError, direction={"kernel": Kernel(x[0])})
     refused(lambda model, x: x, 'tokens="mean"', ValueError)

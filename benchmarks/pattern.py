@@ -1,22 +1,15 @@
-"""Memory and time of layers that alternate between kinds, in one sweep and without.
+"""Memory of layers that alternate between kinds, in one sweep and without.
 
 Memory, FLOPs and compile time of a residual MLP for a device that need not be attached:
 
     python -m benchmarks.pattern --target h200
     python -m benchmarks.pattern --target v5p
 
-Time of a gradient on this device, all variants once per round after their gradients are compared:
-
-    python -m benchmarks.pattern time --layers 24 --tokens 512 --width 256 --inner 1024 --dtype float32
-
-Writes `results/pattern_memory_<target>.json` and `results/pattern_time_<platform>.json`.
+Writes `results/pattern_memory_<target>.json`.
 """
 
 import dataclasses
 import functools
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -26,8 +19,8 @@ import jax.numpy as jnp
 
 from stacked_remat import BlockSeq, Stacked, StackedPattern, memory
 
-from .command import Rows, benchmark, one_of
-from .record import check_close, median_ratio, memory_row, timed_in_turn
+from .command import Rows, benchmark
+from .record import memory_row
 from .residual_mlp import Block, Sizes
 
 FULL = Sizes(inner=16_384)
@@ -65,9 +58,6 @@ KINDS = (
 )
 
 
-LOOP = "Python loop of jax.checkpoint"
-
-
 def _blocks(kinds: Kinds, sizes: Sizes, form: str, remat: Any) -> Any:
     """The layers as a `StackedPattern`, of one kind a `Stacked`, or as a `BlockSeq`."""
     pattern = kinds.pattern(sizes.layers)
@@ -85,20 +75,13 @@ def _blocks(kinds: Kinds, sizes: Sizes, form: str, remat: Any) -> Any:
     return StackedPattern.init(Layers, inits, pattern, remat=remat)(key=keys)
 
 
-def _gradient(form: str) -> Callable[..., Any]:
-    def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
-        if form == LOOP:
-            for block in blocks.blocks:
-                x = jax.checkpoint(lambda block, x: block(x))(block, x)
-        else:
-            x = blocks.fold(x)
-        return jnp.sum(x.array.astype(jnp.float32))
-
-    return jax.grad(loss, (0, 1))
+def loss(blocks: Any, x: hax.NamedArray) -> jax.Array:
+    """The sum of what the layers return."""
+    return jnp.sum(blocks.fold(x).array.astype(jnp.float32))
 
 
 @benchmark("pattern_memory_{target}")
-def of_memory(sizes: Sizes = FULL, target: str = "local", only: str = "") -> Rows:
+def main(sizes: Sizes = FULL, target: str = "local", only: str = "") -> Rows:
     """A row for each of the kinds and policies, and for a `BlockSeq` of two kinds."""
     cases = [(kinds, "StackedPattern", remat) for kinds in KINDS for remat in (True, "nested", "offload")]
     for kinds, form, remat in [*cases, (KINDS[1], "BlockSeq", "nested")]:
@@ -106,40 +89,8 @@ def of_memory(sizes: Sizes = FULL, target: str = "local", only: str = "") -> Row
             continue
         blocks = eqx.filter_eval_shape(_blocks, kinds, sizes, form, remat)
         x = eqx.filter_eval_shape(lambda: hax.zeros(sizes.axes[1:3], dtype=sizes.dtype))
-        found = memory.report(_gradient(form), blocks, x, target=target)
+        found = memory.report(jax.grad(loss, (0, 1)), blocks, x, target=target)
         yield {"name": f"{form}, {kinds.name}, {remat}", **dataclasses.asdict(sizes), **memory_row(found)}
-
-
-@benchmark("pattern_time_{platform}")
-def of_time(sizes: Sizes = FULL, rounds: int = 15) -> Rows:
-    """Medians of the seconds of a gradient, and of each round's ratio to the Python loop.
-
-    Raises:
-        ArithmeticError: gradients differ.
-    """
-    x = hax.random.normal(jax.random.key(1), sizes.axes[1:3]).astype(sizes.dtype)
-    forms = [("StackedPattern", True), ("StackedPattern", "nested"), ("BlockSeq", True), (LOOP, True)]
-    runs, compiled = {}, {}
-    for form, remat in forms:
-        blocks = _blocks(KINDS[2], sizes, form, remat)
-        began = time.perf_counter()
-        program = jax.jit(_gradient(form)).lower(blocks, x).compile()
-        name = f"{form}, {remat}"
-        runs[name], compiled[name] = functools.partial(program, blocks, x), time.perf_counter() - began
-    expected = runs[f"{LOOP}, True"]()[1]
-    for name, run in runs.items():
-        check_close(name, run()[1], expected, 1e-3)
-    seconds = timed_in_turn(runs, rounds)
-    for name, own in seconds.items():
-        yield {
-            "name": name,
-            "median_seconds": round(statistics.median(own), 5),
-            "to_python_loop": round(median_ratio(own, seconds[f"{LOOP}, True"]), 4),
-            "compile_seconds": round(compiled[name], 2),
-        }
-
-
-main = one_of(memory=of_memory, time=of_time)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ COMMANDS = [
     (f"stack_memory {MLP} --only ^lax[^,]*$", "stack_memory_local", 2),
     (f"checkpoint_chain {MLP} --only ^nothing|^checkpoint_sequential$", "checkpoint_chain_local", 2),
     (f"pattern {MLP} --dtype float32 --only remainder", "pattern_memory_local", 3),
-    (f"pattern time {MLP} --dtype float32 --rounds 2", "pattern_time_cpu", 4),
     ("long_loops --steps 30 --size 3 --leaves 4 --rounds 1 --only prime", "long_loops_cpu", len(VARIANTS)),
     (f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2", "qwen3_moe_65k_cpu_tiles_local", 1),
     (f"qwen3_context longest {CONTEXT} --step 64 --limit 64", "qwen3_moe_65k_cpu_longest_local", 2),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.pattern import FULL, KINDS, of_memory
+from benchmarks.pattern import FULL, KINDS, main
 from benchmarks.record import RESULTS
 from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, checkpoint_name, memory
 from tests.recorded_on import ON_H200, ON_V5P
@@ -46,7 +46,7 @@ def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, re
     [ON_H200, ON_V5P],
 )
 def test_memory_is_within_a_twentieth_of_what_the_benchmark_recorded(target):
-    for row in of_memory.rows(FULL, target, KINDS[3].name):
+    for row in main.rows(FULL, target, KINDS[3].name):
         assert row["temporaries"] <= 1.05 * recorded(target)[row["name"]]["temporaries"]
 
 

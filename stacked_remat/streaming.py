@@ -96,7 +96,7 @@ def _empty(leaf: Any, length: int) -> Any:
 _write = jax.jit(write, donate_argnums=0)
 
 
-def to_host(model: T, *, where: Any = eqx.is_array) -> T:
+def to_host(model: T, *, where: Callable[[Any], Any] = eqx.is_array) -> T:
     """A model with the arrays of its stacks' layers in host memory.
 
     ```python
@@ -109,10 +109,9 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
 
     Args:
         model: a `Stacked`, a `StackedPattern`, or any tree with some.
-        where: which arrays, a predicate of arrays or a tree of bools like the model. Only matrices are
-            moved, arrays with at least two dimensions above 1 in each layer. Others are small (and XLA for
-            TPUs reads no bfloat16 vector out of a stack on the host), and stay, as does what all layers
-            share.
+        where: whether to move an array, a matrix of each layer: one with at least two dimensions above 1
+            there. Others are small (and XLA for TPUs reads no bfloat16 vector out of a stack on the host),
+            and stay, as does what all layers share.
 
     Returns:
         The model.
@@ -123,23 +122,20 @@ def to_host(model: T, *, where: Any = eqx.is_array) -> T:
 
     Cost: one copy. Shardings stay as they are.
     """
-    is_chosen = (lambda leaf: eqx.is_array(leaf) and where(leaf)) if callable(where) else where
-    chosen, count = eqx.filter(model, is_chosen), 0
+    count = 0
 
-    def moved(name: str, stack: Stacked, wanted: Stacked) -> Stacked:
-        def field(path: Any, leaf: Any, like: PyTree) -> Any:
+    def moved(name: str, stack: Stacked) -> Stacked:
+        def field(path: Any, leaf: Any) -> Any:
             nonlocal count
-            if raw_array(like) is None or not _is_matrix(
-                f"{name}.stacked{jtu.keystr(path)}", leaf, stack.Layers
-            ):
+            is_matrix = _is_matrix(f"{name}.stacked{jtu.keystr(path)}", leaf, stack.Layers)
+            if not (is_matrix and where(raw_array(leaf))):
                 return leaf
             count += 1
             return _placement.to_host(leaf)
 
-        fields = jtu.tree_map_with_path(field, stack.stacked, wanted.stacked, is_leaf=is_named)
-        return changed(stack, stacked=fields)
+        return changed(stack, stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named))
 
-    found = _of_stacks(moved, model, chosen)
+    found = _of_stacks(moved, model)
     if not count:
         raise ValueError(
             "The model has no Stacked with an array for to_host to move. Let its layers be a Stacked, and "
@@ -163,21 +159,13 @@ def _is_matrix(name: str, leaf: Any, Layers: Axis) -> bool:
 
 def to_device(model: T) -> T:
     """The model with the arrays of its stacks in device memory: the inverse of `to_host`."""
-
-    def moved(name: str, stack: Stacked, _: Stacked) -> Stacked:
-        return changed(stack, stacked=_placement.on_device(stack.stacked))
-
-    return _of_stacks(moved, model, model)
+    return _of_stacks(lambda _, stack: changed(stack, stacked=_placement.on_device(stack.stacked)), model)
 
 
-def _of_stacks(fn: Callable[[str, Stacked, Any], Stacked], model: PyTree, other: Any) -> PyTree:
-    """The model with `fn(name, stack, the same of other)` in the place of each stack."""
+def _of_stacks(fn: Callable[[str, Stacked], Stacked], model: T) -> T:
+    """The model with `fn(name, stack)` in the place of each stack."""
 
-    def replaced(path: Any, node: PyTree, like: PyTree) -> PyTree:
-        return fn(f"model{jtu.keystr(path)}", node, like) if _is_stack(node) else node
+    def replaced(path: Any, node: PyTree) -> PyTree:
+        return fn(f"model{jtu.keystr(path)}", node) if isinstance(node, Stacked) else node
 
-    return jtu.tree_map_with_path(replaced, model, other, is_leaf=_is_stack)
-
-
-def _is_stack(node: PyTree) -> bool:
-    return isinstance(node, Stacked)
+    return jtu.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, Stacked))

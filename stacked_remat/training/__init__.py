@@ -83,7 +83,6 @@ from .step import (
     TrainState as TrainState,
     TrainStep as TrainStep,
 )
-from .throughput import training_flops as training_flops
 from .trackers import (
     JsonLinesTracker as JsonLinesTracker,
     Tracker as Tracker,

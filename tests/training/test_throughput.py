@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from stacked_remat import fold
-from stacked_remat.training import throughput, training_flops
+from stacked_remat.training import throughput
+from stacked_remat.training.throughput import training_flops
 from stacked_remat.training.throughput import Clock, peak_memory_bytes
 
 from .token_batches import held_out_of

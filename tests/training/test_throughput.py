@@ -9,8 +9,7 @@ import pytest
 
 from stacked_remat import fold
 from stacked_remat.training import throughput
-from stacked_remat.training.throughput import training_flops
-from stacked_remat.training.throughput import Clock, peak_memory_bytes
+from stacked_remat.training.throughput import Clock, peak_memory_bytes, training_flops
 
 from .token_batches import held_out_of
 

@@ -17,19 +17,7 @@ from jaxtyping import Array, Bool, Int
 from .._placement import is_on_host, platform, to_device
 from .._scan.marks import LayerStack, is_array, is_named, raw_array
 from .._sweep.store import zeros_after
-from ._expert_loop import (
-    ExpertLoop,
-    Inputs,
-    add_at,
-    inputs_at,
-    like_inputs,
-    masked,
-    perturbed_part,
-    rows_at,
-    sorted_pairs,
-    sums_of,
-    tokens_of,
-)
+from ._expert_loop import ExpertLoop, Inputs, add_at, masked, rows_at, sorted_pairs
 from .per_device import free_axis_mapping
 
 
@@ -140,7 +128,7 @@ class BlockLoop(ExpertLoop):
             pair = _dropped(at.pair, at.real)
             written = zip(kept, jax.tree.leaves(new), strict=True)
             kept = [old.at[pair].set(own, mode="drop") for old, own in written]
-            return add_at(out, _dropped(tokens_of(inputs, at.pair), at.real), rows), kept
+            return add_at(out, _dropped(inputs.tokens(at.pair), at.real), rows), kept
 
         of_rows, of_kept = jax.eval_shape(rows_of, BlockPlan(*(leaf[0] for leaf in plan)))
         out = jax.ShapeDtypeStruct((len(inputs.x), of_rows.shape[-1]), jnp.float32)
@@ -148,25 +136,25 @@ class BlockLoop(ExpertLoop):
         out, kept = _over_blocks(plan, iteration, zeros_after((inputs.x, plan), (out, kept)))
         return out.astype(inputs.x.dtype), kept
 
-    def backward(self, perturbed: Inputs, inputs: Inputs, plan: BlockPlan, kept: Any, ct: Array) -> Inputs:
-        def iteration(gradients: Inputs, at: BlockPlan) -> Inputs:
-            own, token = _inputs_of(inputs, at), tokens_of(inputs, at.pair)
+    def backward(
+        self, perturbed: Inputs, inputs: Inputs, ct: Array, sums: Inputs, plan: BlockPlan, kept: Any
+    ) -> Inputs:
+        def iteration(sums: Inputs, at: BlockPlan) -> Inputs:
+            own, token = _inputs_of(inputs, at), inputs.tokens(at.pair)
             structure = jax.tree.structure(jax.eval_shape(self.keep, own, at))
             own_kept = jax.tree.unflatten(structure, [rows_at(every, at.pair) for every in kept])
             new = self.gradients(perturbed, own, own_kept, at, masked(rows_at(ct, token), at.real))
             token, pair = (_dropped(index, at.real) for index in (token, at.pair))
             expert = _dropped(at.expert, jnp.any(at.real, axis=1))
             places = Inputs(token, jax.tree.map(lambda _: pair, inputs.gates), (expert,) * len(own.weights))
-            return jax.tree.map(add_at, gradients, perturbed_part(places, perturbed), new)
+            return jax.tree.map(add_at, sums, places.part(perturbed), new)
 
-        flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
-        start = zeros_after((inputs.x, plan, ct), sums_of(perturbed, flat))
-        return like_inputs(_over_blocks(plan, iteration, start), perturbed_part(inputs, perturbed))
+        return _over_blocks(plan, iteration, sums)
 
 
 def _inputs_of(inputs: Inputs, at: BlockPlan) -> Inputs:
     """The inputs of the blocks of one iteration."""
-    return inputs_at(inputs, at.pair, tuple(_experts(array, at.expert) for array in inputs.weights))
+    return inputs.at(at.pair, tuple(_experts(array, at.expert) for array in inputs.weights))
 
 
 def _over_blocks(plan: BlockPlan, iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:

@@ -18,18 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from .._sweep.store import zeros_after
 from .._trips import expected_trips
-from ._expert_loop import (
-    Inputs,
-    add_at,
-    inputs_at,
-    like_inputs,
-    masked,
-    perturbed_part,
-    rows_at,
-    sorted_pairs,
-    sums_of,
-    tokens_of,
-)
+from ._expert_loop import Inputs, add_at, added, loop_gradients, masked, rows_at, sorted_pairs
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
 Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
@@ -125,9 +114,9 @@ class Exchange:
     def forward(self, inputs: Inputs, routes: _Routes) -> Array:
         def one(i: Array, out: Array) -> Array:
             sent = self.sent(routes, i)
-            rows = self.results(inputs_at(inputs, sent.pair, inputs.weights), routes, sent)
+            rows = self.results(inputs.at(sent.pair, inputs.weights), routes, sent)
             back = self.swap(rows.reshape(self.devices, self.slots, -1))
-            return add_at(out, tokens_of(inputs, sent.pair), masked(back, sent.real))
+            return add_at(out, inputs.tokens(sent.pair), masked(back, sent.real))
 
         shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
         start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
@@ -135,29 +124,20 @@ class Exchange:
             out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
 
-    def backward(self, perturbed: Inputs, inputs: Inputs, routes: _Routes, cotangent: Array) -> Inputs:
+    def backward(
+        self, perturbed: Inputs, inputs: Inputs, cotangent: Array, sums: Inputs, routes: _Routes
+    ) -> Inputs:
         def one(i: Array, sums: Inputs) -> Inputs:
             sent = self.sent(routes, i)
-            own, token = inputs_at(inputs, sent.pair, inputs.weights), tokens_of(inputs, sent.pair)
+            own, token = inputs.at(sent.pair, inputs.weights), inputs.tokens(sent.pair)
             _, pullback = vjp_of_part(lambda own: self.results(own, routes, sent), own, perturbed)
             (new,) = pullback(self.given(rows_at(cotangent, token), sent))
             of_x: Any = None if sums.x is None else add_at(sums.x, token, new.x)
             of_gates = None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
-            pairs = zip(sums.weights, new.weights, strict=True)
-            of_weights = tuple(old if old is None else old + some.astype(old.dtype) for old, some in pairs)
-            return Inputs(of_x, of_gates, of_weights)
+            return Inputs(of_x, of_gates, jax.tree.map(added, sums.weights, new.weights))
 
-        flat = inputs._replace(gates=inputs.gates.reshape(-1))
-        start = zeros_after((inputs.x, routes, cotangent), sums_of(perturbed, flat))
         with expected_trips(self.even_rounds):
-            gradients = lax.fori_loop(0, routes.rounds, one, start)
-        return like_inputs(gradients, perturbed_part(inputs, perturbed))
+            return lax.fori_loop(0, routes.rounds, one, sums)
 
 
-def _backward(exchange: Exchange, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
-    inputs, routes = residuals
-    perturbed = jax.tree.unflatten(jax.tree.structure(inputs), wanted)
-    return exchange.backward(perturbed, inputs, routes, cotangent)
-
-
-_exchanged = perturbed_vjp(Exchange.forward, _backward)
+_exchanged = perturbed_vjp(Exchange.forward, loop_gradients)

@@ -42,22 +42,18 @@ class Inputs(NamedTuple):
     gates: Any
     weights: tuple[Any, ...]
 
+    def tokens(self, pair: Array) -> Array:
+        """The tokens of some (token, choice)."""
+        return pair // jax.tree.leaves(self.gates)[0].shape[1]
 
-def perturbed_part(inputs: Inputs, perturbed: Inputs) -> Inputs:
-    """The inputs that are differentiated, None for the others."""
-    return jax.tree.map(lambda is_, own: own if is_ else None, perturbed, inputs)
+    def at(self, pair: Array, weights: tuple[Any, ...]) -> "Inputs":
+        """The inputs of some (token, choice), beside some weights."""
+        of_gates = jax.tree.map(lambda leaf: rows_at(leaf.reshape(-1), pair), self.gates)
+        return Inputs(rows_at(self.x, self.tokens(pair)), of_gates, weights)
 
-
-def sums_of(perturbed: Inputs, inputs: Inputs) -> Inputs:
-    """The shapes of gradients that are summed in float32, None for what is not differentiated."""
-    return jax.tree.map(
-        lambda is_, own: jax.ShapeDtypeStruct(own.shape, jnp.float32) if is_ else None, perturbed, inputs
-    )
-
-
-def like_inputs(gradients: Inputs, inputs: Inputs) -> Inputs:
-    """Gradients in the shapes and dtypes of the inputs."""
-    return jax.tree.map(lambda new, old: new.reshape(old.shape).astype(old.dtype), gradients, inputs)
+    def part(self, perturbed: "Inputs") -> "Inputs":
+        """What is differentiated, None for the rest."""
+        return jax.tree.map(lambda is_, own: own if is_ else None, perturbed, self)
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: an expert need not be hashable
@@ -77,8 +73,10 @@ class ExpertLoop(ABC):
         """The sums of all tokens; also what is saved."""
 
     @abstractmethod
-    def backward(self, perturbed: Inputs, inputs: Inputs, plan: Any, kept: Any, ct: Array) -> Inputs:
-        """The cotangents of what is perturbed, `None` for the rest."""
+    def backward(
+        self, perturbed: Inputs, inputs: Inputs, ct: Array, sums: Inputs, plan: Any, kept: Any
+    ) -> Inputs:
+        """See `loop_gradients`."""
 
     def keep(self, own: Inputs, at: Any) -> Any:
         """What is saved of the rows of one iteration; None where nothing is."""
@@ -121,20 +119,13 @@ def add_at(sums: Array, index: Array, rows: Array) -> Array:
     return sums.at[index].add(rows.astype(jnp.float32), mode="drop")
 
 
+def added(sums: Array, some: Array) -> Array:
+    return sums + some.astype(jnp.float32)
+
+
 def rows_at(x: Array, index: Array) -> Array:
     """The rows at indices that are all in range: otherwise XLA for CPUs compares and selects."""
     return x.at[index].get(mode="promise_in_bounds")
-
-
-def inputs_at(inputs: Inputs, pair: Array, weights: tuple[Any, ...]) -> Inputs:
-    """The inputs of some (token, choice), beside some weights."""
-    of_gates = jax.tree.map(lambda leaf: rows_at(leaf.reshape(-1), pair), inputs.gates)
-    return Inputs(rows_at(inputs.x, tokens_of(inputs, pair)), of_gates, weights)
-
-
-def tokens_of(inputs: Inputs, pair: Array) -> Array:
-    """The tokens of some (token, choice)."""
-    return pair // jax.tree.leaves(inputs.gates)[0].shape[1]
 
 
 _Constants: TypeAlias = tuple[Any, tuple[Any, ...]]
@@ -164,30 +155,45 @@ def _forward(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> tuple[A
     return out, (inputs, *checkpoint_name((plan, kept), "expert_internals"))
 
 
-def _backward(loop: ExpertLoop, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
-    inputs, plan, kept = residuals
+def loop_gradients(loop: Any, wanted: tuple[bool, ...], residuals: Any, cotangent: Array) -> Inputs:
+    """The rule of the derivative of a loop: of an `ExpertLoop`, or of another with a method `backward`.
+
+    That gets zeros in float32, of gates `[pair]`, and returns them with all gradients added.
+    """
+    inputs, *kept = residuals
     tree = jax.tree.structure(inputs._replace(weights=(0,) * len(inputs.weights)))
     perturbed: Inputs = jax.tree.unflatten(tree, wanted)
-    if has_host_arrays(perturbed_part(inputs, perturbed).weights):
+    if has_host_arrays(inputs.part(perturbed).weights):
         raise ValueError(
             "grouped_experts has no gradient of weights in host memory. Move them to the device first: "
             "jax.device_put(weights, jax.memory.Space.Device), or freeze them: "
             "jax.lax.stop_gradient(weights)."
         )
-    return loop.backward(perturbed, inputs, plan, kept, cotangent)
+
+    def summed(is_: bool, own: Any) -> Any:
+        return jax.ShapeDtypeStruct(own.shape, jnp.float32) if is_ else None
+
+    def like(is_: bool, own: Any, found: Any) -> Any:
+        return found.reshape(own.shape).astype(own.dtype) if is_ else None
+
+    flat = inputs._replace(gates=jax.tree.map(lambda leaf: leaf.reshape(-1), inputs.gates))
+    sums = zeros_after((inputs.x, kept[0], cotangent), jax.tree.map(summed, perturbed, flat))
+    found = loop.backward(perturbed, inputs, cotangent, sums, *kept)
+    return jax.tree.map(like, perturbed, inputs, found)
 
 
-_applied = perturbed_vjp(_run, _backward, _forward)
+_applied = perturbed_vjp(_run, loop_gradients, _forward)
 
 
-def chunks_of(pairs: int, x: Array, weights: Sequence[Array]) -> int:
-    """How many chunks there are, by the widest rows: tokens, or what a matrix makes of them."""
+def chunk_plan(
+    choices: Int[Array, "token choice"], experts: int, rows_of: int, x: Array, weights: Sequence[Array]
+) -> Groups:
+    """The plan in chunks of tokens, by the widest rows: tokens, or what a matrix makes of them.
+
+    The rows of a chunk come in multiples of `rows_of`.
+    """
     widest = max(x.shape[1], *(size for array in weights if array.ndim > 2 for size in array.shape[1:]), 0)
-    return max(1, -(-pairs * widest * x.dtype.itemsize // _CHUNK_BYTES))
-
-
-def chunk_plan(choices: Int[Array, "token choice"], experts: int, chunks: int, rows_of: int) -> Groups:
-    """The plan for tokens in `chunks` chunks, whose rows come in multiples of `rows_of`."""
+    chunks = max(1, -(-choices.size * widest * x.dtype.itemsize // _CHUNK_BYTES))
     cut = _cut(choices.astype(jnp.int32), chunks, fill=-1)
     expert, order, sizes = jax.vmap(functools.partial(sorted_pairs, experts=experts))(cut)
     padding = ((0, 0), (0, -order.shape[1] % rows_of))
@@ -220,23 +226,20 @@ class ChunkLoop(ExpertLoop):
         _, (out, kept) = lax.scan(chunk, None, (self._cut(plan, inputs.x, inputs.gates), plan))
         return _joined(out, inputs.x.shape[0]), kept
 
-    def backward(self, perturbed: Inputs, inputs: Inputs, plan: Groups, kept: Any, ct: Array) -> Inputs:
+    def backward(
+        self, perturbed: Inputs, inputs: Inputs, ct: Array, sums: Inputs, plan: Groups, kept: Any
+    ) -> Inputs:
         def chunk(of_weights: Any, part: Any) -> tuple[Any, Any]:
             (x, gates, ct), kept, at = part
             own = _rows(Inputs(x, gates, inputs.weights), at)
             new = self.gradients(perturbed, own, kept, at, _taken(ct, at.pair // at.row.shape[1], at))
             of_x = None if new.x is None else _sums(new.x, at)
             of_gates = jax.tree.map(lambda rows: _pairs(rows, at), new.gates)
-            of_weights = jax.tree.map(
-                lambda old, some: old + some.astype(jnp.float32), of_weights, new.weights
-            )
-            return of_weights, (of_x, of_gates)
+            return jax.tree.map(added, of_weights, new.weights), (of_x, of_gates)
 
-        start = zeros_after((inputs.x, plan, ct), sums_of(perturbed, inputs).weights)
         parts = self._cut(plan, inputs.x, inputs.gates, ct)
-        of_weights, (of_x, of_gates) = lax.scan(chunk, start, (parts, kept, plan))
-        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, inputs.x.shape[0]), (of_x, of_gates))
-        return like_inputs(Inputs(of_x, of_gates, of_weights), perturbed_part(inputs, perturbed))
+        of_weights, of_rows = lax.scan(chunk, sums.weights, (parts, kept, plan))
+        return Inputs(*jax.tree.map(lambda leaf: _joined(leaf, len(inputs.x)), of_rows), of_weights)
 
 
 def _rows(inputs: Inputs, at: Groups) -> Inputs:

@@ -25,7 +25,7 @@ from .._scan.marks import is_array, is_named, is_split
 from ._backends import HALVES, Backend, Call, choose_backend, devices_left_to_the_compiler, first_supported
 from ._expert_blocks import BlockLoop, InStack, block_plan, of_layer
 from ._expert_exchange import Exchange, devices_along
-from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan, chunks_of
+from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan
 from ._grouped_linear import Kernels, megablox_kernels
 from ._row_calls import call_on_rows
 from ._tokamax import PRODUCTS, why_not_tokamax
@@ -101,10 +101,9 @@ def grouped_experts(
 
     Args:
         expert: applies one expert to some rows and multiplies them by their gates. It may not close over
-            traced values. Multiply before the last linear map, `(hidden * gate) @ down`: then the gradient
-            of the gates does not need that map's output, and the backward pass does not recompute it.
-            Adapters can be part of the weights. With an argument `linear=apply_linear` that it applies all
-            its maps by, backends of grouped products can compute it too.
+            traced values. Multiply before the last linear map, `(hidden * gate) @ down`: then the backward
+            pass does not recompute that map. Adapters can be part of the weights. With an argument
+            `linear=apply_linear` that it applies all its maps by, grouped products can compute it too.
         weights: a tree whose named arrays have the axis `Experts` and whose plain arrays have it first. Of
             those in host memory only the blocks' experts come to the device; they have no gradient. May be
             in a `LayerStack`: `"block"` then reads the stack and makes no copy of the layer's, but on TPUs.
@@ -118,11 +117,10 @@ def grouped_experts(
             pass, and `expert` takes it as a fourth argument. Its checkpoint name, and that of the order of
             the pairs, is `expert_internals`: it helps only where these are saved (`internals_are_saved`).
             Like `expert`, it may not close over traced values.
-        backend: `"block"`, the walk over blocks, which runs anywhere; or, for all rows of a chunk of tokens
-            at once, products of each row with the matrix of its expert (grouped products): `"megablox"`, by
-            JAX's kernels for TPUs, and `"tokamax"`, by its kernels for Hopper GPUs, both of which have been
-            compiled, and not yet run on a device. They give an expert the weights of all experts, and a
-            `linear` that maps each row by its own. `"auto"` is the one that supports the call, or `"block"`.
+        backend: `"block"`, which runs anywhere; or grouped products, of all rows of a chunk of tokens each
+            with the matrix of its expert: `"megablox"`, by JAX's kernels for TPUs, compiled and not yet run
+            on one, and `"tokamax"`, by its kernels for Hopper GPUs. `"auto"` is the one that supports the
+            call, or `"block"`.
         over: inside `jax.shard_map`, the axes of the mesh over which the experts are divided, in order.
             `weights` then have this device's part of `Experts`, `choices` are numbers of all, and tokens go
             to the devices of their experts and back. Nothing is `saved` then.
@@ -137,29 +135,19 @@ def grouped_experts(
 
     Cost: with `n` pairs, `expert` on at most `n + experts * block` rows, once forward, and once and its two
     products backward; a block has 8 to 256 rows, so that padding is at most an eighth, on a CPU a quarter,
-    where there are enough. Inputs that are not differentiated cost neither arithmetic nor memory. In products
-    of a gated MLP with gates before its last map, without padding (a sixteenth at 65,536 tokens of 8 among
-    128 experts):
-
-    | | forward | backward, trained | backward, frozen | total / without recomputation, trained and frozen |
-    |---|---|---|---|---|
-    | without `saved` | 3 | 8 | 5 | 11 / 9 and 8 / 6 |
-    | one of the first two maps saved | 3 | 7 | 4 | 10 / 9 and 7 / 6 |
-    | both saved | 3 | 6 | 3 | 9 / 9 and 6 / 6 |
-    | any of these, in a layer that is recomputed | 3 | 8 | 5 | 11 / 12 and 8 / 9 |
+    where there are enough. Inputs that are not differentiated cost neither FLOPs nor memory. A gated MLP
+    whose gates come before its last map has 3 products forward and 8 backward, 5 where weights are frozen,
+    and one less for each of the first two maps that is saved.
 
     Memory beside the arguments: the result and the gradients in float32, five integers per pair, a few
-    blocks, and what is saved.
+    blocks, and what is saved. Grouped products have chunks whose widest rows, of tokens or of what a matrix
+    makes of them, are at most 0.125 GiB, and add the gradients of a chunk, as large as the trained weights,
+    to those of all. On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or
+    without `over`.
 
     With `over`, each pair's row of `x` is sent to its expert and a result comes back; in the backward pass it
     is sent again with its cotangent, and a cotangent comes back. Padding adds about an eighth to an even
     routing. Memory: up to 0.5 GiB for the rows of a round. Weights stay where they are.
-
-    Backends of grouped products compute pairs in chunks of tokens, whose widest rows, of tokens or of what a
-    matrix makes of them, are at most 0.125 GiB, and keep nothing of a pair but what is `saved`. Every chunk
-    reads the weights of its experts once, and adds its gradients, which are as large as these, to those of
-    all trained weights. On several devices call them inside `jax.shard_map(..., check_vma=False)`, with or
-    without `over`.
     """
     if Experts.size == 0:
         raise ValueError(f"{axes_text([Experts])} has no experts; there must be at least one.")
@@ -229,8 +217,7 @@ class ExpertsCall:
                 read = tuple(own if other is None else other for own, other in pairs)
             else:
                 loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
-                chunks = chunks_of(choices.size, x, arrays)
-                plan = chunk_plan(choices, self.Experts.size, chunks, self.kernels.rows_of)
+                plan = chunk_plan(choices, self.Experts.size, self.kernels.rows_of, x, arrays)
             return apply_experts(loop, Inputs(x, gates, arrays), plan, read)
 
         return call_on_rows(of_rows, (x, choices, gates), tuple(arrays))

@@ -151,19 +151,16 @@ class YarnRotary(RotaryScaling):
                 "only together; give both or neither."
             )
         if self.attention_factor is not None and self.mscale is not None:
-            raise ValueError(
-                "yarn: attention_factor and mscale can't both be set: attention_factor overrides it."
-            )
+            raise ValueError("yarn: attention_factor and mscale can't both be set; leave out one of them.")
 
     @property
     def attention_factor_used(self) -> float:
         """See `RotaryScaling`."""
         if self.attention_factor is not None:
             return self.attention_factor
-        if self.mscale is not None and self.mscale_all_dim is not None:
-            longer = 0.1 * math.log(self.factor)
-            return (longer * self.mscale + 1.0) / (longer * self.mscale_all_dim + 1.0)
-        return 0.1 * math.log(self.factor) + 1.0
+        longer = 0.1 * math.log(self.factor)
+        mscale, all_dim = (1.0, 0.0) if self.mscale is None else (self.mscale, self.mscale_all_dim or 0.0)
+        return (longer * mscale + 1.0) / (longer * all_dim + 1.0)
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """See `RotaryScaling`."""
@@ -197,36 +194,34 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
     Raises:
         ValueError: a `rope_type` that is not supported, or an unknown or missing field; names it.
     """
-    fields = {name: value for name, value in (parameters or {}).items() if value is not None}
-    rope_type = fields.pop("rope_type", fields.pop("type", "default"))
+    given = {name: value for name, value in (parameters or {}).items() if value is not None}
+    rope_type = given.pop("rope_type", given.pop("type", "default"))
     if rope_type not in _SCALINGS:
         raise ValueError(f"rope_type {rope_type!r} is not supported. Those that are: {', '.join(_SCALINGS)}.")
-    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not supported: all coordinates of a head are rotated.")
-    chosen = _SCALINGS[rope_type]
-    known = {field.name for field in dataclasses.fields(chosen)}
-    if "original_max_position_embeddings" in known:
-        fields.setdefault("original_max_position_embeddings", max_position_embeddings)
+    fields = {field.name: field for field in dataclasses.fields(_SCALINGS[rope_type])}
+    if "original_max_position_embeddings" in fields:
+        given.setdefault("original_max_position_embeddings", max_position_embeddings)
     if rope_type == "yarn":
-        fields = _yarn_fields(fields, max_position_embeddings)
-    if unknown := sorted(fields.keys() - known):
-        has = ", ".join(sorted(known)) or "no fields"
+        given = _yarn_fields(given, max_position_embeddings)
+    if unknown := sorted(given.keys() - fields):
+        has = ", ".join(sorted(fields)) or "no fields"
         raise ValueError(f"rope_type {rope_type!r} has no {', '.join(unknown)}. It has: {has}.")
-    required = {field.name for field in dataclasses.fields(chosen) if field.default is dataclasses.MISSING}
-    if missing := sorted(required - fields.keys()):
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    if missing := sorted(required - given.keys()):
         raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)}.")
-    return chosen(**fields)
+    return _SCALINGS[rope_type](**given)
 
 
 def rotary_to_hf(scaling: RotaryScaling | None) -> dict[str, Any] | None:
     """The `rope_scaling` of a Hugging Face config, without defaults; the inverse of `rotary_from_hf`."""
     if scaling is None:
         return None
-    fields = {
-        field.name: (getattr(scaling, field.name), field.default) for field in dataclasses.fields(scaling)
-    }
-    given = {name: value for name, (value, default) in fields.items() if value != default}
-    return {"rope_type": scaling.rope_type, **given}
+    defaults = {field.name: field.default for field in dataclasses.fields(scaling)}
+    given = {name: getattr(scaling, name) for name in defaults}
+    changed = {name: value for name, value in given.items() if value != defaults[name]}
+    return {"rope_type": scaling.rope_type, **changed}
 
 
 def _yarn_fields(fields: dict[str, Any], max_position_embeddings: int) -> dict[str, Any]:

@@ -87,22 +87,15 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The static arguments of a call.
+    """The static arguments of a call."""
 
-    Attributes:
-        scale: factor of the scores.
-        size: positions in a block of queries, and of keys, for kernels that do not choose it.
-        window: how many positions a query sees, its own included; None for all before it.
-        heads_first: whether heads come before positions within blocks, so that products have the order of
-            scores: XLA for CPUs otherwise transposes scores. Others copy blocks for it.
-        strips: how many equal strips the queries are; strip i is in part i of as many of all positions.
-    """
-
-    scale: float
-    size: int
-    window: int | None = None
+    scale: float  # of the scores
+    size: int  # positions in a block of queries, and of keys, for kernels that do not choose it
+    window: int | None = None  # positions that a query sees, its own included; None for all before it
+    # Whether heads come before positions within blocks, so that products have the order of scores: XLA for
+    # CPUs otherwise transposes scores. Others copy blocks for it.
     heads_first: bool = False
-    strips: int = 1
+    strips: int = 1  # equal ones of the queries; strip i is in part i of as many of all positions
 
 
 class Attended(NamedTuple):

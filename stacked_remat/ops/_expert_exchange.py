@@ -9,7 +9,7 @@ none of what was received is kept for it.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from .._sweep.store import zeros_after
 from .._trips import expected_trips
 from ._expert_loop import Inputs, add_at, added, loop_gradients, masked, rows_at, sorted_pairs
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
-
-Apply: TypeAlias = Callable[[Array, Array, Array, Sequence[Array]], Array]
-"""(rows, choices, gates, weights) to the sums of this device's experts; a choice of -1 is none."""
 
 _PARTS = 8  # rounds of an even routing, and about one more where it is uneven
 _MOST_BYTES = 2**29  # of the rows of a round
@@ -69,10 +66,11 @@ class Exchange:
     slots: int  # rows that a device sends to each other one in a round
     even_rounds: int  # that an even routing takes
     experts: int  # of each device
-    apply: Apply  # of the rows that have arrived
+    # Rows that have arrived, choices, gates and weights to sums over this device's experts; -1 chooses none.
+    apply: Callable[[Array, Array, Array, Sequence[Array]], Array]
 
     @staticmethod
-    def of(over: Sequence[str], pairs: int, row_bytes: int, experts: int, apply: Apply) -> "Exchange":
+    def of(over: Sequence[str], pairs: int, row_bytes: int, experts: int, apply: Any) -> "Exchange":
         """For so many (token, expert) pairs on each device."""
         devices = devices_along(over)
         to_each = -(-pairs // devices)
@@ -81,14 +79,13 @@ class Exchange:
 
     def run(self, x: Array, choices: Array, gates: Array, weights: Sequence[Array]) -> Array:
         """The sum over each token's chosen experts."""
-        return _exchanged(self, Inputs(x, gates, tuple(weights)), self._routes(choices))
-
-    def _routes(self, choices: Int[Array, "token choice"]) -> _Routes:
         numbers = choices.astype(jnp.int32)
         # Out-of-range choices are sorted last and go nowhere.
         _, order, counts = sorted_pairs(numbers // self.experts, self.devices)
         rounds = lax.pmax(-(-jnp.max(counts) // self.slots), self.over)
-        return _Routes(order, jnp.cumsum(counts) - counts, counts, numbers.reshape(-1) % self.experts, rounds)
+        first, own = jnp.cumsum(counts) - counts, numbers.reshape(-1) % self.experts
+        routes = _Routes(order, first, counts, own, rounds)
+        return _exchanged(self, Inputs(x, gates, tuple(weights)), routes)
 
     def swap(self, rows: Array) -> Array:
         """`[device, slot, ...]`, what is for each device, to what is from each device. Its own inverse."""

@@ -128,27 +128,12 @@ def rows_at(x: Array, index: Array) -> Array:
     return x.at[index].get(mode="promise_in_bounds")
 
 
-_Constants: TypeAlias = tuple[Any, tuple[Any, ...]]
-"""The plan of a loop, and its weights as they are read."""
-
-
-def apply_experts(
-    loop: ExpertLoop, inputs: Inputs, plan: Any, read: tuple[Any, ...]
-) -> Float[Array, "token out"]:
-    """The sums of all tokens. The backward pass computes the rows again, from `inputs` and what is saved.
-
-    Weights are read in `read`. Those of `inputs` only get the gradients: where they are others, XLA does not
-    compute them.
-    """
-    return _applied(loop, inputs, (plan, read))
-
-
-def _run(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> Array:
+def _run(loop: ExpertLoop, inputs: Inputs, constants: Any) -> Array:
     plan, read = constants
     return replace(loop, saved=None).forward(inputs._replace(weights=read), plan)[0]  # no backward pass
 
 
-def _forward(loop: ExpertLoop, inputs: Inputs, constants: _Constants) -> tuple[Array, Any]:
+def _forward(loop: ExpertLoop, inputs: Inputs, constants: Any) -> tuple[Array, Any]:
     plan, read = constants
     inputs = inputs._replace(weights=read)
     out, kept = loop.forward(inputs, plan)
@@ -182,7 +167,12 @@ def loop_gradients(loop: Any, wanted: tuple[bool, ...], residuals: Any, cotangen
     return jax.tree.map(like, perturbed, inputs, found)
 
 
-_applied = perturbed_vjp(_run, loop_gradients, _forward)
+apply_experts = perturbed_vjp(_run, loop_gradients, _forward)
+"""(loop, inputs, (plan, weights as they are read)) to the sums of all tokens.
+
+The backward pass computes the rows again. The weights of `inputs` only get the gradients: where they are
+others than those that are read, XLA does not compute them.
+"""
 
 
 def chunk_plan(
@@ -239,7 +229,8 @@ class ChunkLoop(ExpertLoop):
 
         parts = self._cut(plan, inputs.x, inputs.gates, ct)
         of_weights, of_rows = lax.scan(chunk, sums.weights, (parts, kept, plan))
-        return Inputs(*jax.tree.map(lambda leaf: _joined(leaf, len(inputs.x)), of_rows), of_weights)
+        of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, len(inputs.x)), of_rows)
+        return Inputs(of_x, of_gates, of_weights)
 
 
 def _rows(inputs: Inputs, at: Groups) -> Inputs:

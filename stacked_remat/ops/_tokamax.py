@@ -90,7 +90,7 @@ def calling_tokamax() -> Iterator[None]:
 def _forward(query: Query, key: Key, value: Key, sight: Sight, blocks: Blocks) -> tuple[Query, LogSumExp]:
     from tokamax._src.ops.attention import pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
 
-    shape, mask = query.shape, _mask(sight, query.shape[1], blocks.window)
+    shape, mask = query.shape, _mask(sight.first(query.shape[1], blocks.window), sight.rows)
     seen = min(key.shape[1] // 2, blocks.window or key.shape[1])  # by a query in the mean, at most
     with calling_tokamax(), known_products(4 * seen * query.size):
         output, (highest, total) = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()(
@@ -104,21 +104,18 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
     length, window, sight = attended.query.shape[1], blocks.window, attended.sight
     if blocks.strips > 1:
         return _in_strips(attended, cotangent, blocks)
-
-    def whole(attended: Attended, cotangent: Query) -> tuple[Query, Key, Key]:
-        return _gradients(attended, cotangent, _mask(attended.sight, length, window), blocks.scale)
-
-    if sight.rows is not None or (window is None and sight.starts is None):
-        return whole(attended, cotangent)
     seen = [window] if window is not None else [length // part for part in _PARTS_OF_LENGTH]
+    if sight.rows is not None or (window is None and sight.starts is None):
+        seen = []
     chunks = sorted({-(-each // _CHUNK) * _CHUNK for each in seen})
     chunks = [chunk for chunk in chunks if 2 * chunk < length]
     ways = [functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks]
-    if window is not None or sight.starts is None:
-        return (ways or [whole])[0](attended, cotangent)
+    mask = _mask(sight.first(length, window), sight.rows)
+    ways.append(functools.partial(_gradients, mask=mask, scale=blocks.scale))
+    if window is not None or sight.starts is None or len(ways) == 1:
+        return ways[0](attended, cotangent)
     longest = 1 + jnp.max(jnp.arange(length, dtype=jnp.int32)[None] - sight.starts)
-    fitting = jnp.sum(longest > jnp.asarray(chunks, jnp.int32))
-    return lax.switch(fitting, [*ways, whole], attended, cotangent)
+    return lax.switch(jnp.sum(longest > jnp.asarray(chunks, jnp.int32)), ways, attended, cotangent)
 
 
 ATTENTION = Kernel(_forward, _backward)
@@ -136,7 +133,7 @@ def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
         own, seen = slice(*(rows * end for end in queries)), slice(*(columns * end for end in keys))
         some = _cut(attended, lambda x: x[:, own], lambda x: x[:, seen])
         sight = Sight(*(None if x is None else x[..., own] - seen.start for x in attended.sight[:2]))
-        mask = _mask(sight, some.query.shape[1], blocks.window)
+        mask = _mask(sight.first(len(some.query[0]), blocks.window), sight.rows)
         return _gradients(some, cotangent[:, own], mask, blocks.scale, products)
 
     # XLA leaves out the kernel whose results are not used. Of seven products one has three, the other four.
@@ -173,7 +170,7 @@ def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int)
     first = jnp.broadcast_to(attended.sight.first(length, blocks.window), attended.lse.shape[:2])
     begins = chunk * (jnp.arange(chunks, dtype=jnp.int32) - 1)
     first = cut(first).reshape(-1, chunks, chunk) - begins[None, :, None]
-    mask = _between(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
+    mask = _mask(first.reshape(-1, chunk), chunk + jnp.arange(chunk, dtype=jnp.int32))
     some = _cut(attended, cut, with_before)._replace(lse=cut(attended.lse, jnp.inf))  # no weights
     of_query, of_key, of_value = _gradients(some, cut(cotangent), mask, blocks.scale)
     return joined(of_query), summed(of_key), summed(of_value)
@@ -210,12 +207,8 @@ def _gradients(
     return found["q"].reshape(query.shape), found["k"], found["v"]
 
 
-def _mask(sight: Sight, length: int, window: int | None) -> Any:
-    """Tokamax's mask; without positions of queries it is causal, which skips blocks backward too."""
-    return _between(sight.first(length, window), sight.rows)
-
-
-def _between(first: Int[Array, "batch row"] | None, last: Int[Array, " row"] | None) -> Any:
+def _mask(first: Int[Array, "batch row"] | None, last: Int[Array, " row"] | None) -> Any:
+    """Tokamax's mask; without a last key of each query it is causal, which skips blocks backward too."""
     from tokamax._src.ops.attention import base  # pyright: ignore[reportMissingImports]
 
     start = None if first is None else jnp.asarray(first)[:, None]

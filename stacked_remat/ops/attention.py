@@ -55,8 +55,7 @@ def causal_attention(
             sees no other. None for one document.
         window: how many positions a query sees, itself included; None for all before it.
         sinks: a number for each query head, `[KVHeads, HeadsPerKV...]`, whose exponential is added to the sum
-            of the exponentials of the scores, so that weights sum to less than one (Xiao et al. 2023,
-            "attention sinks", with a learnt score and no value). None for none.
+            of those of the scores (Xiao et al. 2023, "attention sinks", with a learnt score and no value).
         scale: factor of the scores, a Python number; `HeadDim.size ** -0.5` if not given. Multiply `query`
             by a factor that is learnt.
         backend: `"auto"` for the first of `"cudnn"`, `"tokamax"`, `"splash"` and `"blockwise"` that supports
@@ -69,17 +68,15 @@ def causal_attention(
         ValueError: an argument does not fit, or the backend does not support the call.
         NotImplementedError: a derivative of the gradient, except for `"exact"`.
 
-    Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, less where documents or the
-    window skip blocks; memory proportional to `Pos`. (`"exact"`: twice that, and `heads * Pos**2`.
-    `"splash"` and `"tokamax"`: 3.5 times backward. Documents skip no blocks of splash, nor of tokamax
-    backward.)
+    Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, with `"splash"` and
+    `"tokamax"` 3.5 times, less where documents or the window skip blocks (backward with `"tokamax"` only
+    where all documents are short); memory proportional to `Pos`. `"exact"`: twice that, and `heads * Pos**2`.
 
     On several devices: if Haliax's axis mapping (`haliax.axis_mapping`) maps batch axes, `KVHeads` or `Pos`
     to axes of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
     `jax.shard_map(..., check_vma=False)`. Otherwise the compiler partitions the work, which splash and
     tokamax do not support. Where `Pos` is divided (context parallelism), each device gathers all keys and
-    values, and the devices exchange queries, so that each has as many to see; the backends are tokamax,
-    blockwise and exact.
+    values, and the devices exchange queries, so that each has as many to see; all backends but cuDNN do that.
     """
     Pos, KVHeads = (one if isinstance(one, Axis) else key.resolve_axis(one) for one in (Pos, KVHeads))
     batch = tuple(axis for axis in key.axes if axis not in (Pos, KVHeads, HeadDim))

@@ -9,13 +9,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .._noted import noted
 from .._sweep.store import zeros_after
@@ -26,25 +26,17 @@ from .per_device import align_varying_axes, per_device
 
 Hidden = Float[Array, "token embed"]
 Head = Float[Array, "embed vocab"] | Float[Array, "vocab embed"]
-Targets = Int[Array, " token"]
-PerToken = Float[Array, " token"]
 
 IGNORED_TARGET = -100
 """The target of a position without one, as in PyTorch and Hugging Face's transformers."""
 
 
-_Inputs: TypeAlias = tuple[Hidden, Head]
-_Constants: TypeAlias = tuple[Targets, Head | None]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossEntropyCall:
-    """A call of `chunked_cross_entropy`, for an interpreter of the program that makes it.
+    """A call of `chunked_cross_entropy`, for an interpreter of the program that makes it."""
 
-    `along` maps the arrays of hidden, head, targets and perhaps weights, and a direction of the head, to the
-    losses and their derivative along it. It costs one product more than the losses alone.
-    """
-
+    # The arrays of hidden, head, targets and perhaps weights, and a direction of the head, to the losses and
+    # their derivative along it, which costs one product more.
     along: Callable[[Sequence[Any], Any], tuple[Any, Any]]
 
 
@@ -162,7 +154,7 @@ class _Options(NamedTuple):
     names: str  # of the axes of the head
 
 
-def _of_rows(options: _Options, rows: tuple[Hidden, Targets], heads: tuple[Head, Head | None]) -> Any:
+def _of_rows(options: _Options, rows: tuple[Hidden, Array], heads: tuple[Head, Head | None]) -> Any:
     (hidden, targets), (head, along), count = rows, heads, len(rows[1])
     options = options._replace(size=min(options.size, count) or 1)
     padding = (0, -count % options.size)
@@ -171,13 +163,13 @@ def _of_rows(options: _Options, rows: tuple[Hidden, Targets], heads: tuple[Head,
     return jax.tree.map(lambda each: each[:count], found)
 
 
-def _found(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[Any, PerToken]:
+def _found(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Array]:
     """The losses and their derivatives along a direction of the head, and the log-sum-exps."""
     (hidden, head), (targets, along), (z_loss, size, names) = inputs, constants, options
     chunks = hidden.reshape(-1, size, hidden.shape[1]), targets.reshape(-1, size)
 
-    def of_head(head: Head) -> tuple[PerToken, PerToken]:
-        def chunk(_: None, at: tuple[Hidden, Targets]) -> tuple[None, tuple[PerToken, PerToken]]:
+    def of_head(head: Head) -> tuple[Array, Array]:
+        def chunk(_: None, at: tuple[Hidden, Array]) -> tuple[None, tuple[Array, Array]]:
             own, target = at
             logits = _logits(own, head, names)
             lse = jax.nn.logsumexp(logits, axis=-1)
@@ -194,7 +186,7 @@ def _found(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[A
     return (losses, derivatives), lse
 
 
-def _forward(options: _Options, inputs: _Inputs, constants: _Constants) -> tuple[Any, Any]:
+def _forward(options: _Options, inputs: Any, constants: Any) -> tuple[Any, Any]:
     found, lse = _found(options, inputs, constants)
     return found, (*inputs, constants[0], lse)
 

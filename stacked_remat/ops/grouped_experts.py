@@ -218,7 +218,7 @@ class ExpertsCall:
             else:
                 loop = ChunkLoop(self.expert, self.saved, self.whole, self.kernels, self.Experts.name)
                 plan = chunk_plan(choices, self.Experts.size, self.kernels.rows_of, x, arrays)
-            return apply_experts(loop, Inputs(x, gates, arrays), plan, read)
+            return apply_experts(loop, Inputs(x, gates, arrays), (plan, read))
 
         return call_on_rows(of_rows, (x, choices, gates), tuple(arrays))
 

@@ -49,13 +49,19 @@ def per_device(fn: Callable[..., T], *args: Any, over: Sequence[Axis], out: Any)
         return fn(*args)
     sizes = jax.sharding.get_abstract_mesh().shape
     parts = {name: math.prod(sizes[one] for one in physical) for name, physical in cut.items()}
-    arrays, static = eqx.partition(args, _is_any_array, is_leaf=is_named_array)
+    is_any = lambda x: is_named_array(x) or eqx.is_array(x)  # noqa: E731
+    arrays, static = eqx.partition(args, is_any, is_leaf=is_named_array)
 
     def local(axes: Sequence[Axis]) -> tuple[Axis, ...]:
         return tuple(axis.resize(axis.size // parts.get(axis.name, 1)) for axis in axes)
 
     def spec(axes: Sequence[Axis]) -> PartitionSpec:
-        _check_once(axes, cut)
+        for one, other in itertools.combinations(axes, 2):
+            if both := {*cut.get(one.name, ())} & {*cut.get(other.name, ())}:
+                raise UnsupportedCallError(
+                    f"The axes `{one.name}` and `{other.name}` are both mapped to {', '.join(sorted(both))}: "
+                    "one axis of the mesh divides one axis of an array."
+                )
         return PartitionSpec(*(cut.get(axis.name) for axis in axes))
 
     specs = _map_arrays(lambda x: spec(x.axes if is_named_array(x) else ()), arrays)
@@ -157,10 +163,6 @@ def each_example(axis: Axis, over: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def _is_any_array(node: Any) -> bool:
-    return is_named_array(node) or eqx.is_array(node)
-
-
 def _map_arrays(function: Callable[[Any], Any], arrays: Any) -> Any:
     return jax.tree.map(function, arrays, is_leaf=is_named_array)
 
@@ -186,16 +188,6 @@ def _cut(over: Sequence[Axis]) -> dict[str, tuple[str, ...]]:
         if physical:
             found[axis.name] = physical
     return found
-
-
-def _check_once(axes: Sequence[Axis], cut: dict[str, tuple[str, ...]]) -> None:
-    """Check that no two axes of an array are divided over one axis of the mesh."""
-    for one, other in itertools.combinations(axes, 2):
-        if both := {*cut.get(one.name, ())} & {*cut.get(other.name, ())}:
-            raise UnsupportedCallError(
-                f"The axes `{one.name}` and `{other.name}` are both mapped to {', '.join(sorted(both))}: one "
-                "axis of the mesh divides one axis of an array."
-            )
 
 
 def _free_mesh_axes() -> set[str]:

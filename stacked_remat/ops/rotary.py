@@ -243,7 +243,8 @@ def _blend(frequencies: Frequencies, factor: float, kept: Frequencies) -> Freque
 class RotaryTable(eqx.Module):
     """Cosines and sines of the rotary angles of each pair of coordinates, in float32.
 
-    `[..., Pos, HeadDim]` with half of the coordinates. Made once per forward pass and shared by all layers.
+    `[..., Pos, HeadDim]` with half of the coordinates, times the attention factor of the scaling. Made once
+    per forward pass and shared by all layers.
     """
 
     cos: NamedArray
@@ -255,18 +256,13 @@ def rotary_table(
 ) -> RotaryTable:
     """Cosines and sines of the rotary angles, in the layout of Hugging Face's checkpoints.
 
-    Coordinate i is paired with i + HeadDim/2, and the pair rotates by its frequency in radians per position:
-    `theta**(-2i/HeadDim)`, rescaled by `scaling`.
+    Coordinates i and i + HeadDim/2 rotate by `theta**(-2i/HeadDim)`, rescaled, in radians per position.
 
     Args:
         positions: integer positions `[..., Pos]`; with a batch axis if sequences are packed differently.
         HeadDim: the axis of one head's coordinates; its size must be even.
         theta: base of the wavelengths.
         scaling: how frequencies are rescaled for longer contexts than those of training; None for not at all.
-
-    Returns:
-        Cosines and sines `[..., Pos, HeadDim]` of half the size of `HeadDim`, times the attention factor of
-        `scaling`.
 
     Raises:
         ValueError: `HeadDim` is odd, positions are not integers or have that axis, or `theta` is at most one.

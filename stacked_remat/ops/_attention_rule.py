@@ -132,14 +132,7 @@ def attend_by(
     blocks: Blocks,
     sinks: Sinks | None = None,
 ) -> Query:
-    """Causal grouped-query attention; a head's sink adds its exponential to the sum of those of scores.
-
-    Names for remat policies: `attention_output`, and `attention_lse`, the log-sum-exp of each row of scores
-    in float32. With both saved, the backward pass of a checkpointed layer does not recompute attention.
-
-    Returns:
-        Like `query`, in its dtype.
-    """
+    """Attention by a kernel, like `query`, in its dtype; see `causal_attention`."""
     given = query, key, value, sight, sinks
     query, key, value, sight, sinks = align_varying_axes("causal_attention", given)
     # Named outside of the custom derivative, whose forward rule `JAX_REMAT3` does not look into.
@@ -210,12 +203,10 @@ def attend_in_context(
     """Attention of one device's positions to those of all devices along `context` (context parallelism).
 
     Every device gathers all keys and values: with grouped queries they are small, and they exist for one
-    layer at a time. Queries stay divided. Late positions see more keys than early ones, so the devices
-    exchange strips first: each gets an equal part of every device's positions, and has about as much to
-    compute (Brandon et al. 2023, "Striped Attention").
+    layer at a time. Late positions see more keys than early ones, so the devices exchange strips of queries
+    first: each gets an equal part of every device's positions (Brandon et al. 2023, "Striped Attention").
 
-    Arrays are of this device's positions, which `context`, axes of the mesh, divide. The last argument of
-    `attend` is in how many strips the queries are.
+    The axes `context` of the mesh divide positions. `attend` gets the number of strips last.
     """
     length, device, devices = query.shape[1], lax.axis_index(context), lax.axis_size(context)
     gather = functools.partial(lax.all_gather, axis_name=context, axis=1, tiled=True)

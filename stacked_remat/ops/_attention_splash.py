@@ -19,8 +19,7 @@ from .._compat import splash_gradients
 from .._trips import known_products
 from ._attention_rule import Attended, Blocks, Kernel, Key, LogSumExp, Query, Ranges, Sight
 
-LANES = 128
-"""The width of a TPU's vector registers; block sizes are multiples of it."""
+LANES = 128  # the width of a TPU's vector registers; block sizes are multiples of it
 
 _BLOCK = 512  # its scores and sums fit the vector memory of a v5e, v5p and v6e for heads up to 512 wide
 _LARGE_BLOCK, _LARGE_ROW = 1024, 512  # a larger block fits if a position of a head has at most so many bytes

@@ -4,13 +4,15 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array
+
+from .._placement import platform
 
 K = TypeVar("K")
 _DEVICES = {"cuda": "NVIDIA GPUs", "tpu": "TPUs"}
@@ -25,8 +27,8 @@ class UnsupportedCallError(ValueError):
 class Call:
     """What decides whether a backend supports a call."""
 
-    platform: str  # of the device that the program is for: `"cpu"`, `"cuda"` or `"tpu"`
     dtype: Any
+    platform: str = field(default_factory=platform)  # of the device that the program is for: `"cuda"`, ...
     devices: int = 1  # over which the compiler partitions the program; 1 inside `jax.shard_map`
 
 

@@ -1,9 +1,8 @@
 """Loops over the rows of grouped experts: the rules of their derivatives, and the loop over chunks of tokens.
 
-A chunk, by grouped products, gathers the rows of its (token, expert) pairs, the first expert's first, applies
-the expert to all of them with linear maps that are grouped products, and gathers the results of each token's
-pairs for its sum. Choices out of range come last and are of no expert: what is computed for their rows is not
-defined, and taken by nothing.
+A chunk gathers the rows of its (token, expert) pairs, the first expert's first, applies the expert to all of
+them with linear maps that are grouped products, and gathers the results of each token's pairs for its sum.
+Choices out of range come last and are of no expert: nothing takes what is computed for their rows.
 """
 
 import functools
@@ -27,10 +26,7 @@ from .per_device import free_axis_mapping
 _CHUNK_BYTES = 2**27  # of its widest rows, which it has several times
 
 Expert: TypeAlias = Callable[..., Float[Array, "row embed"]]
-"""(weights of one expert, rows, gates of the rows) to rows multiplied by their gates.
-
-With `saved` there is a fourth argument, its result.
-"""
+"""(weights of one expert, rows, gates of the rows, perhaps what is saved) to rows times their gates."""
 Saved: TypeAlias = Callable[[Any, Float[Array, "row embed"]], Any]
 """(weights of one expert, rows) to arrays `[row, ...]`."""
 
@@ -109,9 +105,8 @@ def sorted_pairs(choices: Int[Array, "token choice"], experts: int) -> tuple[Arr
 
 def masked(rows: Array, real: Array) -> Array:
     """The rows, `[*real.shape, ...]`, with zeros where they are not real."""
-    return jnp.where(
-        real.reshape(*real.shape, *[1] * (rows.ndim - real.ndim)), rows, jnp.zeros((), rows.dtype)
-    )
+    within = jnp.expand_dims(real, tuple(range(real.ndim, rows.ndim)))
+    return jnp.where(within, rows, jnp.zeros((), rows.dtype))
 
 
 def add_at(sums: Array, index: Array, rows: Array) -> Array:
@@ -203,9 +198,6 @@ class ChunkLoop(ExpertLoop):
         with free_axis_mapping():
             return fn(self.rebuild(weights), *rows, linear=GroupedLinear(self.kernels, at, self.experts))
 
-    def _cut(self, plan: Groups, *arrays: Any) -> Any:
-        return jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), arrays)
-
     def forward(self, inputs: Inputs, plan: Groups) -> tuple[Array, Any]:
         def chunk(_: None, part: Any) -> tuple[None, Any]:
             (x, gates), at = part
@@ -213,7 +205,7 @@ class ChunkLoop(ExpertLoop):
             kept = self.keep(own, at)
             return None, (_sums(self.apply(own, kept, at), at).astype(x.dtype), kept)
 
-        _, (out, kept) = lax.scan(chunk, None, (self._cut(plan, inputs.x, inputs.gates), plan))
+        _, (out, kept) = lax.scan(chunk, None, (_cut_all((inputs.x, inputs.gates), plan), plan))
         return _joined(out, inputs.x.shape[0]), kept
 
     def backward(
@@ -227,7 +219,7 @@ class ChunkLoop(ExpertLoop):
             of_gates = jax.tree.map(lambda rows: _pairs(rows, at), new.gates)
             return jax.tree.map(added, of_weights, new.weights), (of_x, of_gates)
 
-        parts = self._cut(plan, inputs.x, inputs.gates, ct)
+        parts = _cut_all((inputs.x, inputs.gates, ct), plan)
         of_weights, of_rows = lax.scan(chunk, sums.weights, (parts, kept, plan))
         of_x, of_gates = jax.tree.map(lambda leaf: _joined(leaf, len(inputs.x)), of_rows)
         return Inputs(of_x, of_gates, of_weights)
@@ -259,6 +251,10 @@ def _cut(x: Array, chunks: int, fill: int = 0) -> Array:
     size = -(-x.shape[0] // chunks)
     padding = [(0, chunks * size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)]
     return jnp.pad(x, padding, constant_values=fill).reshape(chunks, size, *x.shape[1:])
+
+
+def _cut_all(arrays: Any, plan: Groups) -> Any:
+    return jax.tree.map(lambda leaf: _cut(leaf, plan.row.shape[0]), arrays)
 
 
 def _joined(x: Array, count: int) -> Array:

@@ -66,20 +66,15 @@ class Groups(NamedTuple):
 class Kernels:
     """Products of rows: the first `sizes[0]` are of expert 0, and so on, and the last may be of none.
 
-    Attributes:
-        product: `(x [row, in], w [expert, in, out], sizes, transposed)` to `[row, out]`, each row times the
-            matrix of its expert, not defined for rows of none; with `transposed` the matrices are
-            `[expert, out, in]`.
-        outer: `(x [row, in], y [row, out], sizes)` to `[expert, in, out]`, for each expert the sum of the
-            outer products of its rows.
-        rows_of: rows come in multiples of it.
-
     Arrays and results of a call have one dtype; sums are in float32.
     """
 
+    # (x [row, in], w [expert, in, out], sizes, transposed) to [row, out], each row times the matrix of its
+    # expert, not defined for rows of none; with `transposed` the matrices are [expert, out, in].
     product: Callable[[Array, Array, Sizes, bool], Array]
+    # (x [row, in], y [row, out], sizes) to [expert, in, out], the sums of the outer products of rows.
     outer: Callable[[Array, Array, Sizes], Array]
-    rows_of: int = 1
+    rows_of: int = 1  # rows come in multiples of it
 
 
 class Product(NamedTuple):

@@ -14,14 +14,9 @@ FLOATS, INTEGERS = (jnp.floating, "floating-point numbers"), (jnp.integer, "inte
 def check_named(
     what: str, x: Any, kind: tuple[Any, str], has: Iterable[Axis], may_have: Iterable[Axis] | None = None
 ) -> None:
-    """Check that `x` is a named array of `FLOATS` or `INTEGERS` with some axes.
+    """Check that an argument, `what`, is a named array of `FLOATS` or `INTEGERS` with some axes.
 
-    Args:
-        what: the argument's name.
-        x: the argument.
-        kind: of its numbers.
-        has: the axes that it must have.
-        may_have: others that it may have; None for any.
+    It must have the axes `has`, and may have `may_have`; None for any.
     """
     dtype, numbers = kind
     if not isinstance(x, NamedArray):

@@ -4,7 +4,7 @@ What is not a row, such as weights, is then read once, and its gradient is summe
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,8 @@ from jax.interpreters import ad, batching, mlir
 
 from .._noted import is_noting
 
-T = TypeVar("T")
 
-
-def call_on_rows(fn: Callable[[Any, Any], T], rows: Any, shared: Any) -> T:
+def call_on_rows(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
     """`fn(rows, shared)`; in `jax.vmap` where `shared` is the same for all, of all rows in one dimension.
 
     That is for one example of several, within `noting`; elsewhere a plain call. All are trees of arrays;
@@ -26,7 +24,7 @@ def call_on_rows(fn: Callable[[Any, Any], T], rows: Any, shared: Any) -> T:
     return _bind(fn, rows, shared) if is_noting() else fn(rows, shared)
 
 
-def _bind(fn: Callable[[Any, Any], T], rows: Any, shared: Any) -> T:
+def _bind(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
     leaves, tree = jax.tree.flatten((rows, shared))
     closed, types = jax.make_jaxpr(fn, return_shape=True)(rows, shared)
     count = len(jax.tree.leaves(rows))

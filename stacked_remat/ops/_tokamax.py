@@ -1,12 +1,11 @@
 """tokamax's kernels for NVIDIA GPUs: attention and grouped products, and whether they can be called.
 
-tokamax (Python 3.12 and later) has them in private modules, so the versions that were tried are listed, and
-others are refused.
+tokamax (Python 3.12 and later) has them in private modules, so versions that were not tried are refused.
 
 Attention: every query has a first and a last key. The forward kernel skips blocks of keys outside of these;
-the backward kernels compute all blocks that causality leaves, and with the positions of some queries all
-blocks. So queries with a window, or in documents that are all short, are cut into chunks, which see two
-chunks of keys, and strips of queries go with the keys that they may see.
+the backward kernels compute all that causality leaves, and with the positions of some queries all. So queries
+with a window, or in documents that are all short, are cut into chunks, which see two chunks of keys, and
+strips of queries go with the keys that they may see.
 """
 
 import contextlib
@@ -39,10 +38,7 @@ _STEPS: Any = {"block_k": _TILE, "max_concurrent_steps": 4, "grid_block_n": 4}
 
 
 def why_not_tokamax(what: str, capabilities: Mapping[float, str]) -> str | None:
-    """Why there are no such kernels for the device that the program is for; None if there are.
-
-    `capabilities` are the compute capabilities of GPUs that they are for, with names.
-    """
+    """Why kernels for these compute capabilities can't run on the program's device; None if they can."""
     capability = getattr(target_device(), "compute_capability", "0")
     if float(capability) not in capabilities:
         known = " and ".join(f"{number} ({name})" for number, name in capabilities.items())
@@ -164,8 +160,8 @@ def _in_chunks(attended: Attended, cotangent: Query, blocks: Blocks, chunk: int)
         return x.reshape(-1, chunks * chunk, *x.shape[2:])[:, :length]
 
     def summed(x: Array) -> Array:
-        x = x.reshape(-1, chunks, 2, chunk, *x.shape[2:])
-        return joined((x[:, :, 1] + jnp.roll(x[:, :, 0], -1, axis=1)).reshape(-1, chunk, *x.shape[4:]))
+        before, own = jnp.moveaxis(x.reshape(-1, chunks, 2, chunk, *x.shape[2:]), 2, 0)
+        return joined((own + jnp.roll(before, -1, axis=1)).reshape(-1, chunk, *x.shape[2:]))
 
     first = jnp.broadcast_to(attended.sight.first(length, blocks.window), attended.lse.shape[:2])
     begins = chunk * (jnp.arange(chunks, dtype=jnp.int32) - 1)
@@ -223,28 +219,28 @@ def _heads_as_one(x: Query) -> Array:
 
 
 def _product(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
+
     # Kernels take one order. Without a layout XLA transposes the stack that these are a slice of.
     w = layout.with_layout_constraint(w, layout.Layout((0, 1, 2)))
     if transposed and not any(size % _TILE for size in w.shape[1:]):
-        return _transposed_product(x, w, sizes)
-    found = _ragged_dot(_aligned(x, 1, _COPIED), _aligned(w, 2, _COPIED), sizes, transposed)
-    return found[:, : w.shape[1 if transposed else 2]]
-
-
-def _transposed_product(x: Array, w: Array, sizes: Array) -> Array:
-    """By JAX's kernel: for tokamax's, XLA makes a transposed copy of all matrices."""
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
-
+        # By JAX's kernel: for tokamax's, XLA makes a transposed copy of all matrices.
+        tiles: Any = dict(block_m=2 * _TILE, block_n=_width(w.shape[1]), **_STEPS)
+        with calling_tokamax():
+            return ragged_dot_mgpu.ragged_dot(x, w, group_sizes=sizes, transpose_rhs=True, **tiles)
+    names = base.TRANS_RHS_RAGGED_DOT_DIM_NUMS if transposed else base.DEFAULT_RAGGED_DOT_DIM_NUMS
+    # On an H200 about twice as fast as the kernel's own guess.
+    config = pallas_mosaic_gpu.Config(
+        block_m=128, block_n=128, block_k=_TILE, num_stages=4, split_k=1, persistent=False, grid_minor_dim=0
+    )
     with calling_tokamax():
-        return ragged_dot_mgpu.ragged_dot(
-            x,
-            w,
+        found = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config)(
+            *(_aligned(x, 1, _COPIED), _aligned(w, 2, _COPIED)),
             group_sizes=sizes,
-            block_m=2 * _TILE,
-            block_n=_width(w.shape[1]),
-            transpose_rhs=True,
-            **_STEPS,
+            ragged_dot_dimension_numbers=names,
         )
+    return found[:, : w.shape[1 if transposed else 2]]
 
 
 def _outer(x: Array, y: Array, sizes: Array) -> Array:
@@ -270,20 +266,6 @@ def _aligned(x: Array, axes: int, multiple: int) -> Array:
     """With zeros to multiples of a number in the last axes."""
     widths = [(0, -size % multiple if axis >= x.ndim - axes else 0) for axis, size in enumerate(x.shape)]
     return jnp.pad(x, widths)
-
-
-def _ragged_dot(x: Array, w: Array, sizes: Array, transposed: bool) -> Array:
-    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu  # pyright: ignore[reportMissingImports]
-
-    names = base.TRANS_RHS_RAGGED_DOT_DIM_NUMS if transposed else base.DEFAULT_RAGGED_DOT_DIM_NUMS
-    # On an H200 about twice as fast as the kernel's own guess.
-    config = pallas_mosaic_gpu.Config(
-        block_m=128, block_n=128, block_k=_TILE, num_stages=4, split_k=1, persistent=False, grid_minor_dim=0
-    )
-    with calling_tokamax():
-        return pallas_mosaic_gpu.PallasMosaicGpuRaggedDot(config=config)(
-            x, w, group_sizes=sizes, ragged_dot_dimension_numbers=names
-        )
 
 
 PRODUCTS = Kernels(_product, _outer, 128)

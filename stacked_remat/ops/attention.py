@@ -123,9 +123,9 @@ def decode_attention(
 ) -> NamedArray:
     """Softmax attention to the slots of a cache up to each query's position; slot i holds position i.
 
-    One query takes so few FLOPs that reading the cache is the limit, so this is the definition on any device.
     Equals `causal_attention` on the whole sequence, for the query's position; `window`, `sinks`, `scale` and
-    what comes back are as there. Slots after that position may hold anything finite.
+    what comes back are as there. It is the definition on any device: reading the cache is the limit. Slots
+    after that position may hold anything finite.
 
     Args:
         query: `[..., KVHeads, HeadsPerKV..., HeadDim]` in any order; several positions have an axis of their
@@ -183,17 +183,15 @@ def _attend(
     backend: str,
     context: tuple[str, ...],
 ) -> NamedArray:
-    """Attention of one device, which may have some of the batch, of the heads and of the positions.
+    """Attention of one device, to which the axes `context` of the mesh may leave some of the positions.
 
-    `names` are of the axes of positions, key heads and coordinates; `context` are the axes of the mesh over
-    which positions are divided.
+    `names` are of the axes of positions, key heads and coordinates.
     """
     own = Row, KVHeads, HeadDim = tuple(key.resolve_axis(name) for name in names)
     batch = tuple(axis for axis in key.axes if axis not in own)
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
-        platform=platform(),
         dtype=query.dtype,
         devices=devices_left_to_the_compiler(query.array),
         position=Row.size,

@@ -27,8 +27,7 @@ from .per_device import align_varying_axes, per_device
 Hidden = Float[Array, "token embed"]
 Head = Float[Array, "embed vocab"] | Float[Array, "vocab embed"]
 
-IGNORED_TARGET = -100
-"""The target of a position without one, as in PyTorch and Hugging Face's transformers."""
+IGNORED_TARGET = -100  # of a position without a target, as in PyTorch and Hugging Face's transformers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,12 +62,11 @@ def chunked_cross_entropy(
     Args:
         hidden: `[..., Embed]`.
         head: `[Embed, Vocab]` in any order, cast to the dtype of `hidden`.
-        targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any weight. The
-            loss of any other integer outside `Vocab` is NaN.
+        targets: integers `[...]`. The loss of -100 is zero and has no gradient, for any weight. That of any
+            other integer outside `Vocab` is NaN.
         weights: float `[...]`; a token of weight 0 may have any target. The gradient of a weight is the
             token's loss, and zero where its target is outside `Vocab`.
-        z_loss: factor of the squared log-sum-exp, which keeps logits from drifting (Chowdhery et al. 2022); a
-            Python number.
+        z_loss: a Python number, factor of the squared log-sum-exp (Chowdhery et al. 2022).
         chunk_size: tokens whose logits exist at once.
 
     Returns:
@@ -77,12 +75,10 @@ def chunked_cross_entropy(
     Raises:
         ValueError: an argument does not fit.
 
-    On several devices: each computes the tokens that Haliax's axis mapping gives it, in its own chunks, with
-    all of `head`.
+    On several devices: each computes the tokens that Haliax's axis mapping gives it, with all of `head`.
 
     Cost: `8 * tokens * embed * vocab` FLOPs with the gradient (6 if the logits were kept), and 2 less if
-    `head` is frozen. Memory: a few times `chunk_size * vocab` in float32, and the gradient of `head` in
-    float32.
+    `head` is frozen. Memory in float32: a few times `chunk_size * vocab`, and the gradient of `head`.
     """
     tokens = targets.axes
     check_named("targets", targets, INTEGERS, ())
@@ -108,20 +104,10 @@ def chunked_cross_entropy(
     return noted(CrossEntropyCall(along), of_all)(hidden, head, targets, weights)
 
 
-def _of_tokens(
-    Embed: Axis,
-    Vocab: Axis,
-    z_loss: float,
-    chunk_size: int,
-    hidden: NamedArray,
-    head: NamedArray,
-    targets: NamedArray,
-    weights: NamedArray | None,
-    direction: NamedArray | None = None,
-) -> Any:
+def _of_tokens(Embed: Axis, Vocab: Axis, z_loss: float, chunk_size: int, *given: Any) -> Any:
     """The losses, and with a direction of the head a tuple of these and their derivative along it."""
-    given = hidden, head, targets, weights, direction
-    hidden, head, targets, weights, direction = align_varying_axes("chunked_cross_entropy", given)
+    hidden, head, targets, weights, *rest = align_varying_axes("chunked_cross_entropy", given)
+    (direction,) = rest or (None,)
     tokens = targets.axes
     count = math.prod(axis.size for axis in tokens)
     flat = hidden.rearrange((*tokens, Embed)).array.reshape(count, Embed.size)
@@ -136,7 +122,7 @@ def _of_tokens(
     labels = jnp.where(ignored, 0, jnp.where(labels < 0, Vocab.size, labels))
     along = None if direction is None else direction.array.astype(flat.dtype)
     of_rows = functools.partial(_of_rows, _Options(z_loss, chunk_size, names))
-    found: Any = call_on_rows(of_rows, (flat, labels), (matrix, along))
+    found = call_on_rows(of_rows, (flat, labels), (matrix, along))
 
     def of_tokens(each: Any) -> NamedArray:
         each = jnp.where(ignored, 0.0, each)

@@ -1,8 +1,6 @@
-"""Applies each expert of a mixture to the tokens that chose it.
+"""Applies each expert of a mixture to the tokens that chose it, block by block or by grouped products.
 
-The (token, expert) pairs are sorted by expert, so that each expert has its rows together. A backend applies
-the experts to them, block by block or by grouped products. No token is dropped for any routing, and memory
-grows with tokens, not with tokens x experts.
+No token is dropped for any routing, and memory grows with tokens, not with tokens x experts.
 """
 
 import dataclasses
@@ -18,12 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from .._messages import axes_text
 from .._noted import noted
-from .._placement import compiled_for, is_on_host, platform
+from .._placement import compiled_for, is_on_host
 from .._scan.arguments import Caller
 from .._scan.layer_axis import TreeLayout, split_tree
 from .._scan.marks import is_array, is_named, is_split
 from ._backends import HALVES, Backend, Call, choose_backend, devices_left_to_the_compiler, first_supported
-from ._expert_blocks import BlockLoop, InStack, block_plan, of_layer
+from ._expert_blocks import BlockLoop, block_plan, of_layer
 from ._expert_exchange import Exchange, devices_along
 from ._expert_loop import ChunkLoop, Expert, Inputs, Saved, apply_experts, chunk_plan
 from ._grouped_linear import Kernels, megablox_kernels
@@ -67,14 +65,12 @@ EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
 
 
 def expert_backend(dtype: Any, device: Any) -> str:
-    """The backend of `grouped_experts` that `"auto"` is on a device, attached or not.
+    """The backend of `grouped_experts` that `"auto"` is for tokens of a dtype on a device, attached or not.
 
-    Args:
-        dtype: of the tokens.
-        device: as `stacked_remat.memory.find_target(...).devices()` has them.
+    It may be one of `stacked_remat.memory.find_target(...).devices()`.
     """
     with compiled_for(device):
-        return first_supported(EXPERT_BACKENDS, ExpertsFacts(platform=platform(), dtype=jnp.dtype(dtype)))[0]
+        return first_supported(EXPERT_BACKENDS, ExpertsFacts(dtype=jnp.dtype(dtype)))[0]
 
 
 def grouped_experts(
@@ -168,14 +164,11 @@ def grouped_experts(
     if count == 0:
         x, choices, gates = (jnp.pad(some, ((0, 1), (0, 0))) for some in (x, choices, gates))
     facts = ExpertsFacts(
-        platform=platform(),
         dtype=x.dtype,
         devices=devices_left_to_the_compiler(x),
         on_host=any(map(is_on_host, arrays)),
         is_varying=bool(jax.typeof(x).manual_axis_type.varying),
-        takes_linear=all(
-            "linear" in inspect.signature(fn).parameters for fn in (expert, saved) if fn is not None
-        ),
+        takes_linear=all("linear" in inspect.signature(fn).parameters for fn in (expert, saved or expert)),
     )
     kernels = choose_backend("experts", EXPERT_BACKENDS, backend, facts)
     rebuild, whole = (functools.partial(of, shared=shared) for of in (layout.layer, layout.stacked))
@@ -198,15 +191,11 @@ class ExpertsCall:
     kernels: Kernels | None = None  # of grouped products; None for the walk over blocks
     whole: Callable[[Any], Any] | None = None  # makes the tree of all experts' weights, for these
 
-    def run(
-        self,
-        x: Array,
-        choices: Array,
-        gates: Any,
-        arrays: Sequence[Array],
-        in_stack: Sequence[InStack | None] | None = None,
-    ) -> Array:
-        """The result; `gates` may be a tree of factors, of which the expert gets those of its rows."""
+    def run(self, x: Array, choices: Array, gates: Any, arrays: Sequence[Array], in_stack: Any = ()) -> Array:
+        """The result; `gates` may be a tree of factors, of which the expert gets those of its rows.
+
+        `in_stack` has what is read in place of arrays, None for the array itself.
+        """
 
         def of_rows(rows: Any, arrays: tuple[Array, ...]) -> Array:
             (x, choices, gates), read = rows, arrays

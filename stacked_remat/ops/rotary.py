@@ -98,10 +98,10 @@ class Llama3Rotary(RotaryScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not 0 < low < high:
             raise ValueError(
-                f"llama3: low_freq_factor = {self.low_freq_factor} must be positive and below "
-                f"high_freq_factor = {self.high_freq_factor}."
+                f"llama3: low_freq_factor = {low} must be positive and below high_freq_factor = {high}."
             )
 
     def rescale(self, frequencies: Frequencies, theta: float) -> Frequencies:
@@ -136,11 +136,9 @@ class YarnRotary(RotaryScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.beta_slow <= self.beta_fast:
-            raise ValueError(
-                f"yarn: beta_slow = {self.beta_slow} must be positive and at most "
-                f"beta_fast = {self.beta_fast}."
-            )
+        slow, fast = self.beta_slow, self.beta_fast
+        if not 0 < slow <= fast:
+            raise ValueError(f"yarn: beta_slow = {slow} must be positive and at most beta_fast = {fast}.")
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             value = getattr(self, name)
             if value is not None and not value > 0:

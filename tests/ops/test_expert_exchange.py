@@ -10,8 +10,11 @@ from haliax import Axis
 from jax.sharding import PartitionSpec as P
 
 from stacked_remat.ops import grouped_experts
+from stacked_remat.ops._backends import Backend
+from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS
 from tests.jaxprs import equations_of
 from tests.ops.test_grouped_experts import dense, example, swiglu
+from tests.ops.test_grouped_linear import PLAIN
 from tests.ops.test_per_device import mesh
 
 Experts = Axis("experts", 8)
@@ -31,14 +34,15 @@ def routings():
     }
 
 
-@pytest.fixture(scope="module", params=[("expert",), ("data", "expert")], ids=str)
+@pytest.fixture(scope="module", params=[(("expert",), "block"), (("data", "expert"), "plain")], ids=str)
 def both(request):
     """Values and gradients of both, compiled once for all routings."""
-    over = request.param
+    over, backend = request.param
 
     def run(weights, x, choices, gates):
         def local(weights, x, choices, gates):
-            return grouped_experts(swiglu, weights, Experts, x, choices, gates, over=over)
+            options = {"over": over, "backend": backend}
+            return grouped_experts(swiglu, weights, Experts, x, choices, gates, **options)
 
         tokens = P(("data", "expert"))
         return jax.shard_map(
@@ -60,7 +64,8 @@ def both(request):
 
 
 @pytest.mark.parametrize("routing", routings())
-def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(both, routing):
+def test_values_and_gradients_are_those_of_all_experts_on_all_tokens(both, routing, monkeypatch):
+    monkeypatch.setitem(EXPERT_BACKENDS, "plain", Backend(PLAIN))
     choices = routings()[routing].astype(np.int32)
     with jax.set_mesh(mesh(data=2, expert=4)):
         found, wanted = both(*example(Experts.size, choices))

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from jax.sharding import PartitionSpec as P
 
 from stacked_remat import fold, memory
 from stacked_remat._placement import compiled_for
@@ -20,8 +19,7 @@ from stacked_remat.ops import _expert_loop, apply_linear, grouped_experts
 from stacked_remat.ops._backends import Backend, choose_backend
 from stacked_remat.ops._grouped_linear import Kernels, megablox_kernels
 from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS, ExpertsFacts
-from tests.ops.test_grouped_experts import dense, example as swiglu_example, swiglu
-from tests.ops.test_per_device import mesh
+from tests.ops.test_grouped_experts import example as swiglu_example, swiglu
 
 from ..blocks import quick_jit
 
@@ -254,31 +252,6 @@ def test_gradients_have_gradients(backend):
         return jax.grad(slope)(x, backend), jax.grad(slope)(x, "block")
 
     assert_close(*along(x), atol=1e-3, rtol=1e-3)
-
-
-def test_experts_divided_over_devices(plain):
-    rng = np.random.default_rng(1)
-    choices = jnp.asarray([rng.permutation(8)[:3] for _ in range(24)], jnp.int32)
-    weights, x, choices, gates, cotangent = swiglu_example(8, choices)
-
-    def local(weights, x, choices, gates):
-        All = Axis("experts", 8)
-        return grouped_experts(swiglu, weights, All, x, choices, gates, backend=plain, over=("expert",))
-
-    @jax.jit
-    def gradients(weights, x, gates):
-        def loss(weights, x, gates, of):
-            return jnp.sum(of(weights, x, choices, gates) * cotangent)
-
-        over = P("expert")
-        run = jax.shard_map(local, in_specs=over, out_specs=over, check_vma=False)
-        return [
-            jax.grad(functools.partial(loss, of=of), (0, 1, 2))(weights, x, gates)
-            for of in (run, functools.partial(dense, swiglu))
-        ]
-
-    with jax.set_mesh(mesh(expert=4)):
-        assert_close(*gradients(weights, x, gates), atol=1e-4, rtol=1e-4)
 
 
 def mapped_by_a_function(weights, rows, gates, linear=apply_linear):

@@ -1,4 +1,4 @@
-"""Operations inside a user's `jax.shard_map`, which tracks what varies over devices, or does not."""
+"""Operations on several devices: inside a user's `jax.shard_map`, and by axes that are mapped."""
 
 import functools
 
@@ -104,12 +104,16 @@ def test_inside_shard_map_values_and_gradients_are_those_of_one_device(operation
     assert_same(found, on_one_device(operation))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("operation", [attended, losses])
-def test_explicit_axes_that_named_axes_are_mapped_to_divide_operations(operation):
+def test_axes_that_named_axes_are_mapped_to_divide_operations_without_gathering_tokens(operation, kind):
     weights, x = arguments()
-    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)), hax.axis_mapping({"batch": "data"}):
-        found = loss(operation)(weights, jax.device_put(x, NamedSharding(mesh, DATA)))
-    assert_same(found, on_one_device(operation))
+    with jax.set_mesh(mesh := mesh_of(kind)), hax.axis_mapping({"batch": "data"}):
+        args = jax.device_put((weights, x), (NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, DATA)))
+        compiled = loss(operation).lower(*args).compile()
+        assert_same(compiled(*args), on_one_device(operation))
+    program = compiled.as_text() or ""
+    assert "all-gather" not in program and "all-to-all" not in program
 
 
 def test_axes_that_are_mapped_while_types_are_tracked_are_refused():

@@ -1,4 +1,4 @@
-"""Tests of `per_device` on virtual devices, alone and inside other operations."""
+"""Tests of `per_device` on virtual devices."""
 
 import functools
 
@@ -11,7 +11,7 @@ from haliax import Axis
 from haliax.partitioning import current_thread_local_mapping
 from jax.sharding import AxisType, Mesh
 
-from stacked_remat.ops import causal_attention, chunked_cross_entropy, per_device
+from stacked_remat.ops import per_device
 
 Row, Col = Axis("row", 8), Axis("col", 3)
 X = hax.named(jnp.arange(24.0).reshape(8, 3), (Row, Col))
@@ -108,56 +108,3 @@ def test_divided_axes_are_not_mapped_inside():
     with jax.set_mesh(mesh(data=2, model=3)), hax.axis_mapping(mapping):
         jax.jit(lambda x: per_device(look, x, over=(Row,), out=(Row, Col)))(X)
     assert seen == [None, {"col": ("model",)}]
-
-
-Batch, Pos, KVHeads, Group, HeadDim = (
-    Axis("batch", 4),
-    Axis("pos", 6),
-    Axis("kv", 2),
-    Axis("group", 2),
-    Axis("dim", 8),
-)
-Embed, Vocab = Axis("embed", 8), Axis("vocab", 12)
-
-
-def attention(keys):
-    query = hax.random.normal(keys[0], (Batch, Pos, KVHeads, Group, HeadDim))
-    key, value = (hax.random.normal(one, (Batch, Pos, KVHeads, HeadDim)) for one in keys[1:3])
-    documents = hax.broadcast_axis(hax.named(jnp.array([1, 1, 2, 2, 2, 2]), Pos), Batch)
-    sinks = hax.random.normal(keys[0], (KVHeads, Group))
-    return (query, key, value, sinks), lambda q, k, v, s: causal_attention(
-        q, k, v, Pos, KVHeads, HeadDim, documents=documents, sinks=s
-    )
-
-
-def cross_entropy(keys):
-    hidden = hax.random.normal(keys[0], (Batch, Pos, Embed))
-    head = hax.random.normal(keys[1], (Vocab, Embed))
-    targets = hax.random.randint(keys[2], (Batch, Pos), 0, Vocab.size)
-    return (hidden, head), lambda hidden, head: chunked_cross_entropy(
-        hidden, head, targets, Embed, Vocab, chunk_size=4
-    )
-
-
-@pytest.mark.parametrize(
-    ("operation", "mapping"),
-    [(attention, {"batch": "data", "kv": "model"}), (cross_entropy, {"batch": "data"})],
-    ids=["attention", "cross_entropy"],
-)
-def test_operations_divide_tokens_without_gathering_them(operation, mapping):
-    args, run = operation(jax.random.split(jax.random.key(0), 3))
-
-    def gradient(*args):
-        return jax.value_and_grad(lambda *args: hax.sum(run(*args) ** 2).scalar(), tuple(range(len(args))))(
-            *args
-        )
-
-    wanted = jax.jit(gradient)(*args)
-    with jax.set_mesh(mesh(data=4, model=2)), hax.axis_mapping(mapping):
-        placed = hax.shard(args)
-        compiled = jax.jit(gradient).lower(*placed).compile()
-        found = compiled(*placed)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
-    program = compiled.as_text() or ""
-    assert "all-gather" not in program and "all-to-all" not in program

@@ -1,6 +1,5 @@
 """The loop over tiles as a JAX primitive: forwards and backwards, one tile exists at a time."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from ._activity import active_outputs, is_differentiable
-from ._compat import batch_jaxpr, trace_context
+from ._compat import batch_jaxpr
 from ._static import PyTree, Static
 from ._sweep.gradient import Mask, merge, pick
 from ._sweep.rules import (
@@ -31,6 +30,7 @@ from ._sweep.rules import (
 )
 from ._sweep.slots import Arrays
 from ._sweep.store import zeros_after
+from ._sweep.trace import kept
 
 Dims = tuple[int | None, ...]
 Start = Array | int
@@ -116,12 +116,6 @@ class Cut:
         return [total.astype(type_.dtype) for total, type_ in zip(totals, types, strict=True)]
 
 
-@functools.lru_cache(maxsize=512)
-def _known_primals(context: Any, tiling: "Tiling", nonzero: Mask) -> list["Derived"]:
-    """What `Tiling.primal` gave for equal arguments, as `jax.jit` keeps what it traces."""
-    return []
-
-
 @dataclass(frozen=True)
 class Tiling:
     """A function of arrays, applied tile by tile, with a jaxpr for tiles of each length.
@@ -142,14 +136,12 @@ class Tiling:
 
     def primal(self, nonzero: Mask) -> "Derived":
         """The outputs where some inputs are differentiated, by what custom rules compute them with."""
-        known = _known_primals(trace_context(), self, nonzero)
-        if known:
-            return known[0]
+        found, keep = kept((self, nonzero), ())
+        if found is not None:
+            return found
         traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
         derived = Tiling.of(self.cut, traced, self.inputs, self.outputs)
-        if not derived[1]:  # arrays that rules close over are of this trace
-            known.append(derived)
-        return derived
+        return derived if derived[1] else keep(derived, [])  # arrays that rules close over are of this trace
 
     @staticmethod
     def of(

@@ -16,7 +16,6 @@ from haliax import Axis
 
 from .. import ScanCheckpointSpec, per_layer, scan, shared
 from .._static import PyTree
-from .axes import Axes, replaced
 from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -77,7 +76,7 @@ def remat_scan(
     """
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
-    axes = Axes(in_axes, out_axes, transform_metadata)
+    axes = _Axes(in_axes, out_axes, transform_metadata)
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
 
@@ -96,6 +95,50 @@ def remat_scan(
         return scanned
 
     return decorated if f is None else decorated(f)
+
+
+class _Axes:
+    """What becomes of arguments and of results, of which one each may be the carry."""
+
+    def __init__(self, in_axes: Any, out_axes: Any, metadata: Mapping[str, Any]):
+        self.has_one_result = not isinstance(out_axes, tuple)
+        self.in_axes, self.metadata = in_axes, metadata
+        self.out_axes = (out_axes,) if self.has_one_result else out_axes
+        self.carry_in, self.carry_out = _carry_of(in_axes), _carry_of(out_axes)
+
+    @property
+    def name(self) -> str:
+        """Of the layers' axis."""
+        return str(self.metadata.get(nnx.PARTITION_NAME) or "layers")
+
+    def take_carry(self, result: PyTree) -> tuple[Any, tuple[PyTree, ...]]:
+        """The carry, and what `f` returns, as a tuple, without it."""
+        results = (result,) if self.has_one_result else result
+        if not isinstance(results, tuple) or len(results) != len(self.out_axes):
+            found = f"{len(result)} results" if isinstance(result, tuple) else type(result).__name__
+            raise ValueError(
+                f"out_axes has {len(self.out_axes)} entries, {self.out_axes!r}, and the function returned "
+                f"{found}. Return a tuple with one for each."
+            )
+        if self.carry_out is None:
+            return None, results
+        return results[self.carry_out], _replaced(results, self.carry_out, None)
+
+    def put_carry(self, carry: PyTree, results: tuple[PyTree, ...]) -> PyTree:
+        """What `nnx.scan` returns: the inverse of `take_carry`."""
+        results = results if self.carry_out is None else _replaced(results, self.carry_out, carry)
+        return results[0] if self.has_one_result else results
+
+
+def _carry_of(axes: Any) -> int | None:
+    """Which argument or result is the carry."""
+    entries = axes if isinstance(axes, tuple) else (axes,)
+    return next((number for number, axis in enumerate(entries) if axis is nnx.Carry), None)
+
+
+def _replaced(values: tuple[PyTree, ...], index: int, value: PyTree) -> tuple[PyTree, ...]:
+    """The tuple with another entry at `index`."""
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def _positional(
@@ -131,7 +174,7 @@ def _run(
     f: Callable[..., Any],
     names: list[str],
     args: tuple[PyTree, ...],
-    axes: Axes,
+    axes: _Axes,
     length: int | None,
     options: Mapping[str, Any],
 ) -> PyTree:
@@ -188,13 +231,13 @@ def _called(f: Callable[..., Any], args: tuple[PyTree, ...], names: list[str]) -
         raise
 
 
-def _split_results(args: tuple[PyTree, ...], result: PyTree, axes: Axes) -> tuple[PyTree, PyTree]:
+def _split_results(args: tuple[PyTree, ...], result: PyTree, axes: _Axes) -> tuple[PyTree, PyTree]:
     """The arguments after a layer, with the new carry and without arrays, and the rest of the result."""
     carry, rest = axes.take_carry(result)
     left = jax.tree.map(lambda leaf: leaf if is_node(leaf) else None, args, is_leaf=is_node)
     if axes.carry_in is not None:
         _check_references(args[axes.carry_in], carry)
-        left = replaced(left, axes.carry_in, carry)
+        left = _replaced(left, axes.carry_in, carry)
     found = split((left, rest), (axes.in_axes, axes.out_axes), "(args, results)")
     return change_metadata(found, nnx.spmd.add_axis, axes.metadata)
 

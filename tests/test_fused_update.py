@@ -294,27 +294,6 @@ def mean_square(stack, x):
     return jnp.mean(stack.fold(x) ** 2)
 
 
-def test_a_stack_without_layers_is_trained_beside_others():
-    class Two(eqx.Module):
-        empty: Stacked
-        full: Stacked
-
-    def loss(model, x):
-        return mean_square(model.full, model.empty.fold(x))
-
-    optimizer, x = optax.adam(0.1), jnp.ones((3, 8))
-    step, model = fused_update(loss, optimizer, max_grad_norm=0.1), Two(weights(0), weights())
-    state = step.init(model)
-    found = jax.jit(step)(model, state, x)
-    alone = fused_update(mean_square, optimizer, max_grad_norm=0.1)
-    expected = jax.jit(alone)(model.full, alone.init(model.full), x)
-    assert_close(found.model.full, expected.model)
-    assert found.model.empty.stacked.weight.shape == (0, 8, 8)
-    assert jax.tree.structure(found.state) == jax.tree.structure(state)
-    saved = model.empty.to_state_dict("empty")
-    assert saved == {} and model.empty.from_state_dict(saved, "empty").stacked.weight.shape == (0, 8, 8)
-
-
 def test_folds_inside_of_jit_and_beside_checkpoints_and_loops():
     @eqx.filter_jit
     def inner(model, tokens):
@@ -397,7 +376,6 @@ class TestRefused:
                 lambda m, x: jnp.mean(m.fold(x)) + m.stacked.weight.sum(),
                 "model has fold and scan, and no .stacked",
             ),
-            (lambda m, x: jnp.mean(m.fold(x, remat="recompute")), "is not supported with a visitor"),
             (lambda m, x: jnp.mean(m[:2].fold(x)), "model .* no layers by index"),
             (lambda m, x: jnp.mean([block(x) for block in m][0]), "no layers one by one"),
             (lambda m, x: jnp.mean(m.fold(x, lambda h: h * x)), "model.fold uses arrays of the loss"),
@@ -430,7 +408,6 @@ class TestRefused:
         self.refuses("model.stacked.gain \\(embed=6\\) is shared by all layers", stack=gain)
         one = eqx.tree_at(lambda stack: stack.stacked.weight, weights(), jnp.ones(()))
         self.refuses("model.stacked.weight \\(float32\\[\\]\\) is shared by all layers", stack=one)
-        self.refuses("no Stacked with trained arrays", stack=weights().stacked)
         self.refuses("number.* can't be trained: .* is not a floating", stack=before, trainable=eqx.is_array)
         with pytest.raises(ValueError, match="The state is not that of this model, which trains 2 stacks"):
             fused_update(loss, optax.sgd(0.1))(before, fused_update(loss, optax.sgd(0.1)).init(weights()))

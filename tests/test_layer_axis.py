@@ -120,7 +120,6 @@ class TestMarks:
         "x, message",
         [
             (hax.ones(hax.Axis("width", 4)), r"x, marked per_layer, has no axis `layers` \(axes width=4\)"),
-            (jnp.ones(3), r"x, marked per_layer, has leading dimension 3"),
             (jnp.ones(()), r"x, marked per_layer, has no dimension to split"),
             (jax.random.key(0), r"no dimension to split(.|\n)*jax.random.split\(x, 4\)"),
         ],

@@ -158,8 +158,8 @@ def test_is_scanned_shares_what_it_refuses(data):
     np.testing.assert_allclose(shared, 5 * data.array.sum(), rtol=1e-5)
 
 
-def test_an_axis_without_inputs_is_a_loop():
-    carry, outputs = scan(lambda carry, _: (2 * carry, carry), Time)(1, None)
+def test_an_axis_without_inputs_is_a_loop_and_a_number_is_an_axis():
+    carry, outputs = scan(lambda carry, _: (2 * carry, carry), 5)(1, None)
     assert int(carry) == 32
     np.testing.assert_array_equal(outputs, [1, 2, 4, 8, 16])
 
@@ -215,13 +215,6 @@ class TestErrors:
     def test_a_scalar_under_is_scanned_true(self, data):
         with pytest.raises(ValueError, match="scale has no dimension to split"):
             fold(lambda carry, x, scale: carry, Time, is_scanned=True)(0.0, data, jnp.ones(()))
-
-    def test_a_number_is_an_axis(self):
-        assert fold(lambda carry, x: carry + x, 5)(0.0, jnp.arange(5.0)) == 10.0
-
-    def test_a_size_that_is_traced(self):
-        with pytest.raises(TypeError, match="the number of layers is traced.*static argument"):
-            jax.jit(lambda size: fold(lambda carry: carry, hax.Axis("time", size))(0.0))(3)
 
     @pytest.mark.parametrize(
         "init, step, message",

@@ -40,8 +40,6 @@ class TestInit:
         assert stack == Stack(stack.stacked if Stack is Stacked else stack.blocks, 4)
         assert stack.Layers == stack.Block == Layers and isinstance(stack, BlockFoldable)
         assert jax.tree.structure(pickle.loads(pickle.dumps(stack))) == jax.tree.structure(stack)
-        with pytest.raises(ValueError, match=rf"{Stack.__name__}.init takes the number of layers; got -1"):
-            Stack.init(-1, PlainBlock)
 
     def test_arguments_are_split_or_shared(self, Stack):
         class Block(eqx.Module):
@@ -118,8 +116,6 @@ class TestApplying:
             return outline(equations_of(run, stack, jnp.ones(3)))
 
         assert program(remat=True) == program(remat="full") != program() == program(remat=False)
-        with pytest.raises((TypeError, ValueError), match="unroll is a"):
-            program(unroll="junk")
         if Stack is Stacked:
             assert program(unroll=2) != program()
 
@@ -138,8 +134,6 @@ class TestApplying:
             np.testing.assert_allclose(outputs, jnp.stack(expected), rtol=1e-5)
         first = stack.fold_via(lambda block, x, scale: block(x, scale)[0], reverse=True)
         np.testing.assert_allclose(first(jnp.arange(3.0), self.scales), x, rtol=1e-5)
-        with pytest.raises(TypeError, match="reverse is True or False; got 'yes'"):
-            stack.scan(jnp.ones(3), reverse="yes")
 
     def test_arguments_may_have_any_name(self, Stack):
         """Names of this library's own parameters, such as `carry` and `block`, too."""
@@ -259,7 +253,6 @@ class TestBlockSeq:
             ),
             (({"y": hax.ones(Hidden)}, {"y": hax.ones(Layers.alias("o"))}), r"output\['y'\].*hidden=3.*o=4"),
             ((jnp.ones(3), (jnp.ones(3),)), "layer 1 PyTreeDef"),
-            ((hax.ones((Hidden, Layers)), hax.ones((Hidden, Layers))), "already has an axis of that name"),
         ],
     )
     def test_outputs_that_cannot_be_stacked(self, outputs, message):
@@ -293,10 +286,7 @@ class TestTakingApart:
 
 
 @both
-def test_a_built_block_is_not_its_class(Stack):
-    name = f"{Stack.__name__}.init"
-    with pytest.raises(TypeError, match=rf"{name} takes the class of the blocks.*got 3 \(int\)"):
-        Stack.init(Layers, 3)
+def test_a_module_may_build_the_blocks(Stack):
     partial = eqx.Partial(PlainBlock, 3)  # a module too, and one that builds blocks
     for build in (partial, eqx.filter_jit(partial)):
         assert Stack.init(Layers, build)(key=keys())[0].size == 3

@@ -322,8 +322,6 @@ def test_kinds_without_layers_have_no_entries_and_lose_no_arrays(length):
     )
     result = jax.jit(step)(blocks, step.init(blocks))
     assert jax.tree.map(jnp.shape, result.model) == jax.tree.map(jnp.shape, blocks)
-    with pytest.raises(ValueError, match="has values for 'tanh'. Give one for each, with layers or not"):
-        blocks.scan(x, scale, per_kind({"tanh": own["tanh"]}), shift)
 
 
 def deep_gradient(make, layers):
@@ -365,8 +363,6 @@ def test_mistakes_are_refused_by_name():
         StackedPattern(blocks.stacks, ("tanh", "sine", "sine"), Layers)
     with pytest.raises(ValueError, match="3 layers of `layers` are of the kind 'tanh'.* has 4"):
         StackedPattern({**blocks.stacks, "tanh": blocks.stacks["sine"]}, blocks.pattern, Layers)
-    with pytest.raises(ValueError, match="has values for 'sine'"):
-        blocks.scan(x, scale, per_kind({"sine": own["sine"]}), shift)
     with pytest.raises(TypeError, match=r"own is per_layer\(per_kind.*Mark the values"):
         blocks.scan(x, scale, sr.per_layer(per_kind(own)), shift)
     with pytest.raises(TypeError, match="marked per_kind"):

@@ -46,54 +46,47 @@ def parse(folder, files, *overrides, main="main.yaml"):
     return parse_config(Car, ["--config_path", str(folder / main), *overrides])
 
 
-def test_sections_lists_and_values_may_come_from_other_files(tmp_path):
-    files = {
-        "main.yaml": "motor: !include parts/motor.yaml\nwheels: {makers: !include parts/makers.yaml}",
-        "parts/motor.yaml": "type: electric\npower: !include power.yaml",
-        "parts/power.yaml": "90",
-        "parts/makers.yaml": '["a", "b"]',
-    }
-    assert parse(tmp_path, files) == Car(Electric(90), Wheels(makers=("a", "b")))
+PARTS = {
+    "main.yaml": "motor: !include parts/motor.yaml\nwheels: {makers: !include parts/makers.yaml}",
+    "parts/motor.yaml": "type: electric\npower: !include power.yaml",
+    "parts/power.yaml": "90",
+    "parts/makers.yaml": '["a", "b"]',
+}
+BASE = {"base.yaml": "name: base\nmotor: {type: petrol, litres: 2}\nwheels: {count: 6, makers: [a]}"}
+OVER_BASE = BASE | {"main.yaml": "name: mine\n<<: !include base.yaml\nwheels: {count: 3}"}
+SEVERAL = {
+    "main.yaml": "wheels:\n  <<: [!include a.yaml, !include b.yaml, {makers: [c]}]",
+    "a.yaml": "<<: !include deep.yaml\ncount: 1",
+    "deep.yaml": "{count: 9, makers: [deep]}",
+    "b.yaml": "{count: 2, makers: [b]}",
+}
+ANCHORS = {
+    "main.yaml": "wheels: &w {<<: !include count.yaml}\nmotor: &m\n  <<: {power: 4}\n  type: electric",
+    "count.yaml": "count: 3",
+}
 
 
-def test_keys_beside_a_merge_override_single_keys_at_any_depth(tmp_path):
-    files = {
-        "main.yaml": "name: mine\n<<: !include base.yaml\nwheels: {count: 3}",
-        "base.yaml": "name: base\nmotor: {type: petrol, litres: 2}\nwheels: {count: 6, makers: [a]}",
-    }
-    assert parse(tmp_path, files) == Car(Petrol(2.0), Wheels(3, ("a",)), "mine")
-    overridden = parse(tmp_path, files, "--motor.power", "70", "--wheels.count", "5")
-    assert overridden == Car(Petrol(2.0, 70), Wheels(5, ("a",)), "mine")
+def over_base(text):
+    return BASE | {"main.yaml": f"<<: !include base.yaml\n{text}"}
 
 
-def test_a_section_of_another_type_or_an_empty_one_replaces_the_included_one(tmp_path):
-    base = {"base.yaml": "motor: {type: petrol, litres: 2, power: 7}"}
-    other = {"main.yaml": "<<: !include base.yaml\nmotor: {type: electric}"}
-    assert parse(tmp_path, base | other).motor == Electric()
-    same = {"main.yaml": "<<: !include base.yaml\nmotor: {type: petrol, power: 8}"}
-    assert parse(tmp_path, base | same).motor == Petrol(2.0, 8)
-    empty = {"base.yaml": "wheels: {count: 3}", "main.yaml": "<<: !include base.yaml\nwheels: {}"}
-    assert parse(tmp_path, empty).wheels == Wheels()
-
-
-def test_the_first_of_several_merged_files_wins_and_merges_nest(tmp_path):
-    files = {
-        "main.yaml": "wheels:\n  <<: [!include a.yaml, !include b.yaml, {makers: [c]}]",
-        "a.yaml": "<<: !include deep.yaml\ncount: 1",
-        "deep.yaml": "{count: 9, makers: [deep]}",
-        "b.yaml": "{count: 2, makers: [b]}",
-    }
-    assert parse(tmp_path, files).wheels == Wheels(1, ("deep",))
-    files["a.yaml"] = "count: 1"
-    assert parse(tmp_path, files).wheels == Wheels(1, ("b",))
-
-
-def test_anchors_and_merges_of_yaml_work(tmp_path):
-    files = {
-        "main.yaml": "wheels: &w {<<: !include count.yaml}\nmotor: &m\n  <<: {power: 4}\n  type: electric",
-        "count.yaml": "count: 3",
-    }
-    assert parse(tmp_path, files) == Car(Electric(4), Wheels(3))
+@pytest.mark.parametrize(
+    ("files", "overrides", "expected"),
+    [
+        (PARTS, [], Car(Electric(90), Wheels(makers=("a", "b")))),
+        (OVER_BASE, [], Car(Petrol(2.0), Wheels(3, ("a",)), "mine")),
+        (OVER_BASE, ["--motor.power", "70"], Car(Petrol(2.0, 70), Wheels(3, ("a",)), "mine")),
+        (over_base("motor: {type: electric}"), [], Car(Electric(), Wheels(6, ("a",)), "base")),
+        (over_base("motor: {type: petrol, power: 8}"), [], Car(Petrol(2.0, 8), Wheels(6, ("a",)), "base")),
+        (over_base("wheels: {}"), [], Car(Petrol(2.0), Wheels(), "base")),
+        (SEVERAL, [], Car(wheels=Wheels(1, ("deep",)))),
+        (SEVERAL | {"a.yaml": "count: 1"}, [], Car(wheels=Wheels(1, ("b",)))),
+        (ANCHORS, [], Car(Electric(4), Wheels(3))),
+    ],
+)
+def test_included_files_are_merged_key_by_key(tmp_path, files, overrides, expected):
+    """Another type or an empty section replaces the included one; the first of several files wins."""
+    assert parse(tmp_path, files, *overrides) == expected
 
 
 def test_the_command_line_includes_too(tmp_path, monkeypatch):

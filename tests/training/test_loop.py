@@ -46,9 +46,6 @@ class Recorder(Tracker):
     def message(self, text):
         self.shown.append(text)
 
-    def work(self, what, done, total, status):
-        self.calls.append(what)
-
     def start(self, num_steps, done=0):
         self.calls.append(f"start {num_steps} after {done}")
 

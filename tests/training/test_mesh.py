@@ -73,24 +73,6 @@ def test_meshes_that_do_not_fit_the_devices(axes, message):
         Partitioning.of(MeshConfig(axes, {}, {}))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"axes": {"data": 0}}, r"axes\.data must be at least 1"),
-        ({"axes": {"data": -1, "model": -1}}, "can have one -1"),
-        ({"param_mapping": {"embed": "modl"}}, r"param_mapping\.embed names the mesh axis 'modl'.* are data"),
-        (
-            {"axes": {"context": 8}, "compute_mapping": {}},
-            r"those .* are context\. .* map embed to one .* or write trainer\.mesh\.param_mapping: {}\.$",
-        ),
-    ],
-    ids=str,
-)
-def test_bad_configs(fields, message):
-    with pytest.raises(ValueError, match=message):
-        MeshConfig(**fields)
-
-
 def test_a_state_and_its_gradients_are_sharded_by_its_mapping():
     partitioning = Partitioning.of(MeshConfig())
     placed = partitioning.shard_weights(state())

@@ -1,7 +1,6 @@
 """Optimizers and learning-rate schedules: configs, first updates, decay, and Muon's matrices."""
 
 import functools
-from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -22,13 +21,10 @@ from stacked_remat.training import (
     LinearSchedule,
     LionConfig,
     MuonConfig,
-    OptimizerConfig,
     SgdConfig,
     WarmupStableDecaySchedule,
     build_optimizer,
-    config_as_dict,
     learning_rate_schedule,
-    parse_config,
 )
 
 # optax's Adam raises a float to an integer power.
@@ -43,11 +39,6 @@ PLAIN: dict[str, Any] = {
     "max_grad_norm": None,
     "schedule": ConstantSchedule(),
 }
-
-
-@dataclass(frozen=True)
-class Config:
-    optimizer: OptimizerConfig = field(default_factory=AdamWConfig)
 
 
 def first_update(config, parameters, gradients) -> Any:
@@ -68,33 +59,6 @@ def rates(schedule, warmup, num_steps=20):
         AdamWConfig(learning_rate=0.5, warmup=warmup, schedule=schedule), num_steps
     )
     return np.asarray(jax.jit(jax.vmap(lambda step: jnp.asarray(found(step))))(jnp.arange(num_steps)))
-
-
-@pytest.mark.parametrize(
-    ("make", "changes", "message"),
-    [
-        (AdamWConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be positive"),
-        (SgdConfig, {"warmup": 2.5}, r"optimizer.warmup must be a share of all steps, below 1, or a whole"),
-        (AdafactorConfig, {"weight_decay": -1.0}, r"optimizer.weight_decay must be at least 0"),
-        (AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must lie in \[0, 1\), got 1.0"),
-        (SgdConfig, {"momentum": 0.0, "nesterov": True}, r"nesterov has no effect without"),
-        (CosineSchedule, {"min_lr_ratio": 2.0}, r"schedule.min_lr_ratio must lie in \[0, 1\]"),
-        (WarmupStableDecaySchedule, {"decay_fraction": 0.0}, r"decay_fraction must lie in \(0, 1\]"),
-    ],
-)
-def test_values_out_of_range_are_refused(make, changes, message):
-    with pytest.raises(ValueError, match=message):
-        make(**changes)
-
-
-@pytest.mark.parametrize("make", ALL)
-def test_each_type_is_chosen_by_name_and_written_back(make):
-    name = make.__name__.removesuffix("Config").lower()
-    arguments = ["--optimizer.type", name, "--optimizer.schedule", "{type: wsd, decay_fraction: 0.5}"]
-    config = parse_config(Config, arguments)
-    assert config.optimizer == make(schedule=WarmupStableDecaySchedule(decay_fraction=0.5))
-    encoded = config_as_dict(config)["optimizer"]
-    assert parse_config(Config, ["--optimizer", str(encoded).replace("None", "null")]) == config
 
 
 FALLING: list[Any] = [

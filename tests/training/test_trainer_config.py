@@ -1,27 +1,50 @@
-"""Values of the `trainer` section, and the errors for bad ones."""
+"""Values of a config that are out of range, and the errors for them."""
 
 import pytest
 
-from stacked_remat.training import (
-    CheckpointConfig,
-    TrainerConfig,
-    UpdateConfig,
-)
+from stacked_remat import training as t
 
 
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
         (
-            TrainerConfig,
+            t.TrainerConfig,
             {"run_dir": "https://u:SECRET@h/x"},
             r"^trainer.run_dir = 'https://\*\*\*@h/x' is a URL",
         ),
-        (TrainerConfig, {"seed": 2**63}, r"trainer.seed must be at least 0 and below 2..63, got 9223"),
-        (UpdateConfig, {"microbatches": 0}, r"trainer.update.microbatches must be at least 1, got 0"),
-        (UpdateConfig, {"fused": True, "microbatches": 2}, r"or both trainer.update.microbatches"),
-        (UpdateConfig, {"fused": True, "on_nonfinite": "skip"}, r"or both trainer.update.microbatches"),
-        (CheckpointConfig, {"keep_last": 0}, r"checkpoint.keep_last must be at least 1"),
+        (t.TrainerConfig, {"seed": 2**63}, r"trainer.seed must be at least 0 and below 2..63, got 9223"),
+        (t.UpdateConfig, {"microbatches": 0}, r"trainer.update.microbatches must be at least 1, got 0"),
+        (t.UpdateConfig, {"fused": True, "microbatches": 2}, r"or both trainer.update.microbatches"),
+        (t.UpdateConfig, {"fused": True, "on_nonfinite": "skip"}, r"or both trainer.update.microbatches"),
+        (t.CheckpointConfig, {"keep_last": 0}, r"checkpoint.keep_last must be at least 1"),
+        (t.MeshConfig, {"axes": {"data": 0}}, r"axes\.data must be at least 1"),
+        (t.MeshConfig, {"axes": {"data": -1, "model": -1}}, "can have one -1"),
+        (
+            t.MeshConfig,
+            {"param_mapping": {"embed": "modl"}},
+            r"\.embed names the mesh axis 'modl'.* are data",
+        ),
+        (
+            t.MeshConfig,
+            {"axes": {"a": 8}},
+            r"are a\. .* map batch to one .* trainer\.mesh\.compute_mapping: {}\.$",
+        ),
+        (t.DataConfig, {"chat_date": "30.6.2025"}, r"must be a date such as 2025-06-30, got '30.6.2025'"),
+        (t.DataConfig, {"held_out_fraction": 1.0}, r"held_out_fraction must lie between 0 and 1, got 1.0"),
+        (t.SourceConfig, {"paths": ("",)}, r"A data source needs paths: .* got \[''\]"),
+        (
+            t.SourceConfig,
+            {"paths": ("x",), "weight": float("nan")},
+            r"positive and finite, got nan. To leave",
+        ),
+        (t.AdamWConfig, {"learning_rate": 0.0}, r"optimizer.learning_rate must be positive"),
+        (t.SgdConfig, {"warmup": 2.5}, r"optimizer.warmup must be a share of all steps, below 1, or a whole"),
+        (t.AdafactorConfig, {"weight_decay": -1.0}, r"optimizer.weight_decay must be at least 0"),
+        (t.AdamWConfig, {"beta2": 1.0}, r"optimizer.beta2 must lie in \[0, 1\), got 1.0"),
+        (t.SgdConfig, {"momentum": 0.0, "nesterov": True}, r"nesterov has no effect without"),
+        (t.CosineSchedule, {"min_lr_ratio": 2.0}, r"schedule.min_lr_ratio must lie in \[0, 1\]"),
+        (t.WarmupStableDecaySchedule, {"decay_fraction": 0.0}, r"decay_fraction must lie in \(0, 1\]"),
     ],
 )
 def test_values_out_of_range_are_refused(make, changes, message):

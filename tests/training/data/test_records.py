@@ -80,22 +80,19 @@ def test_compressed_files_are_decompressed(tmp_path, ending, codec):
 
 
 def test_a_url_is_read_like_a_file(tmp_path):
-    filesystem = fsspec.filesystem("memory")
-    table = pyarrow.BufferOutputStream()
+    filesystem, table = fsspec.filesystem("memory"), pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table({"text": ["far"]}), table)
+    files = {"a.jsonl": b'{"text": "away"}', "b.parquet": table.getvalue().to_pybytes()}
     filesystem.pipe(
-        {
-            "/far/a.jsonl": b'{"text": "away"}',
-            "/far/b.parquet": table.getvalue().to_pybytes(),
-            "/far/c.txt.gz": gzip.compress(b"off"),
-        }
+        {f"/far/{name}": data for name, data in (files | {"c.txt.gz": gzip.compress(b"off")}).items()}
     )
-    assert [contents(f"memory://far/{name}") for name in ("a.jsonl", "b.parquet", "c.txt.gz")] == [
-        ["away"],
-        ["far"],
-        ["off"],
+    assert [record.content for name in "abc" for record in read(f"memory://far/{name}.*")] == [
+        "away",
+        "far",
+        "off",
     ]
-    assert contents((tmp_path / "x.txt").as_uri() if (tmp_path / "x.txt").write_text("y") else "") == ["y"]
+    (tmp_path / "x.txt").write_text("y")
+    assert contents((tmp_path / "x.txt").as_uri()) == ["y"]
     filesystem.rm("/far", recursive=True)
 
 

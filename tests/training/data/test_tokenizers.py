@@ -8,7 +8,7 @@ from stacked_remat.training import ByteTokenizer, RenderedChat
 TOKENIZER = ByteTokenizer()
 
 
-@pytest.mark.parametrize("text", ["", "abc", "é\u0000\n", "😀 \ufffd"])
+@pytest.mark.parametrize("text", ["", "é\u0000\n", "😀 \ufffd"])
 def test_text_survives_encoding_and_decoding(text):
     tokens = TOKENIZER.encode(text)
     assert tokens.ndim == 1 and len(tokens) == len(text.encode())
@@ -21,15 +21,10 @@ def test_bytes_are_their_own_tokens():
     assert TOKENIZER.dtype is np.uint16
 
 
-def test_separators_and_broken_text_can_be_decoded():
-    assert TOKENIZER.decode(np.array([65, TOKENIZER.end, 66])) == "AB"
-    assert TOKENIZER.decode(np.array([65, 0xFF])) == "A\ufffd"
-
-
 def test_a_document_begins_and_ends_with_the_separator():
     one, two = TOKENIZER.encode_documents(["AB", ""])
     assert one.tolist() == [256, 65, 66, 256] and two.tolist() == [256, 256]
-    assert one.dtype == np.uint16
+    assert one.dtype == np.uint16 and TOKENIZER.decode(np.append(one, 0xFF)) == "AB\ufffd"
 
 
 def test_the_bytes_of_answers_are_counted():
@@ -37,9 +32,3 @@ def test_the_bytes_of_answers_are_counted():
     (tokens, counted), (_, all_counted) = TOKENIZER.encode_chats(chats)
     assert TOKENIZER.decode(tokens[counted]) == "ab"
     assert len(counted) == len(tokens) == 8 and all_counted is None
-
-
-def test_the_beginning_of_a_document_has_no_end_token():
-    assert TOKENIZER.encode_beginning("AB").tolist() == [256, 65, 66]
-    assert TOKENIZER.encode_beginning("").tolist() == [256]
-    assert TOKENIZER.encode_chat_beginning("AB").tolist() == [256, 65, 66]

@@ -167,28 +167,6 @@ def test_a_step_is_built_as_the_config_says(dtype, count):
     assert "skips" not in eqx.filter_eval_shape(plain, BATCHES.batch(0), state)[1]
 
 
-def test_only_what_is_trainable_is_differentiated_and_has_optimizer_state():
-    model = (next_byte(5), next_byte(5), jnp.arange(3), "name")
-
-    def loss(model, batch):
-        value, metrics = next_byte_loss(model[0], batch)
-        return value + next_byte_loss(model[1], batch)[0], metrics
-
-    momentum = optax.sgd(0.5, momentum=0.9)
-    second = (*(jax.tree.map(lambda _, own=own: own == 1, model[own]) for own in range(2)), False, False)
-    state = TrainState.init(model, momentum, second)
-    assert state.trained[0].table is None and state.frozen[1].table is None
-    assert len([leaf for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]) == 1
-    expected, alone = STEP(BATCHES.batch(0), TrainState.init(model[1], SGD))
-    for count in (1, 2):
-        after, metrics = compiled_step(
-            BATCHES.batch(0), state, loss_function=loss, optimizer=momentum, microbatches=count
-        )
-        np.testing.assert_array_equal(after.model[0].table, model[0].table)
-        np.testing.assert_allclose(after.model[1].table, expected.model.table, atol=1e-6)
-        np.testing.assert_allclose(metrics["grad_norm"], alone["grad_norm"], rtol=1e-6)
-
-
 def test_what_is_trainable_may_be_a_predicate_and_integers_are_not():
     state = TrainState.init((next_byte(5), next_byte(6)), SGD, lambda leaf: leaf.shape == (6, 6))
     assert state.trained[0].table is None and state.trained[1].table.shape == (6, 6)

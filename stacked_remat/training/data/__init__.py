@@ -1,5 +1,1 @@
-"""The data pipeline, from files to training batches.
-
-Its steps, in order: `files`, `records`, `tokenizers`, `token_cache`, `packing`, `batch_stream`. The public
-names are in `stacked_remat.training`.
-"""
+"""The data pipeline: files, records, tokenizers, token cache, packing, batch stream, one after the other."""

@@ -49,7 +49,7 @@ class HuggingFaceTokenizer(Tokenizer):
             key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
         }
         end = specials.get("eos_token")
-        ends = [vocabulary[one] for one in (_USUAL_ENDS if end is None else (end,)) if one in vocabulary]
+        ends = [vocabulary[one] for one in ((end,) if end else _USUAL_ENDS) if one in vocabulary]
         if not ends:
             raise DataError(
                 f"data.tokenizer = {name!r} has no end-of-text token: "

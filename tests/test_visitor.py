@@ -341,14 +341,18 @@ def test_no_layers_and_layers_under_another_name(layers):
     x = want = jnp.ones(4)
     for block in blocks:
         want = block(want)
-    for remat in (True, False, "nested", "offload"):
-        found, of_x = jax.value_and_grad(lambda x, remat=remat: jnp.sum(blocks.fold(x, remat=remat)))(x)
-        assert_close(found, jnp.sum(want))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(x, remat):
+        found = jax.value_and_grad(lambda x: jnp.sum(blocks.fold(x, remat=remat)))(x)
         y, sweep_back = blocks.fold_vjp(x, remat=remat)
-        assert_close(y, want)
-        of_y = jax.grad(lambda x, remat=remat: jnp.sum(blocks.fold_vjp(x, remat=remat)[0]))(x)
-        assert_close(of_y, of_x)
-        for result in (sweep_back(x), sweep_back(x, lambda visit, _: LayerResult(*visit.vjp("carry")))):
+        of_y = jax.grad(lambda x: jnp.sum(blocks.fold_vjp(x, remat=remat)[0]))(x)
+        return found, y, of_y, sweep_back(x), sweep_back(x, lambda visit, _: LayerResult(*visit.vjp("carry")))
+
+    for remat in (True, False, "nested", "offload"):
+        (found, of_x), y, of_y, *results = run(x, remat)
+        assert_close((found, y, of_y), (jnp.sum(want), want, of_x))
+        for result in results:
             assert_close(result.carry, of_x)
             assert result.layers.stacked.weight.axes == (Blocks, Embed)
 

@@ -323,13 +323,13 @@ class Stacked(StackedKinds[M]):
 
         ```python
         blocks = Stacked.of([Block(key) for key in keys], remat="nested")
-        blocks = Stacked.of(eqx.filter_vmap(Block)(keys))  # stacked already
+        blocks = Stacked.of(eqx.filter_vmap(Block)(keys), len(keys))  # stacked already
         ```
 
         Args:
             layers: modules of one structure, in order, at least one; or one module whose arrays all have a
                 first dimension for the layers.
-            Layers: their axis, its name, or their number.
+            Layers: their axis, its name, or their number; of one module its axis or number.
             remat: the checkpoint policy. See `ScanCheckpointPolicy`.
 
         Returns:
@@ -341,15 +341,20 @@ class Stacked(StackedKinds[M]):
             ValueError: for another number of layers than the axis has; for layers that differ in the shape,
                 axes or dtype of an array, in their structure, in a bool, a string or a function, or in a
                 static field: names the path and both values.
-            TypeError: for anything but a sequence of modules, or one.
+            TypeError: for anything but a sequence of modules, or one with the number of layers.
         """
         what = f"{cls.__name__}.of"
         Layers = axis_or_name(Layers, what)
         is_stacked = isinstance(layers, eqx.Module)
         if not is_stacked:
             check_modules(layers, what)
+        elif isinstance(Layers, str):
+            raise TypeError(
+                f"{what} takes a list of layers; got one module, {type(layers).__name__}. Where its arrays have "
+                f"the layers in front already, say how many: {what}(module, 6)."
+            )
         size = number_of_layers(layers) if is_stacked else len(layers)
-        if not size:
+        if not is_stacked and not size:
             raise ValueError(
                 f"{what} takes at least one layer; got none. Build the stack by {cls.__name__}.init."
             )

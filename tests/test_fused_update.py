@@ -400,6 +400,9 @@ class TestRefused:
         fused = fused_update(loss, optimizer)
         with pytest.raises(ValueError, match="update of .named.* depends on the gradient of .embedding"):
             fused.init(model())
+        alone = fused_update(lambda blocks, x: jnp.mean(blocks.fold(x)), optimizer)
+        with pytest.raises(ValueError, match=r"update of .*\[1\] depends on the gradient of .*\[0\]"):
+            alone.init(weights())
 
     def test_models_states_and_options(self):
         before = model()

@@ -295,7 +295,7 @@ def test_a_stack_of_layers_that_keep_state(of):
         blocks, state = Stacked.of(layers), jax.tree.map(lambda *counts: jnp.stack(counts), *states)
     else:
         layers = [Counter(step) for step in steps] if of == "list" else eqx.filter_vmap(Counter)(steps)
-        blocks, state = eqx.nn.make_with_state(Stacked.of)(layers)
+        blocks, state = eqx.nn.make_with_state(Stacked.of)(layers, 3)
     x, new = blocks.fold(jnp.zeros(()), state)
     assert x == 6.0 and jax.tree.leaves(new)[0].tolist() == [1, 1, 1]
     assert jax.tree.structure(Stacked.of(blocks.unstacked())) == jax.tree.structure(blocks)

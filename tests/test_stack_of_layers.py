@@ -86,9 +86,9 @@ def test_a_module_that_is_stacked_already():
     def build(key):
         return Layer(jax.random.normal(key, (3, 3)), [Inner(hax.random.normal(key, Embed))])
 
-    stack, x = Stacked.of(eqx.filter_vmap(build)(keys)), jnp.ones(3)
+    stack, x = Stacked.of(eqx.filter_vmap(build)(keys), 3), jnp.ones(3)
     assert Axis("layers", 3) == stack.Layers
     assert stack.stacked.inner[0].named.axes == (stack.Layers, Embed)
     np.testing.assert_allclose(stack.fold(x), Stacked.of([build(key) for key in keys]).fold(x), rtol=1e-6)
     with pytest.raises(ValueError, match=r"size 3(.|\n)*stacked.bias has leading dimension 2"):
-        Stacked.of(Layer(jnp.ones((3, 3, 3)), [], bias=jnp.ones((2, 3))))
+        Stacked.of(Layer(jnp.ones((3, 3, 3)), [], bias=jnp.ones((2, 3))), 3)

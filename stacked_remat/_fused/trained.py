@@ -1,5 +1,6 @@
 """Which arrays of a model a fused update trains, and the trees in which an optimizer is given them."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -181,13 +182,31 @@ class Trained:
 
         `dtype` is that of the gradients, None for that of the arrays.
         """
+        found = coupling(optimizer, *self._with_layers(1), dtype)
+        if found is None:
+            # A second layer finds what reads all arrays, such as a norm; an optimizer that knows arrays
+            # by the nodes that hold them may not take it.
+            with contextlib.suppress(Exception):
+                found = coupling(optimizer, *self._with_layers(2), dtype)
+        if found is not None:
+            raise ValueError(found)
+
+    def _with_layers(self, count: int) -> tuple[PyTree, list[tuple[int, int]]]:
+        """The model with the types of this many layers in each stack, and the part that each belongs to.
+
+        In the place of an array are those of two layers.
+        """
         nodes, owners = list(self.trained), []
         for i, node in enumerate(self.nodes):
-            number = self.followed.index(i) if i in self.followed else None
-            if number is not None:
-                nodes[i] = _with_layer(node, self.layer_types(number))
-            owners += [-1 if number is None else number] * len(jax.tree.leaves(nodes[i]))
-        check_separable(optimizer, self._tree(nodes), owners, dtype)
+            if i not in self.followed:
+                owners += [(-1, 0)] * len(jax.tree.leaves(nodes[i]))
+                continue
+            number = self.followed.index(i)
+            layer = self.layer_types(number)
+            owners += [(number, k) for k in range(count)] * len(jax.tree.leaves(layer))
+            layers = layer if count == 1 else jax.tree.map(lambda leaf: (leaf,) * count, layer)
+            nodes[i] = _with_layer(node, layers)
+        return self._tree(nodes), owners
 
 
 def _folded(model: PyTree, paths: list[KeyPath]) -> list[FoldedLayers]:
@@ -225,8 +244,10 @@ def _with_layer(stack: PyTree, layer: PyTree) -> PyTree:
     return eqx.tree_at(lambda stack: stack.stacked, stack, layer, is_leaf=_is_none)
 
 
-def check_separable(optimizer: Any, params: PyTree, owners: Sequence[int], dtype: DTypeLike | None) -> None:
-    """Refuse an optimizer that updates one part by the gradient of another, or changes its state's types.
+def coupling(
+    optimizer: Any, params: PyTree, owners: Sequence[tuple[int, int]], dtype: DTypeLike | None
+) -> str | None:
+    """How an optimizer updates one part by the gradient of another; refuses a state whose types change.
 
     Traces its update of all parts at once and follows the data, through the state to later steps too. Nothing
     is computed. `params` are types, and `owners` the part that each of them belongs to.
@@ -242,7 +263,7 @@ def check_separable(optimizer: Any, params: PyTree, owners: Sequence[int], dtype
     state_in, state_out = invars[count : count + states], outvars[-states:] if states else []
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(params)]
     if len(jax.tree.leaves(updates)) != count:
-        return  # optax has the error message for it
+        return None  # optax has the error message for it
     for owner in sorted(set(owners)):
         own = [i for i in range(count) if owners[i] == owner]
         reached = {invars[i] for i in own} | {invars[count + states + i] for i in own}
@@ -254,13 +275,15 @@ def check_separable(optimizer: Any, params: PyTree, owners: Sequence[int], dtype
             reached |= later
         coupled = [i for i in range(count) if owners[i] != owner and outvars[i] in found]
         if coupled:
-            raise ValueError(
-                f"The optimizer's update of {paths[coupled[0]]} depends on the gradient of {paths[own[0]]}, "
-                "and a fused update has no two layers' gradients at once. Of the transformations of optax, "
-                "clip_by_global_norm, apply_if_finite and MultiSteps do this. For clipping give fused_update "
+            updated, read = paths[coupled[0]], paths[own[0]]
+            return (
+                f"The optimizer's update of {updated} depends on the gradient of {read}, and a fused update "
+                "has no two layers' gradients at once. Of the transformations of optax, clip_by_global_norm, "
+                "apply_if_finite and MultiSteps do this. For clipping give fused_update "
                 "max_grad_norm=...; leave the others out. Its arrays are "
                 f"{shortened(paths, most=8)}."
             )
+    return None
 
 
 def _check_types(before: PyTree, after: PyTree) -> None:

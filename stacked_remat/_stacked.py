@@ -350,8 +350,8 @@ class Stacked(StackedKinds[M]):
             check_modules(layers, what)
         elif isinstance(Layers, str):
             raise TypeError(
-                f"{what} takes a list of layers; got one module, {type(layers).__name__}. Where its arrays have "
-                f"the layers in front already, say how many: {what}(module, 6)."
+                f"{what} takes a list of layers; got one module, {type(layers).__name__}. Where its arrays "
+                f"have the layers in front already, say how many: {what}(module, 6)."
             )
         size = number_of_layers(layers) if is_stacked else len(layers)
         if not is_stacked and not size:

@@ -36,7 +36,7 @@ def held_out_evaluators(
         partitioning: shards the batches; must be active when the evaluators are called.
 
     Raises:
-        ConfigError: `held_out` has fewer batches.
+        ConfigError: `held_out` has fewer batches; an evaluator finds no token that counts.
     """
     compiled = eqx.filter_jit(lambda model, batch: loss_function(model, batch)[1]["loss"])
     shard = (partitioning or Partitioning.one_device()).shard_batch
@@ -50,15 +50,15 @@ def held_out_evaluators(
                 own = float(jnp.sum(batch.weights.array))
                 total += float(compiled(model, batch)) * own
                 tokens += own
+            if not tokens:
+                raise ConfigError(f"No token of the set {name} counts as a target. Hold out other text.")
             return total / tokens
 
         return evaluate
 
-    parts = by_source.items() if len(by_source) > 1 else ()
-    found = {"held_out": evaluator("held_out", held_out, num_batches)}
-    for name, text in ((f"held_out/{source}", text) for source, text in parts):
-        found[name] = evaluator(name, text, min(num_batches, len(text)))
-    return found
+    sets = {f"held_out/{source}": text for source, text in by_source.items()} if len(by_source) > 1 else {}
+    own = {name: evaluator(name, text, min(num_batches, len(text))) for name, text in sets.items()}
+    return {"held_out": evaluator("held_out", held_out, num_batches), **own}
 
 
 def check_batches(held_out: HeldOutSet, num_batches: int, name: str, key: str) -> None:

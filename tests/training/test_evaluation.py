@@ -1,5 +1,7 @@
 """The mean loss on held-out batches, overall and per source."""
 
+import equinox as eqx
+import haliax as hax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,6 +56,12 @@ def test_each_of_several_sources_has_a_loss_of_its_own_and_all_share_one_compila
     assert found["held_out/web"] != found["held_out/my_chats"]
 
 
+class Blank(list):
+    """Batches, as of held-out text."""
+
+    batch = list.__getitem__
+
+
 def test_a_single_source_is_evaluated_once_and_too_little_text_is_refused():
     some = held_out_of(np.zeros(81, np.uint16), 8, 2)
     assert list(held_out_evaluators(next_byte_loss, some, {"only": some}, 3)) == ["held_out"]
@@ -61,3 +69,6 @@ def test_a_single_source_is_evaluated_once_and_too_little_text_is_refused():
         ConfigError, match="The set held_out has 5 batches, fewer than trainer.eval_batches = 6"
     ):
         held_out_evaluators(next_byte_loss, some, {"only": some}, 6)
+    blank = eqx.tree_at(lambda batch: batch.weights, some.batch(0), replace_fn=hax.zeros_like)
+    with pytest.raises(ConfigError, match="No token of the set held_out counts as a target"):
+        held_out_evaluators(next_byte_loss, Blank([blank]), {}, 1)["held_out"](next_byte(7))

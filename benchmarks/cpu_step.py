@@ -77,14 +77,7 @@ SIZES = Sizes()
 
 
 class Pair(NamedTuple):
-    """Ours and theirs.
-
-    Attributes:
-        name: of what they compute.
-        remat: the policy of our layers.
-        ours: computes it, and gives numbers to compare.
-        theirs: the same.
-    """
+    """Ours and theirs, which compute the same and give numbers to compare, and the policy of our layers."""
 
     name: str
     remat: str

@@ -97,14 +97,7 @@ has_done_steps() {{ [ "$(wc -l <run/metrics.jsonl)" -gt 2 ]; }}
 
 
 class Case(NamedTuple):
-    """A fault or a bad input.
-
-    Attributes:
-        name: of the case.
-        commands: cause the fault and run the command, whose status is theirs.
-        message: part of the command's message.
-        status: the exit status.
-    """
+    """A fault: commands of bash that cause it and run a command, and how this should end."""
 
     name: str
     commands: str

@@ -45,17 +45,10 @@ SHARES = (0.5, 0.9)
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and on what.
+    """What is trained: the losses `[batch]` are of a model and the arrays of some rows.
 
-    Attributes:
-        name: for the table.
-        model: before the first step.
-        losses: (model, batch) to the loss of each example, `[batch]`.
-        batch: the arrays of some examples, by their rows.
-        count: of the examples to train on; held-out ones follow them.
-        rate: the highest learning rate.
-        eps_root: of Adam: the larger, the smoother the run is as a function of the weights.
-        wrong: which examples have a wrong label; None if labels are not planted.
+    There are `count` examples to train on, and held-out ones follow them; `wrong` ones have a planted label.
+    With a larger `eps_root` of Adam the run is smoother as a function of the weights.
     """
 
     name: str
@@ -110,11 +103,7 @@ def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:
 class Training:
     """The training of a task, from the same start and in the same order whatever weights the examples have.
 
-    Args:
-        task: what is trained.
-        epochs: how often it sees each example.
-        held_out: how many examples are held out, in `targets` parts.
-        targets: see there.
+    The held-out examples are in `targets` parts.
     """
 
     def __init__(self, task: Task, epochs: int, held_out: int, targets: int):

@@ -28,13 +28,9 @@ FULL = Sizes(inner=16_384)
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """Layers of several kinds.
+    """Layers of several kinds, whose inner widths are shares of the widest one, in a cycle.
 
-    Attributes:
-        name: what they are.
-        shares: the inner width of each kind, as a part of the widest.
-        cycle: the kind of each layer, again and again.
-        left_over: how many layers there are above a whole number of cycles.
+    There are `left_over` layers above a whole number of cycles.
     """
 
     name: str

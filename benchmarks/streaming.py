@@ -43,14 +43,7 @@ class Experts(eqx.Module):
 
 
 class Build(NamedTuple):
-    """How to make a stack.
-
-    Attributes:
-        layers: how many.
-        block: makes a layer from a key.
-        remat: the policy.
-        streamed: whether they are on the host.
-    """
+    """How to make a stack of so many layers, each from a key; `streamed` ones are on the host."""
 
     layers: int
     block: Callable[..., Any]

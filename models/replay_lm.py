@@ -86,7 +86,7 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         own = -np.asarray(found[index])
         unknown = np.full(own.shape, np.nan, np.float32)
         log.append(ghost.StepScores(first + index + 1, ids, unknown, {"replay": own}, texts=shown))
-    log.close()
+    log.flush()
     shown_on(console)(
         f"replayed steps {first + 1} to {last}; held-out loss {float(loss):.4f} after them\n"
         f"  python -m stacked_remat.ghost top {log.folder}"

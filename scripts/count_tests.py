@@ -20,11 +20,10 @@ def count(report: Path) -> Counter[str]:
     """
     try:
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    except (OSError, ElementTree.ParseError) as problem:
-        print(f"{report}: no report of a test run ({problem})", file=sys.stderr)
-        return Counter(failed=1)
+    except (OSError, ElementTree.ParseError):
+        cases = []
     if not cases:
-        print(f"{report}: no test ran", file=sys.stderr)
+        print(f"{report}: no report of tests", file=sys.stderr)
         return Counter(failed=1)
     kinds: dict[tuple[str | None, str | None], set[str]] = {}
     for case in cases:

@@ -13,7 +13,6 @@ from pathlib import Path
 from .log import ScoreLogError, import_pyarrow, log_folder, read_scores
 from .ranking import NORMALIZATIONS, print_examples, print_layers
 
-_PURPOSE = "Shows the most helpful and the most harmful training examples of a run, and where they act."
 _COMMANDS = {
     "top": "the examples whose gradients agree most with the direction: training on them lowers the "
     "validation loss most",
@@ -41,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m stacked_remat.ghost", description=_PURPOSE)
+    parser = argparse.ArgumentParser(
+        prog="python -m stacked_remat.ghost", description=(__doc__ or "").splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="top|bottom|by-layer")
     for name, meaning in _COMMANDS.items():
         command = commands.add_parser(name, help=meaning, description=meaning)

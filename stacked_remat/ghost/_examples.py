@@ -16,14 +16,10 @@ from ..ops.per_device import each_example, mesh_axes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """The arrays of a batch.
+    """The leaves of a batch, and which dimension of each has the examples, None where it has none.
 
-    Attributes:
-        leaves: of the batch; named ones and those that are marked `stacked_remat.shared` as one.
-        tree: its structure.
-        dimensions: which dimension of each leaf has the examples, None where it has none.
-        Batch: the axis of the examples.
-        over: the axes of the mesh that divide them.
+    Named arrays and those that are marked `stacked_remat.shared` are one leaf. The examples are divided over
+    these axes of the mesh.
     """
 
     leaves: list[Any]

@@ -1,6 +1,5 @@
 """Gradients, and the dot product of every example's gradient with a direction, in one backward pass."""
 
-import dataclasses
 from typing import Any, Literal
 
 import equinox as eqx
@@ -32,12 +31,12 @@ class GradDots(eqx.Module):
     """
 
     loss: Any
-    scores: dict[str, NamedArray]
     total: NamedArray
     direction_norm: Any
-    norms: dict[str, NamedArray] | None
-    total_norm: NamedArray | None
-    aux: Any
+    scores: dict[str, NamedArray] = eqx.field(default_factory=dict)
+    norms: dict[str, NamedArray] | None = None
+    total_norm: NamedArray | None = None
+    aux: Any = None
 
     @property
     def cosines(self) -> NamedArray:
@@ -222,29 +221,27 @@ def grad_dot(
             own = objective.parts(losses)[0]
             total = of_documents(along, own, example_ids, Examples, of_mean=tokens == "mean")
         return gradients, _found(scoring, loss=value, aux=aux, total=total)
+    beside = {}
     if norms:
         (value, aux), gradients = task.value_and_grad()
         scores, squares = one_at_a_time(scoring)
+        own, of_all = jax.tree.map(jnp.sqrt, _named(scoring, granularity, squares))
+        beside = {"norms": own, "total_norm": of_all}
     else:
         (value, aux), gradients, scores = in_one_pass(scoring)
         given = [leaf for leaf in jax.tree.leaves((task, scoring.direction)) if eqx.is_inexact_array(leaf)]
         scores = {path: not_differentiable(_NO_DERIVATIVES, score, given) for path, score in scores.items()}
-        squares = None
         if check is not False and scoring.Batch.size > 1:
             scores = checked_apart(scores, *losses_alone(task))
     scores = _checked(scoring, gradients, scores, objective.scale(scoring.Batch.size), check)
-    found = _found(scoring, loss=value, aux=aux, **_named(scoring, granularity, scores, "scores", "total"))
-    if squares is None:
-        return gradients, found
-    norms_of = jax.tree.map(jnp.sqrt, _named(scoring, granularity, squares, "norms", "total_norm"))
-    return gradients, dataclasses.replace(found, **norms_of)
+    own, total = _named(scoring, granularity, scores)
+    return gradients, _found(scoring, loss=value, aux=aux, scores=own, total=total, **beside)
 
 
 def _found(scoring: Scoring, **found: Any) -> GradDots:
     arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
     squares = sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))
-    found |= {"direction_norm": jnp.sqrt(squares)}
-    return GradDots(**({"scores": {}, "norms": None, "total_norm": None} | found))
+    return GradDots(direction_norm=jnp.sqrt(squares), **found)
 
 
 _NO_DERIVATIVES = (
@@ -269,14 +266,12 @@ def _check_options(
         raise ValueError('example_ids gives totals of documents: granularity="total", without norms.')
 
 
-def _named(
-    scoring: Scoring, granularity: str, found: dict[str, Any], of_leaves: str, of_all: str
-) -> dict[str, Any]:
-    """Numbers of arrays, none if only the total is asked for, and their sum, as fields of a `GradDots`."""
+def _named(scoring: Scoring, granularity: str, found: dict[str, Any]) -> tuple[Any, NamedArray]:
+    """Numbers of arrays, none if only the total is asked for, and their sum."""
     every, total = scoring.named(found), hax.zeros(scoring.Batch, dtype=jnp.float32)
     for each in every.values():
         total = total + hax.sum(each, axis=[axis for axis in each.axes if axis != scoring.Batch])
-    return {of_leaves: every if granularity == "leaf" else {}, of_all: total}
+    return every if granularity == "leaf" else {}, total
 
 
 def _checked(

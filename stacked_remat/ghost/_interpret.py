@@ -18,7 +18,7 @@ from .._sweep.primitive import Rule, Sweep, sweep_of
 from .._sweep.rules import Linear
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
-from ._traced import equations_of, trace, type_of
+from ._traced import equations_of, trace
 from ._weights import (
     Along,
     UnsupportedLeafError,
@@ -196,7 +196,7 @@ class Interpreter:
             return self.arrays(kind.jaxpr, given)
 
         more = [jax.typeof(array) for array in _extra(common)]
-        extra = [type_of(array, array.shape[1:]) for array in _extra(own)]
+        extra = [jax.eval_shape(lambda rows: rows[0], array) for array in _extra(own)]
         given = types[: ends[0]], more, types[ends[0] : ends[1]], types[ends[1] :], extra
         return jax.make_jaxpr(layer)(*given)
 

@@ -11,19 +11,18 @@ _ELEMENTWISE = (
 )
 
 
-def _without(removed: str) -> Callable[[int, Any], int | None]:
-    def moved(at: int, params: Any) -> int | None:
-        gone = params[removed]
-        return None if at in gone else at - sum(other < at for other in gone)
-
-    return moved
+def _without(gone: Sequence[int], at: int) -> int | None:
+    return None if at in gone else at - sum(other < at for other in gone)
 
 
 # Where a dimension of the operands is in the result, from the parameters.
 _MOVED: dict[str, Callable[[int, Any], int | None]] = {
     **dict.fromkeys(_ELEMENTWISE, lambda at, params: at),
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"), _without("axes")),
-    "squeeze": _without("dimensions"),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"),
+        lambda at, params: _without(params["axes"], at),
+    ),
+    "squeeze": lambda at, params: _without(params["dimensions"], at),
     "transpose": lambda at, params: params["permutation"].index(at),
     "broadcast_in_dim": lambda at, params: params["broadcast_dimensions"][at],
 }

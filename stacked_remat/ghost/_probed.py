@@ -38,17 +38,13 @@ class ProbedLeaf:
 
 def probed_leaves(model: Any) -> dict[str, ProbedLeaf]:
     """A model's arrays, by their paths as `jax.tree_util.keystr` writes them."""
-    found = {}
-    for at, node in jtu.tree_leaves_with_path(model, is_leaf=_is_leaf_or_stack):
+    found, is_leaf = {}, lambda node: is_named(node) or isinstance(node, Stacked)
+    for at, node in jtu.tree_leaves_with_path(model, is_leaf=is_leaf):
         Layers = node.Layers if isinstance(node, Stacked) else None
         for keys, leaf in jtu.tree_leaves_with_path(node, is_leaf=is_named):
             path = (*at, *keys)
             found[jtu.keystr(path)] = ProbedLeaf(dotted(model, path), Layers, _dimension(leaf, Layers))
     return found
-
-
-def _is_leaf_or_stack(node: Any) -> bool:
-    return is_named(node) or isinstance(node, Stacked)
 
 
 def _dimension(leaf: Any, Layers: Axis | None) -> int | None:
@@ -59,14 +55,7 @@ def _dimension(leaf: Any, Layers: Axis | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scoring:
-    """What is scored.
-
-    Attributes:
-        task: the loss and the batch.
-        leaves: the arrays of the model, by their paths.
-        direction: the arrays of the direction by their paths.
-        Batch: the axis of the examples.
-    """
+    """What is scored: arrays of the model and the direction by their paths, and the axis of the examples."""
 
     task: Task
     leaves: dict[str, ProbedLeaf]

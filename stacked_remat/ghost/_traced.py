@@ -1,7 +1,7 @@
 """Functions of trees as programs on arrays."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -14,13 +14,9 @@ from .._scan.marks import is_named
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """A function of trees as a program on arrays.
+    """A function of trees as a program on arrays, which are its inputs.
 
-    Attributes:
-        closed: the program.
-        inputs: the arrays of the arguments.
-        shapes: the results as a tree, with the types of their arrays, and None for what is no array.
-        rest: the results that are no arrays.
+    `shapes` are the results as a tree, with the types of their arrays, and `rest` those that are no arrays.
     """
 
     closed: Any
@@ -52,11 +48,6 @@ def is_traced(leaf: Any) -> bool:
 def arrays_of(tree: Any) -> list[Any]:
     """The arrays of a tree, or their types."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_traced(leaf)]
-
-
-def type_of(array: Any, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
-    """The type of an array, or of one like it with another shape."""
-    return jax.ShapeDtypeStruct(tuple(shape), array.dtype, weak_type=getattr(array, "weak_type", False))
 
 
 def rounding(jaxpr: Any) -> Any:

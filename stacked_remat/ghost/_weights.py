@@ -39,11 +39,6 @@ class Along:
     probe: Any
     layers: int | None = None
 
-    def of_layer(self, number: Any) -> Any:
-        """The direction of one layer, zero elsewhere."""
-        numbers = lax.broadcasted_iota("int32", self.direction.shape, self.layers or 0)
-        return jnp.where(numbers == number, self.direction, jnp.zeros((), self.direction.dtype))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
@@ -131,24 +126,18 @@ def by_layer(group: Mapping[int, Along]) -> list[dict[int, Along]]:
     """Directions with one probe as directions of one layer each."""
     probes = [*next(iter(group.values())).probe]
     return [
-        {at: Along(along.path, along.of_layer(n), probe) for at, along in group.items()}
+        {
+            at: Along(along.path, _of_layer(along.direction, along.layers or 0, n), probe)
+            for at, along in group.items()
+        }
         for n, probe in enumerate(probes)
     ]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity
-class _Meeting:
-    """How the backward pass finds a score.
-
-    Attributes:
-        tangents: jaxpr from the direction, and the arrays that they need, to the tangents of the results.
-        layers: see `Along`.
-        varying: the axes of the mesh along which the score differs within a `jax.shard_map`.
-    """
-
-    tangents: Jaxpr
-    layers: int | None
-    varying: frozenset[str]
+def _of_layer(direction: Any, layers: int, number: Any) -> Any:
+    """The direction of one layer, zero elsewhere; `layers` is the dimension that has them."""
+    numbers = lax.broadcasted_iota("int32", direction.shape, layers)
+    return jnp.where(numbers == number, direction, jnp.zeros((), direction.dtype))
 
 
 def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any]]) -> list[Any]:
@@ -164,8 +153,35 @@ def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any
     direction = lax.stop_gradient(along.direction)
     given = (*results, direction, *arrays, along.probe)
     varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in given))
-    meeting = _Meeting(jaxpr, along.layers, varying)
-    return _deposit(meeting, results, varying_over(along.probe, varying), direction, arrays)
+    layers = along.layers
+
+    @jax.custom_vjp
+    def run(results: list[Any], probe: Any, direction: Any, arrays: list[Any]) -> list[Any]:
+        return _of_each_example(probe, results)
+
+    def forward(results: list[Any], probe: Any, *kept: Any) -> tuple[list[Any], Any]:
+        return _of_each_example(probe, results), kept
+
+    def backward(kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
+        direction, arrays = kept
+        # Between two barriers: else XLA merges its products with those of the forward pass, or leaves them
+        # for later, and their results stay in memory.
+        cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
+
+        def score(direction: Any) -> Any:
+            pairs = zip(cotangents, eval_jaxpr(jaxpr, (), direction, *arrays), strict=True)
+            return sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
+
+        if layers is None:
+            found = score(direction)
+        else:
+            parts = lambda number, at=layers: score(_of_layer(direction, at, number))  # noqa: E731
+            found = lax.map(parts, jnp.arange(direction.shape[layers]))
+        cotangents, found = lax.optimization_barrier((cotangents, found))
+        return cotangents, varying_over(found, varying), None, None
+
+    run.defvjp(forward, backward)
+    return run(results, varying_over(along.probe, varying), direction, arrays)
 
 
 def settled(value: Value) -> Any:
@@ -176,42 +192,6 @@ def settled(value: Value) -> Any:
         [value.array],
     )
     return array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _deposit(
-    meeting: _Meeting, results: list[Any], probe: Any, direction: Any, arrays: list[Any]
-) -> list[Any]:
-    return _of_each_example(probe, results)
-
-
-def _forward(
-    meeting: _Meeting, results: list[Any], probe: Any, direction: Any, arrays: list[Any]
-) -> tuple[list[Any], Any]:
-    return _of_each_example(probe, results), (direction, arrays)
-
-
-def _backward(meeting: _Meeting, kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
-    direction, arrays = kept
-    # Between two barriers: else XLA merges its products with those of the forward pass, or leaves them for
-    # later, and their results stay in memory.
-    cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
-
-    def score(direction: Any) -> Any:
-        pairs = zip(cotangents, eval_jaxpr(meeting.tangents, (), direction, *arrays), strict=True)
-        return sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
-
-    if meeting.layers is None:
-        found = score(direction)
-    else:
-        along = Along("", direction, None, meeting.layers)
-        numbers = jnp.arange(direction.shape[meeting.layers])
-        found = lax.map(lambda number: score(along.of_layer(number)), numbers)
-    cotangents, found = lax.optimization_barrier((cotangents, found))
-    return cotangents, varying_over(found, meeting.varying), None, None
-
-
-_deposit.defvjp(_forward, _backward)
 
 
 def _product(cotangent: Any, tangent: Any) -> Any:

@@ -160,10 +160,6 @@ class ScoreLog:
         _write(whole, self.folder / f"scores-from-{self._first:012}.parquet")
         self._tables, self._first = [], 0
 
-    def close(self) -> None:
-        """Writes what is in memory."""
-        self.flush()
-
 
 def log_folder(run: Path) -> Path:
     """The folder of a run's log: `ghost/` of a run folder, or the folder itself.

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import equinox as eqx
+import jax
 import numpy as np
 
+from .._scan.marks import is_named, raw_array
 from ._by_example import check_examples
 from ._grad_dot import GradDots, grad_dot, val_direction
 from ._losses import Loss, Objective, Reduction
@@ -119,9 +121,12 @@ class GhostManager:
             return None
         found, losses = self._found
         if self.log is not None:
-            scores = _plain_arrays(found.scores or {"model": found.total})  # of granularity="total"
-            norms = None if found.norms is None else _plain_arrays(found.norms or {"model": found.total_norm})
-            self.log.append(StepScores(step, examples, np.asarray(losses), scores, norms, texts))
+            scores = found.scores or {"model": found.total}  # of granularity="total"
+            norms = None if found.norms is None else found.norms or {"model": found.total_norm}
+            losses, scores, norms = jax.tree.map(
+                lambda leaf: np.asarray(raw_array(leaf)), (losses, scores, norms), is_leaf=is_named
+            )
+            self.log.append(StepScores(step, examples, losses, scores, norms, texts))
         return found
 
     def clear_gradients(self) -> None:
@@ -161,8 +166,3 @@ class GhostManager:
         gradients, found = grad_dot(model, self.losses, batch, **options)
         losses = Objective(self.reduction, self.options.get("tokens")).of_examples(self.losses(model, batch))
         return gradients, found, losses
-
-
-def _plain_arrays(named: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Named arrays `[batch]` or `[layers, batch]` on the host."""
-    return {path: np.asarray(one.array) for path, one in named.items()}

@@ -1,11 +1,7 @@
-"""The log of scores: its rows, runs that resume or are killed, and what its command prints and refuses."""
+"""The log of scores: its rows, runs that resume, and what its command prints and refuses."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -49,7 +45,7 @@ def written(folder, steps, *, resumed_after=None, flush_every=2, **options):
         log.append(step_scores(step, **options))
         if number % flush_every == 0:
             log.flush()
-    log.close()
+    log.flush()
     return folder
 
 
@@ -76,35 +72,12 @@ def test_a_run_that_resumes_leaves_the_rows_of_one_that_was_not_interrupted(tmp_
     assert rows_of(folder) == expected
 
 
-def test_a_killed_process_leaves_whole_files(tmp_path):
-    code = f"""
-import itertools
-from tests.ghost.test_log import ScoreLog, step_scores
-log = ScoreLog(__import__("pathlib").Path({str(tmp_path)!r}))
-for step in itertools.count(1):
-    log.append(step_scores(step))
-    log.flush()
-"""
-    process = subprocess.Popen([sys.executable, "-c", code])
-    until = time.monotonic() + 120
-    while len(list(tmp_path.glob("*.parquet"))) < 20:
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    rows = rows_of(tmp_path)
-    last = rows[-1]["step"]
-    assert last >= 20
-    written(tmp_path, range(16, last + 3), resumed_after=15)  # the run's checkpoint is older
-    assert rows_of(tmp_path) == rows_of(written(tmp_path.parent / "whole", range(1, last + 3)))
-
-
 def test_what_does_not_fit_the_log_is_refused(tmp_path):
     log = ScoreLog(tmp_path)
     log.append(step_scores(5))
     with pytest.raises(ValueError, match="step 5 come after those of step 5"):
         log.append(step_scores(5))
-    log.close()
+    log.flush()
     with pytest.raises(ScoreLogError, match="has scores of an earlier run .*Give resumed_after"):
         ScoreLog(tmp_path)
     zeros = np.zeros(2)

@@ -93,24 +93,11 @@ def test_derivatives_are_those_of_the_unrolled_run(optimizer, per_step):
 
 
 def test_plain_arrays_and_losses_and_a_number_of_steps():
-    def plain(model, batch):
-        return jnp.mean((batch @ model) ** 2, axis=-1)
-
-    optimizer = optax.sgd(0.1)
+    plain = lambda model, batch: jnp.mean((batch @ model) ** 2, axis=-1)  # noqa: E731
+    optimizer, model = optax.sgd(0.1), jnp.eye(3)
     batches = jax.random.normal(jax.random.key(0), (Steps.size, Examples.size, 3))
-    model = jnp.eye(3)
-    found = jax.jit(
-        lambda model: (
-            replay(
-                weighted_step(plain, optimizer),
-                (model, optimizer.init(model)),
-                batches,
-                lambda state: jnp.sum(state[0] ** 2),
-                Steps.size,
-                Examples,
-            ).examples
-        )
-    )(model)
+    run = functools.partial(replay, weighted_step(plain, optimizer), (model, optimizer.init(model)), batches)
+    found = jax.jit(lambda: run(lambda state: jnp.sum(state[0] ** 2), Steps.size, Examples).examples)()
 
     def final(weights):
         model = jnp.eye(3)

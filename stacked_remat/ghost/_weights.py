@@ -1,7 +1,6 @@
 """Values of a traced program that depend on weights, and scores from their derivatives along directions."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -186,12 +185,10 @@ def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any
 
 def settled(value: Value) -> Any:
     """A value as an array, with deposits for the weights that it alone depends on."""
-    (array,) = functools.reduce(
-        lambda arrays, along: deposit(arrays, along, lambda direction: [direction]),
-        value.alongs,
-        [value.array],
-    )
-    return array
+    arrays = [value.array]
+    for along in value.alongs:
+        arrays = deposit(arrays, along, lambda direction: [direction])
+    return arrays[0]
 
 
 def _product(cotangent: Any, tangent: Any) -> Any:

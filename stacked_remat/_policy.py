@@ -241,13 +241,30 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     if not isinstance(spec, bool | str):
         raise TypeError(
             "remat is a ScanCheckpointPolicy, a bool, an alias or one of jax.checkpoint_policies; got "
-            f"{spec!r} ({type(spec).__name__}). "
-            "For a number of segments write ScanCheckpointPolicy(nested=k), of carries max_carries=k."
+            + _no_policy(spec)
         )
     if spec not in ALIASES:
         valid = ", ".join(repr(alias) for alias in ALIASES)
+        if hasattr(jax.checkpoint_policies, str(spec)):
+            valid = f"jax.checkpoint_policies.{spec}, {valid}"
         raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
     return ALIASES[spec]
+
+
+def _no_policy(spec: Any) -> str:
+    """What stands in place of a policy, and what to write."""
+    name = type(spec).__name__
+    if isinstance(spec, type):
+        return f"the class {spec.__name__}. Write {spec.__name__}(), with what to keep."
+    if name == ScanCheckpointPolicy.__name__:
+        library = type(spec).__module__.split(".")[0]
+        return f"a {name} of {library}. Import {name} from stacked_remat."
+    if isinstance(spec, list | tuple | set):
+        return f"{spec!r} ({name}). For names write ScanCheckpointPolicy(save_block_internals={spec!r})."
+    return (
+        f"{spec!r} ({name}). For a number of segments write ScanCheckpointPolicy(nested=k), of carries "
+        "max_carries=k."
+    )
 
 
 def kept_internals(**fields: Any) -> Kept:

@@ -22,7 +22,7 @@ from ._block_foldable import B, BlockFoldable, M, loop_over
 from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_ambiguous, check_stacked
-from ._scan.checks import axis_or_name, describe, layers_axis
+from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, per_kind, split_tree
 from ._scan.layer_state import arrays_in_indices, check_no_state, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
@@ -40,6 +40,7 @@ from ._stacked_methods import (
     check_layer_index,
     check_modules,
     layers_builder,
+    no_module,
 )
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
@@ -261,15 +262,7 @@ class Stacked(StackedKinds[M]):
         what = type(self).__name__
         stacked: Any = self.stacked
         if not isinstance(stacked, eqx.Module):
-            if isinstance(stacked, tuple) and any(isinstance(part, State) for part in stacked):
-                raise TypeError(
-                    f"{what} holds a module; got a pair of a module and its State. Write "
-                    f"eqx.nn.make_with_state({what}.init(Layers, Block))(...)."
-                )
-            raise TypeError(
-                f"{what} holds a module whose arrays are stacked; got {describe(stacked)}. Let the "
-                f"block be an eqx.Module, and build the stack by {what}.init(Layers, Block)(...)."
-            )
+            raise TypeError(f"{what} holds a module whose arrays are stacked; got {no_module(stacked)}")
         try:
             check_stacked(stacked, self.Layers, Caller(what, name_in_stack))
         except ValueError as error:

@@ -2,10 +2,11 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 import equinox as eqx
+from equinox.nn import State
 from haliax import Axis
 from jax.core import Tracer
 
@@ -99,11 +100,12 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
         isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
     )
     if is_block or not callable(Block):
-        write = f"{what}(Layers, {kind})(...)" if is_block else f"{what}(Layers, Block)(...)"
+        write = f"{what}(Layers, {kind if is_block else 'Block'})(...)"
+        if isinstance(Block, Sequence) and any(isinstance(layer, eqx.Module) for layer in Block):
+            write = "Stacked.of(layers)"
         raise TypeError(
             f"{what} takes the class of the blocks, or a function that builds one, and calls it for every "
-            f"layer; got {f'a {kind} that is built already' if is_block else f'{Block!r} ({kind})'}. "
-            f"Write {write}."
+            f"layer; got {f'a {kind} that is built already' if is_block else describe(Block)}. Write {write}."
         )
     if not inspect.isclass(Block):
         return Block
@@ -160,6 +162,12 @@ def no_module(value: Any) -> str:
         return f"{describe(value)}. To loop over arrays, stack them and use fold or scan."
     if is_of_nnx(type(value)):
         return f"a module of Flax NNX, {type(value).__name__}. Use stacked_remat.nnx."
+    if isinstance(value, tuple) and any(isinstance(part, State) for part in value):
+        build = "Stacked.init(Layers, Block)"
+        return f"a pair of a module and its State. Write eqx.nn.make_with_state({build})(...)."
+    if isinstance(value, Mapping | Iterator):
+        values = "layers.values()" if isinstance(value, Mapping) else "layers"
+        return f"{describe(value)}. Write list({values})."
     return f"{describe(value)}. Let it be an eqx.Module."
 
 

@@ -82,6 +82,14 @@ def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix
     problems += entry_problems(expected, found)
     count = len(templates)
     if problems and not expected and state_dict:
+        stacked = {key: (count, *shape) for key, shape in _shapes(templates[0], prefix).items()}
+        if not entry_problems(
+            stacked, {key: np.shape(state_dict[key]) for key in stacked if key in state_dict}
+        ):
+            raise ValueError(
+                f"The state dict has all layers in one array: {next(iter(stacked))!r} has {count} in front. "
+                "Write Stacked(haliax.state_dict.from_state_dict(stack.stacked, state_dict, prefix), Layers)."
+            )
         expects = "without a prefix" if prefix is None else f"with prefix {prefix!r}"
         raise ValueError(
             f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is "

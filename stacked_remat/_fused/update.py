@@ -12,6 +12,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
+from .._scan.checks import describe
 from .._scan.layer_axis import per_kind
 from .._scan.marks import PerKind
 from .._scan.sweep_back import SweepBack
@@ -180,10 +181,15 @@ class FusedUpdate:
 
     def __call__(self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
+        if not isinstance(state, FusedState):
+            raise ValueError(
+                f"The step takes the model and then its state; got {describe(state)} for the state. Write "
+                "state = update.init(model), and update(model, state, ...)."
+            )
         trained = Trained.of(model, self.trainable)
         given, structure = jax.tree.flatten(state)
         like = jax.eval_shape(lambda: self._first_state(trained))
-        if not isinstance(state, FusedState) or _shapes(state) != _shapes(like):
+        if _shapes(state) != _shapes(like):
             raise ValueError(
                 f"The state is not that of this model, which trains {len(trained.stacks)} stacks and "
                 f"{len(jax.tree.leaves(trained.only_rest()))} other arrays, and optimizer. Make it by its "

@@ -16,6 +16,7 @@ from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
 from .._static import PyTree
+from .checks import describe
 from .layers import Loop, scan_layers
 from .marks import IsScanned, is_named, is_named_or_shaped_array, per_layer
 from .step import Call, Until
@@ -126,6 +127,8 @@ def lax_scan(
 
     Cost: as `scan`.
     """
+    if not callable(f):
+        raise TypeError(f"lax_scan takes a function first: lax_scan(f, init, xs); got {describe(f)}.")
     if any(is_named(leaf) for leaf in jax.tree.leaves(xs, is_leaf=is_named)):
         raise TypeError(
             "lax_scan splits plain arrays along their first dimension, and xs has a named array. "

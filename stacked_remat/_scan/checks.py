@@ -35,11 +35,12 @@ def layers_axis(axis: Any, what: str = "A stack") -> Axis:
             raise TypeError(
                 f"{what} takes the axis of the layers here; got the policy {axis!r}. Write remat={axis!r}."
             )
+        takes = f"{what} takes the axis of the layers or their number"
+        if isinstance(axis, eqx.Module):
+            fix = "Give the layers in a list." if what.endswith(".of") else "The axis is its Layers."
+            raise TypeError(f"{takes}; got {describe(axis)}. {fix}")
         name = repr(axis) if isinstance(axis, str) else "'layers'"
-        raise TypeError(
-            f"{what} takes the axis of the layers or their number; got {axis!r} ({type(axis).__name__}). "
-            f"Write hax.Axis({name}, size)."
-        )
+        raise TypeError(f"{takes}; got {axis!r} ({type(axis).__name__}). Write hax.Axis({name}, size).")
     if axis < 0:
         raise ValueError(f"{what} takes the number of layers; got {axis}.")
     return Axis("layers", int(axis))
@@ -79,6 +80,8 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: 
             fix = "For a function that returns (carry, output) use scan."
         elif what == "layer" and isinstance(after, tuple):
             fix = 'Unpack it: visit.vjp returns a tuple, (layer_ct,) = visit.vjp("layer").'
+        elif before is None and what in _FIRST_STATES:
+            fix = _FIRST_STATES[what]
         raise ValueError(f"{_structural_change(what, before, after)}. {fix}")
     for (path, a), (_, b) in zip(old, new, strict=True):
         where = f"The {what}{jtu.keystr(path)}"
@@ -98,6 +101,12 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: 
             raise ValueError(
                 f"{where} is not an array, so it must stay as it is; {a!r} goes in and {b!r} comes out."
             )
+
+
+_FIRST_STATES = {
+    "state": "Pass the first one: sweep_back(cotangent, visitor, state=jnp.zeros(())).",
+    "layer_state": "Pass the first of all layers, stacked: layer_state=jnp.zeros(Layers.size).",
+}
 
 
 def _structural_change(what: str, before: PyTree, after: PyTree) -> str:

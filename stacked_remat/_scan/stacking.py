@@ -101,6 +101,8 @@ def _may_stack(a: Any, b: Any) -> bool:
 
 
 def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueError:
+    several = 'BlockSeq(layers, n) or StackedPattern({"a": Stacked.of(...), ...}, pattern, n)'
+
     def text(value: Any) -> str:
         is_node = value is None or is_named(value) or is_array(value) or jtu.tree_leaves(value) != [value]
         return describe(value) if is_node else shown(value)
@@ -108,7 +110,7 @@ def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueE
     values = [text(first), text(other)]
     return ValueError(
         f"{what}: layers[0]{path} is {values[0]}, and layers[{number}]{path} is {values[1]}. Layers of one "
-        "kind differ in arrays and numbers alone: make these alike, or use a StackedPattern or a BlockSeq."
+        f"kind differ in arrays and numbers alone: make these alike, or write {several}."
     )
 
 

@@ -81,6 +81,8 @@ class Call:
             if problem is None:
                 if self.takes_block and "NoneType" in str(error):
                     _note_absent_fields(error, args[0])
+                if self.takes_block and str(error) == f"'{type(carry).__name__}' object is not callable":
+                    error.add_note("The block comes first, then the carry: lambda block, x: block(x).")
                 raise
             option = next((name for name in ("remat", "reverse", "unroll") if name in kwargs), None)
             if option and self.takes_block and self.verb == "map":
@@ -195,8 +197,7 @@ def _is_done(until: Until, carry: PyTree) -> Array:
     """Whether to stop at this carry; a `TypeError` where `until` returns anything but one bool."""
     done = raw_array(until(carry))
     if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":
-        raise TypeError(
-            f"until returns one bool for the whole carry; it returned {describe(done)}. Write jnp.all(...) "
-            "or jnp.any(...) around it."
-        )
+        is_scalar = eqx.is_array_like(done) and not jnp.shape(done)
+        fix = "Compare it, x < tolerance." if is_scalar else "Write jnp.all(...) or jnp.any(...) around it."
+        raise TypeError(f"until returns one bool for the whole carry; it returned {describe(done)}. {fix}")
     return jnp.asarray(done)

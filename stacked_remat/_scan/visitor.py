@@ -98,7 +98,8 @@ class LayerVisit:
         """The vector-Jacobian products of the layer with `cotangent`.
 
         Args:
-            *wrt: with respect to what: any of "layer", "carry", "args" and "kwargs".
+            *wrt: with respect to what: any of "layer" (the block, or the first argument after the carry of
+                a function), "carry", "args" (those after it; `()` for none) and "kwargs".
 
         Returns:
             As many trees, in that order. Only these are computed; where the policy saves internals by name,

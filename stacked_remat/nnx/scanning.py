@@ -115,10 +115,12 @@ class _Axes:
         """The carry, and what `f` returns, as a tuple, without it."""
         results = (result,) if self.has_one_result else result
         if not isinstance(results, tuple) or len(results) != len(self.out_axes):
-            found = f"{len(result)} results" if isinstance(result, tuple) else type(result).__name__
+            is_tuple = isinstance(result, tuple)
+            found = f"{len(result)} results" if is_tuple else type(result).__name__
+            alone = "" if is_tuple else ", or write out_axes=nnx.Carry for a carry alone"
             raise ValueError(
                 f"out_axes has {len(self.out_axes)} entries, {self.out_axes!r}, and the function returned "
-                f"{found}. Return a tuple with one for each."
+                f"{found}. Return a tuple with one for each{alone}."
             )
         if self.carry_out is None:
             return None, results
@@ -236,6 +238,11 @@ def _split_results(args: tuple[PyTree, ...], result: PyTree, axes: _Axes) -> tup
     carry, rest = axes.take_carry(result)
     left = jax.tree.map(lambda leaf: leaf if is_node(leaf) else None, args, is_leaf=is_node)
     if axes.carry_in is not None:
+        if axes.has_one_result and isinstance(carry, tuple) and not isinstance(args[axes.carry_in], tuple):
+            raise ValueError(
+                f"out_axes=nnx.Carry is for a carry alone, and the function returned {len(carry)} results. "
+                "Write an entry for each: out_axes=(nnx.Carry, 0)."
+            )
         _check_references(args[axes.carry_in], carry)
         left = _replaced(left, axes.carry_in, carry)
     found = split((left, rest), (axes.in_axes, axes.out_axes), "(args, results)")
@@ -272,6 +279,12 @@ def _layers_first(name: str, leaf: Any, axis: int) -> Any:
 
 def _size(sliced: Mapping[str, Any], length: int | None) -> int:
     if length is not None:
+        other = next(((name, leaf) for name, leaf in sliced.items() if leaf.shape[0] != length), None)
+        if other is not None:
+            raise ValueError(
+                f"length={length}, and {other[0]} has {other[1].shape[0]} layers. Leave length out, or give "
+                "that number."
+            )
         return length
     if not sliced:
         raise ValueError(

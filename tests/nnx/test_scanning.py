@@ -199,7 +199,8 @@ def line(x, layer):
 X, L = jnp.ones(2), jnp.ones((3, 2))
 REFUSED = {
     "a negative length": (dict(in_axes=(nnx.Carry, None), length=-1), (X, L), "length=-1 is negative"),
-    "another length": (dict(length=5), (X, L), r"size 5.*different lengths(.|\n)*layer, .* dimension 3"),
+    "another length": (dict(length=5), (X, L), "length=5, and layer has 3 layers. Leave length out"),
+    "a pair for a carry": (dict(out_axes=nnx.Carry), (X, L), r"2 results.*out_axes=\(nnx.Carry, 0\)"),
     "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
     "axes of one": (dict(in_axes=(nnx.Carry,)), (X, L), "in_axes has 1 entries.*2 arguments: x, layer"),
     "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), (X, L), "Carry must at the top-level"),

@@ -1,11 +1,13 @@
 """Converts layers to and from state dicts with keys like those of a torch `Sequential`: `prefix.0.key`."""
 
+import collections
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax.state_dict
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from haliax import Axis
@@ -39,9 +41,11 @@ def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix
     layers = []
     for index, template in enumerate(templates):
         arrays, rest = eqx.partition(template, is_array)
-        filled = haliax.state_dict.from_state_dict(
-            _with_lists(arrays), state_dict, with_prefix(prefix, str(index))
-        )
+        layer_prefix = with_prefix(prefix, str(index))
+        # Haliax can't read NumPy's arrays into named ones where there are several devices.
+        own = {key: jnp.asarray(state_dict[key]) for key in _shapes(template, layer_prefix)}
+        found: Any = collections.ChainMap(own, state_dict)
+        filled = haliax.state_dict.from_state_dict(_with_lists(arrays), found, layer_prefix)
         filled = jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled))
         layers.append(eqx.combine(filled, rest))
     return layers

@@ -4,6 +4,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from stacked_remat import BlockSeq, Stacked
@@ -89,6 +90,7 @@ def test_what_all_layers_share_stays_shared_in_a_state_dict():
 
     stack = Stacked(Block(hax.arange(Layers), hax.arange(Hidden), jnp.ones(())), Layers)
     state = stack.to_state_dict("h")
-    assert eqx.tree_equal(stack.from_state_dict(state, "h"), stack)
+    numpy = {key: np.asarray(array) for key, array in state.items()}
+    assert eqx.tree_equal(stack.from_state_dict(numpy, "h"), stack)
     with pytest.raises(ValueError, match="layers of the stack share table, but .* layer 2 differs from"):
         stack.from_state_dict({**state, "h.2.table": jnp.zeros(3, jnp.int32)}, "h")

@@ -116,6 +116,13 @@ lint: venv  ## run ruff and pyright
 check: lint  ## run ruff and pyright; build and check dist/, and use the wheel in an environment of its own
 	$(RUN) scripts/check_wheel.py
 
+# In an environment with JAX for that GPU and the extra `tokamax`; an H200 holds the weights.
+.PHONY: gpu
+gpu:  ## on the GPU at hand: gradients, then times of attention, of experts, and of steps of Qwen3-30B-A3B
+	$(RUN) -m benchmarks.attention_layer
+	$(RUN) -m benchmarks.expert_layer
+	$(RUN) -m benchmarks.qwen3_step --profile
+
 .PHONY: figures
 figures: venv  ## draw the charts of benchmarks/results, the README's too, and the pictures of schedules
 	$(RUN) -m scripts.charts

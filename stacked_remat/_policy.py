@@ -255,7 +255,7 @@ def _no_policy(spec: Any) -> str:
     """What stands in place of a policy, and what to write."""
     name = type(spec).__name__
     if isinstance(spec, type):
-        return f"the class {spec.__name__}. Write {spec.__name__}(), with what to keep."
+        return f"the class {spec.__name__}. Write ScanCheckpointPolicy(), with what to keep."
     if name == ScanCheckpointPolicy.__name__:
         library = type(spec).__module__.split(".")[0]
         return f"a {name} of {library}. Import {name} from stacked_remat."

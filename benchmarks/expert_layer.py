@@ -2,9 +2,9 @@
 
     python -m benchmarks.expert_layer --rounds 15
 
-Gradients are compared with those of the walk over blocks. Then every backend runs in turn beside a dense MLP
-of as many rows: medians, and the median of each round's ratio to it. `--tokens 256 --embed 64` tries it on a
-CPU.
+Gradients are compared with those of rows in blocks of one expert each. Then every backend runs in turn beside
+a dense MLP of as many rows: medians, and the median of each round's ratio to it. `--tokens 256 --embed 64`
+tries it on a CPU.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def main(sizes: Sizes = SIZES, backends: tuple[str, ...] = (), rounds: int = 15)
     """The times of each program; by default of `block`, which always runs, and the backend of the device.
 
     Raises:
-        ArithmeticError: gradients differ from those of the walk over blocks.
+        ArithmeticError: gradients differ from those of rows in blocks of one expert each.
     """
     of_device = {"cuda": ("tokamax",), "tpu": ("megablox",)}.get(platform_of(jax.local_devices()[0]), ())
     rng = np.random.default_rng(0)

@@ -69,8 +69,8 @@ def backends_taken() -> Iterator[dict[str, str]]:
     """Collect which backends are taken by the operations that are traced within it.
 
     Yields:
-        By operation and kind of call, such as `attention, window 128`, the backend, and after it in brackets
-        why not one of those that are tried before it on this platform. What JAX has traced before is missing.
+        By operation and kind of call, such as `attention, window 128`, the backend, or several, and after it
+        why not one of those before it on this platform. What JAX has traced before is missing.
     """
     found: dict[str, str] = {}
     token = _taken.set(found)
@@ -111,8 +111,9 @@ def choose_backend(of: str, backends: Mapping[str, Backend[K]], name: str, call:
             f"The backend of {of} {name!r} does not support this call: {reason}. Use 'auto'."
         )
     if (taken := _taken.get()) is not None:
-        why = f" ({'; '.join(reasons)})" if reasons else ""
-        taken[f"{of}, {kind}" if kind else of] = name + why
+        text, what = f"{name} ({'; '.join(reasons)})" if reasons else name, f"{of}, {kind}" if kind else of
+        before = taken.setdefault(what, text)
+        taken[what] = before if text in before else f"{before} | {text}"
     return backends[name].kernel
 
 

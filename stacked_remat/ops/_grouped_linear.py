@@ -11,6 +11,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
+from haliax.quantization import DefaultDotGeneralOp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._scan.marks import is_array
@@ -170,12 +171,12 @@ class GroupedLinear:
             low = self(linear.a.astype(x.dtype), x) * linear.scale
             whole, adapted = self(linear.wrapped, x), self(linear.b.astype(x.dtype), low)
             return whole + adapted.rearrange(whole.axes)
-        if isinstance(linear, hnn.Linear):
+        if type(linear) is hnn.Linear and isinstance(linear.dot_general, DefaultDotGeneralOp):
             mapped = self(linear.weight, x) * linear.reparam.active_scale
             return mapped if linear.bias is None else mapped + self._own(linear.bias, *x.axes[:1])
         if isinstance(linear, NamedArray):
             return self._named(linear, x)
-        if not is_array(linear) or linear.ndim != 3:
+        if isinstance(linear, hnn.Linear) or not is_array(linear) or linear.ndim != 3:
             raise ValueError(
                 f"An expert maps rows by {linear!r}. Grouped products take hnn.Linear, LoraLinear, named "
                 "arrays and matrices; take the backend 'block' for others."

@@ -133,8 +133,9 @@ def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Qu
         return _gradients(some, cotangent[:, own], mask, blocks.scale, products)
 
     # XLA leaves out the kernel whose results are not used. Of seven products one has three, the other four.
-    of_query = [gradients((part, part + 1), (0, part + 1), 3)[0] for part in range(parts)]
-    of_keys = [gradients((part, parts), (part, part + 1), 4)[1:] for part in range(parts)]
+    reach = parts if blocks.window is None else -(-(blocks.window - 1) // columns)  # parts before one's own
+    of_query = [gradients((p, p + 1), (max(0, p - reach), p + 1), 3)[0] for p in range(parts)]
+    of_keys = [gradients((p, min(parts, p + 1 + reach)), (p, p + 1), 4)[1:] for p in range(parts)]
     of_key, of_value = (jnp.concatenate(some, axis=1) for some in zip(*of_keys, strict=True))
     return jnp.concatenate(of_query, axis=1), of_key, of_value
 

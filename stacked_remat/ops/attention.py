@@ -69,8 +69,8 @@ def causal_attention(
         NotImplementedError: a derivative of the gradient, except for `"exact"`.
 
     Cost: `2 * heads * Pos**2 * HeadDim` FLOPs forward, 2.5 times that backward, with `"splash"` and
-    `"tokamax"` 3.5 times, less where documents or the window skip blocks (backward with `"tokamax"` only
-    where all documents are short); memory proportional to `Pos`. `"exact"`: twice that, and `heads * Pos**2`.
+    `"tokamax"` 3.5 times, less where documents or the window skip blocks (backward with `"tokamax"` where all
+    are short); memory proportional to `Pos`. `"exact"`: twice that, and `heads * Pos**2`.
 
     On several devices: if Haliax's axis mapping (`haliax.axis_mapping`) maps batch axes, `KVHeads` or `Pos`
     to axes of the mesh in use (`jax.set_mesh`), each device computes its own part; likewise inside
@@ -95,7 +95,7 @@ def causal_attention(
         )
     if query.size == 0:
         return query
-    factor = HeadDim.size**-0.5 if scale is None else scale
+    factor = HeadDim.size**-0.5 if scale is None else float(scale)
     window = None if window is None else int(window)
     blocks = Blocks(factor, _BLOCKS[platform() == "cpu"], window, heads_first=platform() == "cpu")
     names = Pos.name, KVHeads.name, HeadDim.name
@@ -192,7 +192,7 @@ def _attend(
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
-        dtype=query.dtype,
+        dtype=max(query.dtype, key.dtype, value.dtype, key=lambda dtype: dtype.itemsize),
         devices=devices_left_to_the_compiler(query.array),
         position=Row.size,
         head_dim=HeadDim.size,

@@ -44,11 +44,9 @@ def _why_not_products(call: ExpertsFacts) -> str | None:
     if not call.takes_linear:
         return "its expert has no argument `linear`, by which it would map the rows of all experts at once"
     if call.on_host:
-        return "weights are in host memory, from which the block walk alone reads the experts that are chosen"
+        return "weights are in host memory, from which blocks of rows alone read the experts that are chosen"
     if call.is_varying:
-        return (
-            "its kernels do not say over which devices results vary: use jax.shard_map with check_vma=False"
-        )
+        return "its kernels do not say over which devices results vary: use shard_map with check_vma=False"
     return None
 
 
@@ -59,7 +57,7 @@ def _why_not_tokamax(call: ExpertsFacts) -> str | None:
 EXPERT_BACKENDS: dict[str, Backend[Kernels | None]] = {
     "megablox": Backend(megablox_kernels(), "tpu", (jnp.bfloat16, jnp.float32), _why_not_products),
     "tokamax": Backend(PRODUCTS, "cuda", HALVES, _why_not_tokamax),
-    "block": Backend(None),  # the walk over blocks
+    "block": Backend(None),  # rows in blocks of one expert each
 }
 """By name, in the order in which `"auto"` tries them."""
 
@@ -110,7 +108,7 @@ def grouped_experts(
         gates: their factors.
         saved: the part of `expert` that the backward pass does not recompute: for a gated MLP one of its
             first two maps, or both. Its result for every pair, an array or a tree, is kept for the backward
-            pass, and `expert` takes it as a fourth argument. Its checkpoint name, and that of the order of
+            pass, and `expert` may take it as a fourth argument. Its checkpoint name, and that of the order of
             the pairs, is `expert_internals`: it helps only where these are saved (`internals_are_saved`).
             Like `expert`, it may not close over traced values.
         backend: `"block"`, which runs anywhere; or grouped products, of all rows of a chunk of tokens each
@@ -188,7 +186,7 @@ class ExpertsCall:
     saved: Saved | None
     rebuild: Callable[[Any], Any]  # makes one expert's tree of weights from a slice of each array
     Experts: Axis
-    kernels: Kernels | None = None  # of grouped products; None for the walk over blocks
+    kernels: Kernels | None = None  # of grouped products; None for rows in blocks of one expert each
     whole: Callable[[Any], Any] | None = None  # makes the tree of all experts' weights, for these
 
     def run(self, x: Array, choices: Array, gates: Any, arrays: Sequence[Array], in_stack: Any = ()) -> Array:

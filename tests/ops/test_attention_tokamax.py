@@ -72,6 +72,8 @@ def _gradients(residuals, output, cotangent, q, k, v, mask, scale):
         (5, False, None),
         (3, True, (2, 3, 9, 12)),
         (None, True, (2, 3, 6, 7, 10, 11)),
+        (3, True, (2, 3, 6, 7, 10, 11)),
+        (6, True, (2, 3, 6, 7, 10, 11)),
     ],
 )
 def test_queries_see_keys_from_a_first_to_a_last(window, has_documents, rows, by_definition):

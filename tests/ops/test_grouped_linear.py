@@ -258,6 +258,16 @@ def mapped_by_a_function(weights, rows, gates, linear=apply_linear):
     return linear(lambda rows: rows, rows) * gates[:, None]
 
 
+class Doubled(hnn.Linear):
+    def __call__(self, inputs, *, key=None):
+        return 2 * super().__call__(inputs)
+
+
+def by_a_subclass(weights, rows, gates, linear=apply_linear):
+    of = hnn.Linear.init(Axis("embed", 2), Axis("mlp", 3), key=jax.random.key(0))
+    return linear(Doubled(of.weight, of.bias, of.In, of.Out, of.dot_general), rows)
+
+
 def of_other_dtypes(weights, rows, gates, linear=apply_linear):
     return linear(weights["gate"].astype(jnp.bfloat16), rows)
 
@@ -270,6 +280,7 @@ def by_itself(weights, rows, gates):
     ("expert", "message"),
     [
         (mapped_by_a_function, "maps rows by <function .*; take the backend 'block' for others"),
+        (by_a_subclass, "maps rows by Doubled"),
         (of_other_dtypes, "maps rows of float32 by weights of bfloat16: cast one"),
         (by_itself, "'megablox' does not support this call: its expert has no argument `linear`"),
     ],

@@ -150,7 +150,7 @@ def not_differentiable(why: str, x: Array, of: Sequence[Array]) -> Array:
     """Return `x`, without derivatives with respect to what it, or an array of `of`, depends on.
 
     Raises:
-        TypeError: there is a cotangent of it, or a derivative in forward mode; of the first it says `why`.
+        TypeError: in reverse mode, with `why` as its text; in forward mode, with JAX's.
     """
     return x
 

@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -37,15 +37,15 @@ def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix
     Raises:
         ValueError: names every missing or mismatched key and every unknown layer, before anything is read.
     """
-    _check_layers(templates, state_dict, prefix)
+    keys = _check_layers(templates, state_dict, prefix)
+    # Haliax can't read NumPy's arrays into named ones where there are several devices.
+    found: Any = collections.ChainMap({key: jnp.asarray(state_dict[key]) for key in keys}, state_dict)
     layers = []
     for index, template in enumerate(templates):
         arrays, rest = eqx.partition(template, is_array)
-        layer_prefix = with_prefix(prefix, str(index))
-        # Haliax can't read NumPy's arrays into named ones where there are several devices.
-        own = {key: jnp.asarray(state_dict[key]) for key in _shapes(template, layer_prefix)}
-        found: Any = collections.ChainMap(own, state_dict)
-        filled = haliax.state_dict.from_state_dict(_with_lists(arrays), found, layer_prefix)
+        filled = haliax.state_dict.from_state_dict(
+            _with_lists(arrays), found, with_prefix(prefix, str(index))
+        )
         filled = jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled))
         layers.append(eqx.combine(filled, rest))
     return layers
@@ -73,7 +73,15 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
     return jtu.tree_map_with_path(choose, stacked, stack_trees(layers, axis), *layers, is_leaf=is_named)
 
 
-def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None) -> None:
+def _check_layers(
+    templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None
+) -> Iterable[str]:
+    """Refuse a state dict that does not fit; returns the keys of all layers."""
+
+    def unlike(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+        found = {key: np.shape(state_dict[key]) for key in shapes if key in state_dict}
+        return entry_problems(shapes, found)
+
     problems, expected = [], dict[str, tuple[int, ...]]()
     for index, template in enumerate(templates):
         layer_prefix = with_prefix(prefix, str(index))
@@ -82,14 +90,11 @@ def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix
             problems.append(f"missing: layer {index} (no key starts with {layer_prefix!r})")
         else:
             expected |= shapes
-    found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}
-    problems += entry_problems(expected, found)
+    problems += unlike(expected)
     count = len(templates)
     if problems and not expected and state_dict:
         stacked = {key: (count, *shape) for key, shape in _shapes(templates[0], prefix).items()}
-        if not entry_problems(
-            stacked, {key: np.shape(state_dict[key]) for key in stacked if key in state_dict}
-        ):
+        if not unlike(stacked):
             raise ValueError(
                 f"The state dict has all layers in one array: {next(iter(stacked))!r} has {count} in front. "
                 "Write Stacked(haliax.state_dict.from_state_dict(stack.stacked, state_dict, prefix), Layers)."
@@ -106,6 +111,7 @@ def _check_layers(templates: Sequence[eqx.Module], state_dict: StateDict, prefix
             f"The state dict does not fit the stack at prefix {prefix!r}:\n  "
             + shortened(problems, "\n  ", most=8)
         )
+    return expected
 
 
 def _shapes(template: eqx.Module, prefix: str | None) -> dict[str, tuple[int, ...]]:

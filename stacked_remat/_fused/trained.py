@@ -192,9 +192,9 @@ class Trained:
             raise ValueError(found)
 
     def _with_layers(self, count: int) -> tuple[PyTree, list[tuple[int, int]]]:
-        """The model with the types of this many layers in each stack, and the part that each belongs to.
+        """The model with the types of one layer in each stack, and the part that each type belongs to.
 
-        In the place of an array are those of two layers.
+        With a `count` of layers a tuple, of a type for each of them, is in the place of a type.
         """
         nodes, owners = list(self.trained), []
         for i, node in enumerate(self.nodes):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.attention_layer
 
-At `--check` tokens output and gradients in bfloat16 are compared with the definition in float32, for one
-document, for eight, and with a window of 128 positions, without sinks and with. Then forward and backward are
-timed at each context.
+At `--check` tokens output and gradients in bfloat16 are compared with the definition in float32: for one
+document, for eight, with a window of 128 positions, without sinks and with, and for what one of eight devices
+computes of positions that are divided over them. Then forward and backward are timed at each context.
 """
 
 import dataclasses
@@ -17,19 +17,23 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 
 from stacked_remat.memory import count_flops
 from stacked_remat.ops import UnsupportedCallError, causal_attention
-from stacked_remat.ops._attention_backends import BACKENDS
+from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
+from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
+from stacked_remat.ops._backends import choose_backend
 from stacked_remat.training import POSITION_AXIS
 
 from .command import Rows, benchmark
 from .record import matmul_peak, timed
 
 KERNELS = tuple(name for name in BACKENDS if name != "exact")
-CASES = ("plain", "documents", "window", "sinks")
+CASES = ("plain", "documents", "window", "sinks", "divided")
 WINDOW = 128
+_DEVICES, _BLOCK = 8, 512
 _TOLERANCE = 2e-2  # of the norm, in bfloat16
 _PATIENCE = 2.0  # seconds
 
@@ -51,11 +55,12 @@ class Attention:
 
     Args:
         heads: of a model.
-        tokens: positions.
+        tokens: positions; a multiple of 64 where they are divided.
         case: one of `CASES`; documents are eight, and sinks go with a window.
     """
 
     def __init__(self, heads: Heads, tokens: int, case: str) -> None:
+        self.is_divided = case == "divided"
         self.axes = (
             Axis(POSITION_AXIS, tokens),
             Axis("kv_heads", heads.kv_heads),
@@ -64,7 +69,8 @@ class Attention:
         position, kv_heads, head_dim = self.axes
         group = Axis("group", heads.group)
         keys = jax.random.split(jax.random.key(0), 5)
-        of_query = (position, kv_heads, group, head_dim)
+        rows = position.resize(tokens // _DEVICES if self.is_divided else tokens)
+        of_query = (rows, kv_heads, group, head_dim)
         self.inputs = [
             hax.random.normal(key, axes)
             for key, axes in zip(keys, (of_query, self.axes, self.axes, of_query), strict=False)
@@ -88,6 +94,8 @@ class Attention:
             query: NamedArray, key: NamedArray, value: NamedArray, cotangent: NamedArray, *sinks: Any
         ) -> Any:
             def attend(query: NamedArray, key: NamedArray, value: NamedArray, *sinks: Any) -> NamedArray:
+                if self.is_divided:
+                    return _attend_of_one_device(backend, query, key, value)
                 options = self.options | ({"sinks": sinks[0]} if sinks else {})
                 return causal_attention(query, key, value, *self.axes, backend=backend, **options)
 
@@ -95,6 +103,18 @@ class Attention:
             return [each.array for each in (output, *pullback(cotangent))]
 
         return jax.jit(run)
+
+
+def _attend_of_one_device(backend: str, query: NamedArray, key: NamedArray, value: NamedArray) -> NamedArray:
+    """Of eight, over which positions are divided: the last eighth of each of their parts, and all keys."""
+    arrays, (position, *_, head_dim) = [each.array[None] for each in (query, key, value)], key.axes
+    parts = np.arange(position.size, dtype=np.int32).reshape(_DEVICES, _DEVICES, -1)
+    blocks = Blocks(head_dim.size**-0.5, _BLOCK, strips=_DEVICES)
+    shape = {"position": parts[0].size, "head_dim": head_dim.size, "among": _DEVICES}
+    call = AttentionCall(dtype=query.dtype, has_documents=False, blocks=blocks, **shape)
+    kernel = choose_backend("attention", BACKENDS, backend, call)
+    attend = exact_attention if kernel is None else functools.partial(attend_by, kernel)
+    return NamedArray(attend(*arrays, Sight(jnp.asarray(parts[:, -1].ravel())), blocks)[0], query.axes)
 
 
 @benchmark("attention_layer_{device}")
@@ -148,7 +168,7 @@ def times(heads: Heads, tokens: tuple[int, ...], rounds: int) -> Rows:
         layer = Attention(heads, length, case)
         arguments = layer.arguments(jnp.bfloat16)
         seen = min(length // 2, WINDOW if "window" in layer.options else length)
-        useful = 14 * heads.kv_heads * heads.group * heads.head_dim * length * seen
+        useful = 14 * layer.inputs[0].size * seen
         for kernel in KERNELS:
             row = {"tokens": length, "case": case, "kernel": kernel}
             before, took = last.get((case, kernel), (length, 0.0))

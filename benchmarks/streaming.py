@@ -1,12 +1,13 @@
-"""Layers on the host: device memory against depth.
+"""Layers on the host: device memory against depth, compiled for a device that need not be attached; or time.
 
-Compiled for a device that need not be attached, and not run.
-
-    python -m benchmarks.streaming --target h200
-    python -m benchmarks.streaming --target v5p
+python -m benchmarks.streaming --target h200
+python -m benchmarks.streaming --target v5p
+python -m benchmarks.streaming time
 """
 
+import dataclasses
 import functools
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from jax import lax
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory, streaming
 
-from .command import Rows, benchmark
-from .record import memory_row
+from .command import Rows, benchmark, one_of
+from .record import check_close, memory_row, timed_in_turn
 from .residual_mlp import ArrayBlock, Sizes
 
 OFFLOAD = ScanCheckpointPolicy(save_carries="offload")
+DEEP = Sizes(layers=24, inner=16_384)
 EXPERTS = (48, 128, 2048, 192)
 """Layers, experts, width and inner width of the mixture of experts: 4.5 GiB."""
 
@@ -76,8 +78,16 @@ def update(stack: Any, x: jax.Array) -> Any:
     return result.value, result.model
 
 
+def _builds(sizes: Sizes) -> dict[str, Build]:
+    block = functools.partial(ArrayBlock.init, sizes)
+    return {
+        "streamed": Build(sizes.layers, block, OFFLOAD, True),
+        "nested, resident": Build(sizes.layers, block, "nested"),
+    }
+
+
 @benchmark("streaming_{target}")
-def main(
+def depth(
     target: str = "h200",
     depths: tuple[int, ...] = (24, 48, 96, 192),
     tokens: int = 65_536,
@@ -89,13 +99,9 @@ def main(
     The experts are 4.5 GiB, with few tokens, so that weights are all that counts.
     """
     for layers in depths:
-        block = functools.partial(ArrayBlock.init, Sizes(layers, tokens, width, inner))
         x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
         row = {"block": "mlp", "layers": layers}
-        for name, build in {
-            "streamed": Build(layers, block, OFFLOAD, True),
-            "nested, resident": Build(layers, block, "nested"),
-        }.items():
+        for name, build in _builds(Sizes(layers, tokens, width, inner)).items():
             yield row | {"name": name} | _sized(build, x, target)
     layers, experts, width, inner = EXPERTS
     block = functools.partial(Experts, experts, width, inner)
@@ -112,6 +118,39 @@ def _sized(build: Build, x: jax.ShapeDtypeStruct, target: str) -> dict[str, Any]
         # A shape does not say where an array is.
         arguments = memory.arguments_on_host(lambda stack, x: (streaming.to_host(stack), x), arguments)
     return memory_row(memory.report(update, *arguments, target=target, donate=["stack"]))
+
+
+@benchmark("streaming_time_{device}")
+def time(sizes: Sizes = DEEP, rounds: int = 5) -> Rows:
+    """The time of a step of SGD, each once per round, with layers on the host and on the device.
+
+    Raises:
+        ArithmeticError: the gradients of the first four layers differ.
+    """
+    x = jax.random.normal(jax.random.key(1), (sizes.tokens, sizes.width), jnp.dtype(sizes.dtype))
+    stacks: dict[str, Any] = {}
+
+    def make(name: str, sizes: Sizes) -> Stacked:
+        build = _builds(sizes)[name]
+        return jax.jit(lambda key: build(key))(jax.random.key(0))
+
+    def step(name: str, run: Callable[..., Any]) -> Any:
+        value, stacks[name] = run(stacks.pop(name), x)
+        return value
+
+    few = dataclasses.replace(sizes, layers=4)
+    gradients = [jax.jit(jax.grad(loss))(make(name, few), x).stacked for name in _builds(few)]
+    check_close("gradients", *gradients, 0.02)
+    runs = {}
+    for name in _builds(sizes):
+        stacks[name] = make(name, sizes)
+        runs[name] = functools.partial(step, name, jax.jit(update, donate_argnums=0))
+    timed_in_turn(runs, 1)  # compiles
+    for name, found in timed_in_turn(runs, rounds).items():
+        yield {"name": name, "median_seconds": statistics.median(found), "seconds": found}
+
+
+main = one_of(depth=depth, time=time)
 
 
 if __name__ == "__main__":

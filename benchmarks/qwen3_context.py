@@ -9,17 +9,19 @@ Forward and backward are compiled for a device that need not be attached, and no
     python -m benchmarks.qwen3_context --target h200 --devices 8 --tokens 1048576 --divide positions
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --tiles 1 2 4
     python -m benchmarks.qwen3_context --target h200 --tokens 65536 --policies nested --experts block tokamax
+    python -m benchmarks.qwen3_context --target h200 --tokens 65536 --documents 8 --policies True nested
     python -m benchmarks.qwen3_context --target h200 --config models/configs/gpt_oss_20b_65k_lora.yaml
 
 Model and adapters are those of `models/configs/qwen3_30b_a3b_65k_lora.yaml`, with one sequence per device.
 Further options are those of the config, such as `--model.experts.backend block`. With `--devices`, weights
 are sharded over a mesh by the config's `trainer.mesh`; with `--divide positions` one sequence is divided over
-all, with `experts` the experts, in place of `embed`. `--tiles` compares values of `model.tiles`, `--experts`
-backends of experts, and `--presets` backends of attention, with the model's own policies, `True` and
-`nested`. Writes `results/qwen3_<context, tiles, experts, presets or longest>_<target>.json`, with another
-`--config` its name in place of `qwen3`.
+all, with `experts` the experts, in place of `embed`. A sequence is one document, or of `--documents` equal
+ones. `--tiles` compares values of `model.tiles`, `--experts` backends of experts, and `--presets` backends of
+attention, with the model's own policies, `True` and `nested`. Writes `results/qwen3_<context, documents,
+tiles, experts, presets or longest>_<target>.json`, with another `--config` its name in place of `qwen3`.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -66,10 +68,13 @@ LEANEST = ("nested", "nested, offload", "offload")
 """The policies of the search for the longest context, by increasing traffic with the host."""
 
 
-def _result(config: Path, target: str, devices: int = 1, divide: str = "", **given: Any) -> str:
+def _result(
+    config: Path, target: str, devices: int = 1, divide: str = "", documents: int = 1, **given: Any
+) -> str:
     model = "qwen3" if config.resolve() == CONFIG.resolve() else config.stem
     kind = next((key for key in ("tiles", "experts", "presets") if given.get(key)), "context")
     kind = "longest" if "budgets" in given else kind
+    kind = "documents" if documents > 1 else kind
     parts = [model, kind, target, *([str(devices)] if devices > 1 else []), *([divide] if divide else [])]
     return "_".join(parts)
 
@@ -82,6 +87,7 @@ def context(
     policies: tuple[str, ...] = tuple(POLICIES),
     devices: int = 1,
     divide: str = "",
+    documents: int = 1,
     tiles: tuple[int, ...] = (),
     experts: tuple[str, ...] = (),
     presets: tuple[str, ...] = (),
@@ -103,7 +109,7 @@ def context(
         )
         for length, (name, policy) in itertools.product(tokens, chosen.items()):
             rows = 1 if divide == "positions" else devices
-            fn, (batch, parts) = forward_and_backward(given, length, rows=rows)
+            fn, (batch, parts) = forward_and_backward(given, length, rows=rows, documents=documents)
             args = (partitioning.batch_shapes(batch), partitioning.weight_shapes(parts))
             with partitioning.activations():
                 found = memory.report(fn(policy), *args, target=target)
@@ -149,15 +155,19 @@ def longest(
 main = one_of(context=context, longest=longest)
 
 
-def random_batch(rows: int, tokens: int, vocab: int) -> TokenBatch:
-    """Random tokens, which are to predict the next one."""
+def random_batch(rows: int, tokens: int, vocab: int, documents: int = 1) -> TokenBatch:
+    """Random tokens, which are to predict the next one, in documents of one length."""
     axes = (Axis(BATCH_AXIS, rows), Axis(POSITION_AXIS, tokens))
     ids = hax.random.randint(jax.random.key(1), axes, 0, vocab)
-    return TokenBatch(ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
+    batch = TokenBatch(ids, hax.roll(ids, -1, axes[1]), hax.ones(axes, dtype=jnp.float32))
+    if documents == 1:
+        return batch
+    at, length = hax.arange(axes[1], dtype=jnp.int32).broadcast_to(axes), -(-tokens // documents)
+    return dataclasses.replace(batch, documents=at // length + 1, positions=at % length)
 
 
 def forward_and_backward(
-    config: LmRunConfig, tokens: int, *, rows: int = 1
+    config: LmRunConfig, tokens: int, *, rows: int = 1, documents: int = 1
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Loss and gradients of what is trained, as a function of the policy, and the shapes of its arguments."""
     config = config.resolved(check_folder=False)
@@ -183,7 +193,7 @@ def forward_and_backward(
 
         return run
 
-    batch = eqx.filter_eval_shape(random_batch, rows, tokens, config.Vocab.size)
+    batch = eqx.filter_eval_shape(random_batch, rows, tokens, config.Vocab.size, documents)
     return loss_and_gradients, (batch, initial(True))
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.qwen3_step --tokens 16384 65536 --profile
     python -m benchmarks.qwen3_step --check 0 --tokens 65536 --model.num_layers 4
+    python -m benchmarks.qwen3_step --tokens 65536 --model.num_layers 4 --documents 8 --name of_documents
 
 For a GPU that holds the weights (an H200), which are random; other options are those of the config, and
 policies may be presets of the model. At `--check` tokens, where all policies fit, the gradients of each are
@@ -55,6 +56,7 @@ def main(
     tokens: tuple[int, ...] = (8_192, 32_768, 65_536),
     policies: tuple[str, ...] = ("True", "nested", "offload"),
     check: int = 4_096,
+    documents: int = 1,
     rounds: int = 3,
     profile: bool = False,
     overrides: tuple[str, ...] = (),
@@ -71,15 +73,16 @@ def main(
         raise SystemExit(f"--policies {unknown[0]!r} is none of {', '.join(_policies(parsed))}")
     agreeing, peak = list(policies), matmul_peak()
     if check:
-        compared = in_a_process(gradient_rows, given, check, policies)
+        compared = in_a_process(gradient_rows, given, check, policies, documents)
         yield from compared
         bound = min(_TOLERANCE * compared[0]["off"], _WORST)
         agreeing = [row["policy"] for row in compared if row["off"] <= bound]
     for length in tokens:
         for name in agreeing:
-            of_step = {"tokens": length, "policy": name, "num_layers": parsed.model.num_layers}
+            of_step = {"tokens": length, "documents": documents, "policy": name}
+            of_step["num_layers"] = parsed.model.num_layers
             try:
-                found = in_a_process(step_rows, given, length, name, rounds, profile)
+                found = in_a_process(step_rows, given, length, name, rounds, profile, documents)
             except (BrokenProcessPool, jax.errors.JaxRuntimeError) as error:
                 found: list[dict[str, Any]] = [{"refused": str(error)[:300]}]
             for row in found:
@@ -135,7 +138,9 @@ def random_parts(shapes: Any) -> Any:
     return jax.tree.unflatten(structure, arrays)
 
 
-def gradient_rows(given: list[str], tokens: int, policies: tuple[str, ...]) -> list[dict[str, Any]]:
+def gradient_rows(
+    given: list[str], tokens: int, policies: tuple[str, ...], documents: int
+) -> list[dict[str, Any]]:
     """The relative difference between the gradients of each policy and those in float32, by plain loops.
 
     Raises:
@@ -145,7 +150,7 @@ def gradient_rows(given: list[str], tokens: int, policies: tuple[str, ...]) -> l
     parts = random_parts(forward_and_backward(config, tokens)[1][1])
 
     def gradients(config: LmRunConfig, name: str) -> list[Any]:
-        run, batch = _compiled(config, tokens, name)
+        run, batch = _compiled(config, tokens, name, documents)
         return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(run(batch, parts)[1])]
 
     with jax.default_matmul_precision("highest"):
@@ -167,17 +172,21 @@ def _off(found: list[Any], wanted: list[Any]) -> float:
     return off / whole if off < float("inf") else 1e300  # NaN can't be written as JSON
 
 
-def _compiled(config: LmRunConfig, tokens: int, name: str) -> tuple[Callable[..., Any], TokenBatch]:
-    fn, _ = forward_and_backward(config, tokens)
-    batch = random_batch(1, tokens, config.resolved(check_folder=False).Vocab.size)
+def _compiled(
+    config: LmRunConfig, tokens: int, name: str, documents: int
+) -> tuple[Callable[..., Any], TokenBatch]:
+    fn, _ = forward_and_backward(config, tokens, documents=documents)
+    batch = random_batch(1, tokens, config.resolved(check_folder=False).Vocab.size, documents)
     return eqx.filter_jit(fn(_policies(config)[name])), batch
 
 
-def step_rows(given: list[str], tokens: int, name: str, rounds: int, profile: bool) -> list[dict[str, Any]]:
+def step_rows(
+    given: list[str], tokens: int, name: str, rounds: int, profile: bool, documents: int
+) -> list[dict[str, Any]]:
     """The time of forward and backward, and with `profile` what it is spent on."""
     config = parse_config(LmRunConfig, given)
     parts = random_parts(forward_and_backward(config, tokens)[1][1])
-    run, batch = _compiled(config, tokens, name)
+    run, batch = _compiled(config, tokens, name, documents)
     with backends_taken() as backends:
         first = timed(lambda: run(batch, parts))
     median = statistics.median(timed(lambda: run(batch, parts)) for _ in range(rounds))

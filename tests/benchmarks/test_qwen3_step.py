@@ -34,7 +34,19 @@ def in_this_process_beside_small_products(monkeypatch):
 
 @pytest.mark.deep
 def test_a_policy_is_compared_timed_and_profiled(tmp_path, standard_promotion):
-    options = ["--check", "8", "--tokens", "16", "--policies", "nested", "--profile", "--out", str(tmp_path)]
+    options = [
+        "--check",
+        "8",
+        "--tokens",
+        "16",
+        "--policies",
+        "nested",
+        "--documents",
+        "2",
+        "--profile",
+        "--out",
+        str(tmp_path),
+    ]
     path = main([*TINY, *options, *SMALL])
     assert path == tmp_path / "qwen3_step_cpu.json"
     gradients, row, *longest = json.loads(path.read_text())["rows"]
@@ -62,10 +74,10 @@ def steps(monkeypatch):
     """The gradients that are found, in place of computing them, and the steps that are timed."""
     off, timed = {"True": 0.030, "nested": 0.031}, []
 
-    def gradient_rows(given, tokens, policies):
+    def gradient_rows(given, tokens, policies, documents):
         return [{"policy": name, "off": off[name]} for name in policies]
 
-    def step_rows(given, tokens, name, rounds, profile):
+    def step_rows(given, tokens, name, rounds, profile, documents):
         timed.append((name, tokens))
         return [{"seconds": 1.0}]
 

@@ -5,8 +5,7 @@
 The task is to say whether a piece of the Python standard library is code or documentation. Every tenth
 training example has the other label. A small model is trained on all of them by a loop with a `GhostManager`,
 which scores the examples against held-out ones whose labels are right. Writes the area under the ROC curve
-(AUC) of the scores to `results/planted_examples.json`, and which share of the wrong labels is among the
-lowest scores, for the chart of `make figures`; the log of scores is in `runs/planted`, for
+(AUC) of the scores to `results/planted_examples.json`; the log of scores is in `runs/planted`, for
 `python -m stacked_remat.ghost`.
 """
 
@@ -115,7 +114,6 @@ def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Pat
     wrong = train(run, examples=examples, steps=steps, every=every)
     scores, is_wrong = ranked(run, wrong)
     count, lowest_first = int(is_wrong.sum()), is_wrong[::-1]
-    shares = np.concatenate([[0.0], np.cumsum(lowest_first) / count])
     aucs = {"auc": (scores, is_wrong)}
     aucs |= {"auc_of_50_steps": ranked(run, wrong, (1, 50))} | {
         "auc_of_later_steps": ranked(run, wrong, (51, steps))
@@ -125,7 +123,6 @@ def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Pat
         "wrong": count,
         "wrong_among_as_many_lowest": int(lowest_first[:count].sum()),
         **{name: auc(-values, own) for name, (values, own) in aucs.items()},
-        "found": [round(float(shares[len(scores) * k // 50]), 4) for k in range(51)],
     }
 
 

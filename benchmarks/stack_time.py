@@ -4,30 +4,24 @@ The gradients are compared first. Then every variant runs once per round, so tha
 them:
 
     python -m benchmarks.stack_time --tokens 512 --width 256 --inner 1024 --dtype float32 --rounds 21
-    python -m benchmarks.stack_time trace --tokens 512 --width 256 --inner 1024 --dtype float32
 
 `--only` is a regular expression that names of variants match. Writes
 `results/stack_time_<platform>_<inner>.json`. A variant that does not fit, or whose gradients differ, is named
 there and not timed.
-
-With `trace` nothing is run: `results/stack_trace_<platform>.json` has the processor time, of all threads,
-of tracing each variant and of compiling it, with JAX's caches cleared before.
 """
 
 import functools
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 
-from .command import Rows, benchmark, one_of
+from .command import Rows, benchmark
 from .record import check_close, median_ratio, timed_in_turn
 from .residual_mlp import DEEP, Sizes, variants
 
@@ -37,7 +31,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the gradient's norm
 
 
 @benchmark("stack_time_{platform}_{inner}")
-def run(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
+def main(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
     """The time of every variant whose gradients are right.
 
     Raises:
@@ -65,30 +59,6 @@ def run(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
         }
     if wrong:
         raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
-
-
-@benchmark("stack_trace_{platform}")
-def trace(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
-    """The time to trace and to compile every variant, each once per round."""
-    seconds: dict[str, list[tuple[float, float]]] = {}
-    for name in _with_gradients(only) * rounds:
-        jax.clear_caches()
-        began = time.process_time()
-        fn, shapes = variants()[name](sizes)
-        lowered = jax.jit(fn).lower(*shapes)
-        traced = time.process_time()
-        lowered.compile()
-        seconds.setdefault(name, []).append((traced - began, time.process_time() - traced))
-    for name, own in seconds.items():
-        row: dict[str, Any] = {"name": name}
-        row["trace_seconds"], row["compile_seconds"] = np.median(own, axis=0).round(3).tolist()
-        if REFERENCE in seconds:
-            ratios = np.divide(own, seconds[REFERENCE])
-            row["trace_ratio"], row["compile_ratio"] = np.median(ratios, axis=0).round(2).tolist()
-        yield row
-
-
-main = one_of(run=run, trace=trace)
 
 
 def _with_gradients(only: str) -> list[str]:

@@ -58,12 +58,11 @@ KINDS = {
 
 def charts() -> Iterator[tuple[Path, Figure]]:
     """Every chart, by its path."""
-    found, loops, planted = map(_result, ("stack_memory_h200", "long_loops_cpu", "planted_examples"))
+    found, loops = map(_result, ("stack_memory_h200", "long_loops_cpu"))
     for theme, colors in THEMES.items():
         yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, 2_048, colors)
         yield PICTURES / f"memory_chart_16384_{theme}.svg", memory_chart(found, 16_384, colors)
         yield PICTURES / f"loops_chart_{theme}.svg", loops_chart(loops, colors)
-    yield PICTURES / "planted_examples.svg", planted_chart(planted["rows"][0]["found"])
     for name, policy in SCHEDULES.items():
         yield PICTURES / f"{name}.svg", schedule_picture(policy)
 
@@ -121,22 +120,6 @@ def loops_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     about = f"Gradient of {result['steps']:,} steps of a state of {result['size']:,} numbers"
     keys = {"stacked_remat": Patch(color=ours), "equinox.internal.scan": Patch(color=peers)}
     _legend(figure, keys, text, f"{about}, run on a CPU with JAX {result['versions']['jax']}")
-    return figure
-
-
-def planted_chart(found: Sequence[float]) -> Figure:
-    """How many wrong labels are found, beside what a random order would find."""
-    figure, axes = _axes(4, 3.9, "#768390")
-    shares = [k / (len(found) - 1) for k in range(len(found))]
-    axes.plot(shares, found, color="#e15759", linewidth=2.5)
-    axes.plot([0, 1], [0, 1], ":", color="#768390")
-    axes.text(0.58, 0.5, "in random order", color="#768390")
-    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="examples looked at, lowest scores first")
-    axes.set_title("wrong labels found", loc="left", color="#768390", fontsize=10)
-    axes.xaxis.set_visible(True)
-    axes.grid(alpha=0.3)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda share, _: f"{share:.0%}")
     return figure
 
 

@@ -21,9 +21,8 @@ COMMANDS = [
     ("long_loops --steps 30 --size 3 --leaves 4 --rounds 1 --only prime", "long_loops_cpu", len(VARIANTS)),
     (f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2", "qwen3_moe_65k_cpu_tiles_local", 1),
     (f"qwen3_context longest {CONTEXT} --step 64 --limit 64", "qwen3_moe_65k_cpu_longest_local", 2),
-    (f"stack_time trace {MLP} --rounds 1 --only jax.checkpoint$", "stack_trace_cpu", 1),
     ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 4),
-    ("ghost time --repeats 1", "ghost_time", 3),
+    ("ghost --target local --tokens 64 --examples 1", "ghost_memory_local", 2),
     (
         "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4 --chosen 2",
         "expert_layer_cpu",
@@ -42,6 +41,10 @@ STEP = ["--target", "local", "--devices", "8", "--layers", "1", "--policies", "T
 def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch, standard_promotion):
     monkeypatch.setattr("benchmarks.streaming.EXPERTS", (2, 4, 16, 8))
     monkeypatch.setattr("benchmarks.qwen3_context.LEANEST", ("nested",))
+    adapted = tmp_path / "adapted.yaml"
+    adapted.write_text(CONFIG.with_name("qwen3_moe_65k_cpu.yaml").read_text() + "lora: {rank: 2}\n")
+    monkeypatch.setattr("benchmarks.ghost.CONFIG", adapted)
+    monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters")])
     module, *arguments = command.split(" ")
     path = importlib.import_module(f"benchmarks.{module}").main([*arguments, "--out", str(tmp_path)])
     found = json.loads(path.read_text())

@@ -124,7 +124,7 @@ gpu:  ## on the GPU at hand: gradients, then times of attention, of experts, and
 	$(RUN) -m benchmarks.qwen3_step --profile
 
 .PHONY: figures
-figures: venv  ## draw the charts of benchmarks/results, the README's too, and the pictures of schedules
+figures: venv  ## draw the charts of benchmarks/results, the README's too
 	$(RUN) -m scripts.charts
 
 .PHONY: docs

@@ -1,13 +1,12 @@
-"""Draws the charts of results, which the README and pages show, and the pictures of schedules.
+"""Draws the charts of results, which the README and pages show.
 
 python -m scripts.charts
 """
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -15,8 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from scripts.result_tables import RESULTS
-from stacked_remat import ScanCheckpointPolicy
-from stacked_remat._schedule import Schedule
 
 PICTURES = RESULTS.parents[1] / "docs" / "pictures"
 
@@ -39,22 +36,6 @@ THEMES = {"light": ("#1f2328", "#8c959f", "#0969da"), "dark": ("#f0f6fc", "#8b94
 LOOPS = ("equinox, checkpointed", "equinox, 20 checkpoints", "nested", "max_carries=20")
 """The rows that the chart of long loops shows."""
 
-SCHEDULES = {
-    "true": ScanCheckpointPolicy(),
-    "nested": ScanCheckpointPolicy(nested=True),
-    "max_carries": ScanCheckpointPolicy(max_carries=3),
-    "offload": ScanCheckpointPolicy(save_carries="offload"),
-    "nested_offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
-}
-"""The policies that `docs/what-lives-when.md` shows, by the names of their files."""
-KINDS = {
-    "device": ("carry on the device", "#4c78a8"),
-    "host": ("carry on the host", "#b07aa1"),
-    "forward": ("forward", "#59a14f"),
-    "replay": ("replayed", "#f28e2b"),
-    "visit": ("reversed", "#e15759"),
-}
-
 
 def charts() -> Iterator[tuple[Path, Figure]]:
     """Every chart, by its path."""
@@ -63,8 +44,6 @@ def charts() -> Iterator[tuple[Path, Figure]]:
         yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, 2_048, colors)
         yield PICTURES / f"memory_chart_16384_{theme}.svg", memory_chart(found, 16_384, colors)
         yield PICTURES / f"loops_chart_{theme}.svg", loops_chart(loops, colors)
-    for name, policy in SCHEDULES.items():
-        yield PICTURES / f"{name}.svg", schedule_picture(policy)
 
 
 def memory_chart(result: Mapping[str, Any], inner: int, colors: Sequence[str]) -> Figure:
@@ -123,36 +102,6 @@ def loops_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     return figure
 
 
-def schedule_picture(policy: ScanCheckpointPolicy, layers: int = 12) -> Figure:
-    """Slots over time: a bar for each carry with its layer, and below it what is computed."""
-    schedule = policy.schedule(layers)
-    steps, held = lifetimes(schedule)
-    starts = set(itertools.accumulate(schedule.segments[:-1], initial=0)) if policy.offloads else set()
-    boxes = [
-        (one.slot, one.first, one.end - one.first, "host" if one.layer in starts else "device", one.layer)
-        for one in held
-    ]
-    boxes += [(schedule.slots + 0.3, at, 1, step.kind, step.layer) for at, step in enumerate(steps)]
-    rows, left, widths, kinds, numbers = zip(*boxes, strict=True)
-    figure, axes = _axes(8, 0.75 + 0.22 * schedule.slots, "#888")
-    bars = axes.barh(
-        rows,
-        widths,
-        0.9,
-        left=left,
-        color=[KINDS[kind][1] for kind in kinds],
-        edgecolor="white",
-        linewidth=0.5,
-    )
-    axes.bar_label(bars, list(map(str, numbers)), label_type="center", color="white", fontsize=7)
-    slots = range(schedule.slots)
-    axes.set_yticks([*slots, schedule.slots + 0.3], [*(f"slot {slot}" for slot in slots), "computed"])
-    shown = {name: Patch(color=color) for kind, (name, color) in KINDS.items() if kind in kinds}
-    axes.set_xlim(0, len(steps))
-    _legend(figure, shown, "#888")
-    return figure
-
-
 def _axes(width: float, height: float, text: str) -> tuple[Figure, Axes]:
     """Axes with labels at the left and nothing else, the first row on top."""
     figure = Figure((width, height), layout="constrained")
@@ -186,47 +135,6 @@ def _legend(figure: Figure, patches: Mapping[str, Patch], text: str, title: str 
 
 def _result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-class Held(NamedTuple):
-    """The input of a layer in a slot, from the step that writes it to after the step that reads it last."""
-
-    slot: int
-    layer: int
-    first: int
-    end: int
-
-
-class Step(NamedTuple):
-    """One layer that is computed: `forward`, `replay` or `visit`, which reverses it."""
-
-    kind: str
-    layer: int
-
-
-def lifetimes(schedule: Schedule) -> tuple[list[Step], list[Held]]:
-    """What is computed, one layer a step, and the carries held meanwhile that are read later."""
-    steps: list[Step] = []
-    written: dict[int, tuple[int, int]] = {}
-    ends: dict[tuple[int, int, int], int] = {}
-
-    def read(slot: int) -> None:
-        ends[slot, *written[slot]] = len(steps) + 1
-
-    for layer, slot in enumerate(schedule.forward):
-        written[slot] = layer, len(steps)
-        steps.append(Step("forward", layer))
-    for run in schedule.runs:
-        if run.writes:
-            read(run.slot)
-        for layer, slot in enumerate(run.writes, run.start):
-            steps.append(Step("replay", layer))
-            written[slot] = layer + 1, len(steps)
-        for back in range(run.visits):
-            read(run.top_slot - back)
-            steps.append(Step("visit", run.top - back))
-    held = [Held(slot, layer, first, end) for (slot, layer, first), end in ends.items()]
-    return steps, sorted(held, key=lambda value: (value.slot, value.first))
 
 
 def write(figure: Figure, path: Any) -> None:

@@ -128,7 +128,7 @@ def _drawn(figure: Any) -> list[str]:
     return _words(file.getvalue())
 
 
-def test_charts_are_drawn_from_the_results_and_schedules():
+def test_charts_are_drawn_from_the_results():
     for path, figure in charts():
         assert _words(path.read_text(encoding="utf-8")) == _drawn(figure), "make figures draws it again"
 

@@ -224,7 +224,7 @@ const calculator = (() => {
 })();
 
 if (typeof module !== "undefined") module.exports = calculator;
-if (typeof document !== "undefined") document.addEventListener("DOMContentLoaded", showCalculator);
+if (typeof document !== "undefined") document.addEventListener("DOMContentLoaded", showPage);
 
 // ---- the page ----
 
@@ -342,33 +342,40 @@ function showParts(table, result) {
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function rectangle(svg, kind, x, y, width, height, title) {
-  const made = svg.appendChild(document.createElementNS(SVG, "rect"));
-  Object.entries({ class: kind, x, y, width, height }).forEach(([key, value]) => made.setAttribute(key, value));
-  made.appendChild(document.createElementNS(SVG, "title")).textContent = title;
+function shape(svg, name, attributes, text) {
+  const made = svg.appendChild(document.createElementNS(SVG, name));
+  Object.entries(attributes).forEach(([key, value]) => made.setAttribute(key, value));
+  made.textContent = text;
+  return made;
 }
 
-/** Slots over time: a bar for each carry that is held, and below what is computed. */
-function draw(svg, result, offload) {
+/** Slots over time: a bar for each carry that is held, and below what is computed, with numbers of layers if `unit` is set. */
+function draw(svg, schedule, offload, unit = 0) {
   svg.replaceChildren();
-  if (!result.schedule) return;
-  const { phases, held } = calculator.lifetimes(result.schedule);
+  if (!schedule) return;
+  const { phases, held } = calculator.lifetimes(schedule);
   if (held.length + phases.length > HELD_AT_MOST) return;
+  const wide = unit || 1;
+  const bar = (kind, layer, x, y, width, height, title) => {
+    const rectangle = shape(svg, "rect", { class: kind, x: x * wide, y, width: width * wide - unit / 20, height }, "");
+    shape(rectangle, "title", {}, title);
+    if (unit) shape(svg, "text", { x: (x + width / 2) * wide, y: y + 0.75 * height }, layer);
+  };
   const starts = new Set();
   let start = 0;
-  for (const size of result.schedule.segments) {
+  for (const size of schedule.segments) {
     starts.add(start);
     start += size;
   }
-  const row = 10;
-  const height = result.schedule.slots * row;
-  svg.setAttribute("viewBox", `0 0 ${phases.length} ${height + 16}`);
-  svg.setAttribute("preserveAspectRatio", "none");
+  const row = unit || 10;
+  const height = schedule.slots * row;
+  svg.setAttribute("viewBox", `0 0 ${phases.length * wide} ${height + 4 + 1.2 * row}`);
+  if (!unit) svg.setAttribute("preserveAspectRatio", "none");
   for (const { slot, layer, from, to } of held) {
     const kind = offload && starts.has(layer) ? "host" : "held";
-    rectangle(svg, kind, from, slot * row, to - from, row - 1, `input of layer ${layer}: steps ${from} to ${to}`);
+    bar(kind, layer, from, slot * row, to - from, row - 1, `input of layer ${layer}: steps ${from} to ${to}`);
   }
-  for (const { kind, layer, at } of phases) rectangle(svg, kind, at, height + 4, 1, 12, `${kind} layer ${layer}`);
+  for (const { kind, layer, at } of phases) bar(kind, layer, at, height + 4, 1, 1.2 * row, `${kind} layer ${layer}`);
 }
 
 function showReports(table) {
@@ -382,6 +389,14 @@ function showReports(table) {
   });
   const head = ["program", "target", "peak: reported", "predicted", "error", "temporaries: reported", "predicted"];
   fillTable(table, [...head, "file"], rows);
+}
+
+function showPage() {
+  for (const svg of document.querySelectorAll("svg[data-policy]")) {
+    const policy = JSON.parse(svg.dataset.policy);
+    draw(svg, calculator.scheduleOf(policy, Number(svg.dataset.layers)), policy.offload, 20);
+  }
+  showCalculator();
 }
 
 function showCalculator() {
@@ -405,7 +420,7 @@ function showCalculator() {
       const { name, result } = found[index];
       showPolicies(at("calculator-policies"), found, budget, name);
       showParts(at("calculator-parts"), result);
-      draw(at("calculator-picture"), result, policies[name].offload);
+      draw(at("calculator-picture"), result.schedule, policies[name].offload);
       at("calculator-error").textContent = "";
     } catch (error) {
       at("calculator-error").textContent = error.message;

@@ -9,7 +9,6 @@ small decoders with `remat=True`, all weights trained or adapters alone.
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -56,17 +55,26 @@ def _scored(model: Any, batch: TokenBatch, direction: Any, *, trainable: Any) ->
     return ghost.grad_dot(model, token_means, batch, direction=direction, trainable=trainable)
 
 
+SMALL = tuple(itertools.product(("dense", "experts"), ("all", "adapters")))
+
+
 @benchmark("ghost_memory_{target}")
 def main(target: str = "h200", tokens: int = 65_536, examples: tuple[int, ...] = (1, 8)) -> Rows:
-    """What a step takes with and without scores; so many `examples` share the tokens."""
-    for case, (model, trainable), batch in _cases(tokens, examples):
-        arguments = {"plain": (model, batch), "scored": (model, batch, eqx.filter(model, trainable))}
+    """What a step takes with and without scores; so many `examples` share the tokens of the large model."""
+    cases = [("Qwen3-30B-A3B", "adapters", large, count, tokens // count) for count in examples]
+    cases += [(*named, functools.partial(small, *named), 8, 1024) for named in SMALL]
+    for layers, trained, make, count, length in cases:
+        model, trainable = eqx.filter_eval_shape(make)
+        batch = eqx.filter_eval_shape(random_batch, count, length, Vocab.size)
         plain, scored = (
-            memory.report(functools.partial(fn, trainable=trainable), *arguments[name], target=target)
-            for name, fn in (("plain", _plain), ("scored", _scored))
+            memory.report(functools.partial(fn, trainable=trainable), model, batch, *along, target=target)
+            for fn, along in ((_plain, ()), (_scored, (eqx.filter(model, trainable),)))
         )
         yield {
-            **case,
+            "layers": layers,
+            "trained": trained,
+            "examples": count,
+            "tokens": count * length,
             "plain": memory_row(plain),
             "scored": memory_row(scored),
             "temporaries_ratio": scored.temporaries / plain.temporaries,
@@ -74,28 +82,13 @@ def main(target: str = "h200", tokens: int = 65_536, examples: tuple[int, ...] =
         }
 
 
-def _cases(tokens: int, examples: tuple[int, ...]) -> Iterator[tuple[dict[str, Any], Any, Any]]:
-    """What is compiled for memory: facts of the row, a model with what is trained of it, and a batch."""
+def large() -> tuple[Any, Any]:
+    """The model of the config with adapters, which alone are trained."""
     config = parse_config(LmRunConfig, ["--config_path", str(CONFIG)]).resolved(check_folder=False)
-
-    def large() -> Any:
-        key = jax.random.key(0)
-        model = Decoder.init(config.model, config.Vocab, remat="nested", key=key)
-        model = cast_parameters(model, config.trainer.precision.parameters)
-        return with_adapters(model, config.lora, key=key)
-
-    cases = [("Qwen3-30B-A3B", "adapters", large, count, tokens // count) for count in examples]
-    cases += [(*named, functools.partial(small, *named), 8, 1024) for named in SMALL]
-    for layers, trained, make, count, length in cases:
-        facts = {"layers": layers, "trained": trained, "examples": count, "tokens": count * length}
-        yield (
-            facts,
-            eqx.filter_eval_shape(make),
-            eqx.filter_eval_shape(random_batch, count, length, Vocab.size),
-        )
-
-
-SMALL = tuple(itertools.product(("dense", "experts"), ("all", "adapters")))
+    key = jax.random.key(0)
+    model = Decoder.init(config.model, config.Vocab, remat="nested", key=key)
+    model = cast_parameters(model, config.trainer.precision.parameters)
+    return with_adapters(model, config.lora, key=key)
 
 
 def small(layers: str, trained: str) -> tuple[Any, Any]:

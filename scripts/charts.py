@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from scripts.result_tables import RESULTS
+from benchmarks.record import RESULTS
 
 PICTURES = RESULTS.parents[1] / "docs" / "pictures"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.pattern import KINDS
-from scripts.result_tables import RESULTS
+from benchmarks.record import RESULTS
 
 _POLICIES: dict[str, dict[str, Any]] = {
     "False": {"save_block_internals": True},

@@ -9,9 +9,9 @@ import pytest
 
 import benchmarks.qwen3_context as qwen3_context
 import benchmarks.step_memory as step_memory
+from benchmarks.record import RESULTS
 from scripts.page_tables import MARKER, declared, figures, with_tables
 from scripts.reported_memory import cases
-from scripts.result_tables import RESULTS
 from stacked_remat.training import parse_config
 
 ROOT = RESULTS.parents[1]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.record import RESULTS
 from scripts.charts import charts, write
-from scripts.result_tables import RESULTS
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,11 +32,7 @@ def is_differentiable(dtype: Any) -> bool:
 def active_carry(
     layers: Sequence[tuple[core.Jaxpr, Sequence[bool], Sequence[bool]]], init: Sequence[bool]
 ) -> list[bool]:
-    """Find the carry leaves that are active in some layer, given which of the first carry are.
-
-    Of each kind there is one layer, `(shared, carry, x) -> (carry, y)` in leaves, and which of `shared` and
-    of `x` are active.
-    """
+    """Find the carry leaves that are active in a layer `(shared, carry, x) -> (carry, y)` of some kind."""
     carry = list(init)
     while True:
         grown = carry
@@ -65,8 +61,14 @@ def active_variables(
         operands = [_is_in(atom, active) for atom in equation.invars]
         if not any(operands):
             continue
-        inner = _called(equation)
-        outputs = [True] * len(equation.outvars) if inner is None else active_outputs(inner, operands, counts)
+        inner, outputs = _called(equation), [True] * len(equation.outvars)
+        if inner is not None:
+            outputs = active_outputs(inner, operands, counts)
+        elif equation.primitive.name == "cond" and not operands[0]:
+            branches = [each.jaxpr for each in equation.params["branches"]]
+            given = ([*[False] * len(each.constvars), *operands[1:]] for each in branches)
+            found = map(functools.partial(active_outputs, counts=counts), branches, given)
+            outputs = [*map(any, zip(*found, strict=True))]
         active.update(
             var
             for var, depends in zip(equation.outvars, outputs, strict=True)
@@ -111,10 +113,7 @@ def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
 
 
 def expansion(equation: core.JaxprEqn, fn: Callable | None = None) -> Any:
-    """What a primitive that expands into others does, closed, as a fold that is cut; None for any other.
-
-    Or what `fn` does in its place.
-    """
+    """What a primitive that expands into others does, or `fn` in its place, closed; None for any other."""
     if equation.primitive.name != "call_hi_primitive":
         return None
     primitive = equation.params["_prim"]
@@ -147,11 +146,7 @@ def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def not_differentiable(why: str, x: Array, of: Sequence[Array]) -> Array:
-    """Return `x`, without derivatives with respect to what it, or an array of `of`, depends on.
-
-    Raises:
-        TypeError: in reverse mode, with `why` as its text; in forward mode, with JAX's.
-    """
+    """Return `x`; a derivative by what it, or an array of `of`, depends on is a TypeError that says `why`."""
     return x
 
 

@@ -168,6 +168,7 @@ OPTIMIZERS = {
     "momentum": (optax.sgd(SCHEDULE, momentum=0.9, nesterov=True), ScanCheckpointPolicy(max_carries=3)),
     "adamw": (optax.adamw(SCHEDULE, eps=1e-3, weight_decay=0.1, mask=matrices), "offload"),
     "lion": (optax.lion(0.01, mask=MASK), True),
+    "every second step": (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), True),
     "adafactor": (
         optax.adafactor(
             0.1,
@@ -202,8 +203,10 @@ def test_bfloat16_is_the_same_to_the_bit():
         assert jnp.array_equal(a, b)
 
 
-def test_what_an_optimizer_computes_of_an_array_it_computes_of_a_layers_array():
-    optimizer = optax.adafactor(0.1, min_dim_size_to_factor=4)
+@pytest.mark.parametrize(
+    "optimizer", [optax.adafactor(0.1, min_dim_size_to_factor=4), optax.novograd(0.1)], ids=["rows", "norm"]
+)
+def test_what_an_optimizer_computes_of_an_array_it_computes_of_a_layers_array(optimizer):
     before = model()
     found, _ = fused_steps(optimizer, before, steps=1)
     _, gradient = gradient_of(loss)(*eqx.partition(before, eqx.is_inexact_array))
@@ -418,10 +421,9 @@ class TestRefused:
         [
             optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
             optax.apply_if_finite(optax.adam(0.1), 3),
-            optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
             optax.contrib.prodigy(),
         ],
-        ids=["clip", "finite", "steps", "prodigy"],
+        ids=["clip", "finite", "prodigy"],
     )
     def test_optimizers_that_need_several_layers_at_once(self, optimizer):
         fused = fused_update(loss, optimizer)

@@ -278,9 +278,9 @@ def coupling(
             updated, read = paths[coupled[0]], paths[own[0]]
             return (
                 f"The optimizer's update of {updated} depends on the gradient of {read}, and a fused update "
-                "has no two layers' gradients at once. Of the transformations of optax, clip_by_global_norm, "
-                "apply_if_finite and MultiSteps do this. For clipping give fused_update "
-                "max_grad_norm=...; leave the others out. Its arrays are "
+                "has no two layers' gradients at once. Of the transformations of optax, clip_by_global_norm "
+                "and apply_if_finite do this. For clipping give fused_update max_grad_norm=...; leave the "
+                "others out. Its arrays are "
                 f"{shortened(paths, most=8)}."
             )
     return None

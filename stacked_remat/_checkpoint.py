@@ -156,10 +156,7 @@ def checkpoint_sequential(
 def run_tree(
     tree: Tree, layer: Callable[[int, T], tuple[T, PyTree]], segment: Callable[[PyTree], PyTree], carry: T
 ) -> tuple[T, list[PyTree]]:
-    """The last carry, and the output of each layer, of a schedule's tree.
-
-    `layer` takes a number and a carry; `segment` checkpoints a function of a carry.
-    """
+    """The last carry, and the output of each layer, of a schedule's tree; `segment` checkpoints its parts."""
     if isinstance(tree, int):
         carry, y = layer(tree, carry)
         return carry, [y]
@@ -176,10 +173,7 @@ _saved_internals = jax.make_user_context(default_value=True)
 
 
 def saving_internals(names: Iterable[str] | Literal[True]) -> contextlib.AbstractContextManager[None]:
-    """A context in which a region is traced that keeps the internals of these names; True for everything.
-
-    Those that the regions around it drop are not kept.
-    """
+    """A context in which a region is traced that keeps these internals, but for what those around it drop."""
     around = _saved_internals.value
     if names is True:
         return _saved_internals(around)

@@ -54,11 +54,10 @@ def restore_is_constant_dim() -> None:
 
 
 def as_residual(flags: Sequence[bool]) -> np.ndarray:
-    """Flags, such as which inputs are differentiated, as a residual without data, in its shape.
+    """Which inputs are differentiated as a residual without data, in its shape.
 
-    JAX, of a jaxpr that is differentiated by some inputs, then by others, then by the first again, gives the
-    backward rule of a `jax.custom_vjp` with symbolic zeros the residuals of the last time in the structure of
-    the second.
+    JAX gives a `jax.custom_vjp` with symbolic zeros, differentiated by several sets of inputs in turn,
+    residuals of one in the structure of another.
     """
     bits = sum(int(flag) << place for place, flag in enumerate(flags))
     digits = [bits >> place & 0xFFFFFF for place in range(0, len(flags), 24)]
@@ -79,11 +78,7 @@ def cluster_size() -> int | None:
 
 
 def exchange(name: str, text: str, seconds: int) -> list[str] | None:
-    """Exchange texts between processes without a collective, in their order; None where that takes longer.
-
-    Raises:
-        JaxRuntimeError: another process is gone.
-    """
+    """Exchange texts between processes without a collective, in their order; None where that takes longer."""
     client: Any = jax._src.distributed.global_state.client
     client.key_value_set(f"{name}/{jax.process_index()}", text)
     try:
@@ -141,13 +136,7 @@ def cudnn_attention_gradients(
 
 
 def splash_gradients(kernel: Any, residuals: tuple[Any, ...], cotangent: jax.Array) -> Sequence[jax.Array]:
-    """The gradients of query, key and value.
-
-    Args:
-        kernel: a `SplashAttentionKernel`.
-        residuals: query, key, value, segments, sinks, output and log-sum-exp.
-        cotangent: of the output.
-    """
+    """The gradients of query, key and value, the first of `residuals`; output and log-sum-exp are last."""
     tables = kernel.dq_mask_info, kernel.dkv_mask_info
     backward: Any = splash_attention_kernel._splash_attention_bwd
     return backward(**kernel.kwargs, res=(*residuals, *tables), do=cotangent)[3:6]
@@ -254,11 +243,7 @@ def named_axes(effects: Iterable[Any]) -> set[Any]:
 def batch_jaxpr(
     closed: Any, axis: Any, is_mapped: Sequence[bool], must_be: Sequence[bool]
 ) -> tuple[Any, list[bool]]:
-    """A jaxpr mapped over an axis, `axis` being what a batching rule is given.
-
-    Inputs and outputs are mapped over their first dimension, outputs that do not depend on the axis only
-    where they `must_be`. Also returns which outputs are mapped.
-    """
+    """A jaxpr mapped over the axis of a batching rule, always the first, and which outputs are mapped."""
     return jax._src.interpreters.batching.batch_jaxpr(closed, axis, tuple(is_mapped), tuple(must_be))
 
 
@@ -280,15 +265,6 @@ def broadcast(array: Any, axis: Any) -> Any:
 def stacked_type(type_: Any, size: int) -> Any:
     """The type of a stack of so many arrays of a type."""
     return jax._src.core.unmapped_aval(size, 0, type_)
-
-
-if jax._src.lib.version < (
-    0,
-    12,
-):  # it cannot lower what its scans make of a primitive of hijax in `jax.checkpoint`
-    jax._src.core.closed_call_p.to_lojax = lambda *args, call_jaxpr: jax.core.eval_jaxpr(  # pyright: ignore
-        call_jaxpr.jaxpr, call_jaxpr.consts, *args
-    )
 
 
 def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
@@ -330,6 +306,12 @@ def round_kept_values() -> None:
     jax._src.ad_checkpoint._insert_reduce_precision = of_real_numbers
 
 
+def _evaluated(*args: Any, call_jaxpr: Any) -> Any:
+    return jax.core.eval_jaxpr(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
+
+
+if jax.__version_info__ < (0, 12):  # it can't lower what its scans make of hijax in `jax.checkpoint`
+    jax._src.core.closed_call_p.to_lojax = _evaluated  # pyright: ignore[reportAttributeAccessIssue]
 # `checkpoint_name` is the identity, and JAX cannot transpose it.
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 restore_is_constant_dim()

@@ -21,14 +21,7 @@ def replaced_whole(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """A path beside `path` to write a file or a folder to, which takes its place on success.
 
     On failure `path` stays as it was. A folder replaces only an empty folder, or none. What a killed process
-    left is removed, unless `shared`.
-
-    Args:
-        path: the file or folder.
-        shared: whether several processes may write it at once.
-
-    Raises:
-        OSError: names `path` where the system names no file, as for a full disk.
+    left is removed, unless it is `shared`: written by several processes at once.
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8] if shared else 'unfinished'}")
     _remove(unfinished)
@@ -50,13 +43,7 @@ def _remove(path: Path) -> None:
 
 
 def read_json_fields(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: it is larger than 64 MiB, not valid JSON (duplicate fields, NaN and infinity are not),
-            nested too deeply, or not an object.
-    """
+    """The fields of a JSON file; a ValueError for any that is not a valid, small object."""
     with path.open("rb") as file:
         text = file.read(_LARGEST + 1)
     if len(text) > _LARGEST:
@@ -76,12 +63,7 @@ def read_json_fields(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened_safetensors(path: Path, error_type: type[ValueError] = ValueError) -> Iterator[Any]:
-    """A safetensors file whose tensors are NumPy arrays.
-
-    Raises:
-        ImportError: safetensors is not installed.
-        error_type: it can't be read, or is not a safetensors file.
-    """
+    """A safetensors file whose tensors are NumPy arrays; `error_type` where it can't be read as one."""
     safetensors = import_safetensors()
     try:
         with safetensors.safe_open(path, "numpy") as file:
@@ -105,11 +87,7 @@ def written_safetensors(folder: Path) -> Iterator[None]:
 
 
 def import_safetensors() -> Any:
-    """The package, which is optional.
-
-    Raises:
-        ImportError: it is not installed; says how to install it.
-    """
+    """The package, which is optional."""
     try:
         import safetensors.numpy
     except ImportError as error:

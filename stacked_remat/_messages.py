@@ -53,12 +53,7 @@ def float_problems(dtypes: Mapping[str, str]) -> list[str]:
 
 
 def entry_problems(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """One line for each entry that is missing, unknown, or not as expected.
-
-    Args:
-        expected: the shape of each entry, or anything else to compare and to show.
-        found: likewise for the entries that exist.
-    """
+    """One line for each entry that is missing, unknown, or not as expected, such as in its shape."""
     lines = [f"missing: {key} {shape}" for key, shape in expected.items() if key not in found]
     lines += [f"unknown: {printable(key)} {shape}" for key, shape in found.items() if key not in expected]
     return lines + [

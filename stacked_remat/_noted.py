@@ -55,8 +55,7 @@ def is_noting() -> bool:
 def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callable:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 
-    It takes and returns trees of arrays. `rule` is for the interpreter, and may hold no traced values.
-    Elsewhere it is `otherwise`, which may, or `fn` itself.
+    `rule` may hold no traced values. Elsewhere it is `otherwise`, which may, or `fn` itself.
     """
     notes = _notes.value
     if notes is None:

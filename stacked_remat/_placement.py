@@ -55,10 +55,7 @@ def is_on_host(array: Any) -> bool:
 
 
 def on_several_devices(tree: Any) -> bool:
-    """Whether there is a mesh of several devices, or an array of the tree is placed on several.
-
-    What an argument of `jax.jit` is placed on is not known there without a mesh.
-    """
+    """Whether there is a mesh of several devices, or an array of the tree is known to be on several."""
 
     def devices(leaf: Any) -> int:
         if isinstance(leaf, Tracer):

@@ -228,12 +228,7 @@ ScanCheckpointSpec: TypeAlias = (
 
 
 def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
-    """The policy for a `remat=` argument.
-
-    Raises:
-        ValueError: for an unknown alias; lists the valid ones.
-        TypeError: for anything that is neither a policy, a bool nor a string.
-    """
+    """The policy for a `remat=` argument."""
     if isinstance(spec, ScanCheckpointPolicy):
         return spec
     if callable(spec) and not isinstance(spec, type):
@@ -268,12 +263,7 @@ def _no_policy(spec: Any) -> str:
 
 
 def kept_internals(**fields: Any) -> Kept:
-    """What two fields say: which internals are saved (a bool, names or a policy of JAX), and which offloaded.
-
-    Raises:
-        TypeError: one is none of these.
-        ValueError: they contradict each other.
-    """
+    """What two fields say: which internals are saved (a bool, names or a policy of JAX) or offloaded."""
     (save_field, save), (offload_field, offload) = fields.items()
     internals, offloaded = _internals(save_field, save), _names(offload_field, offload)
     saved = internals if isinstance(internals, tuple) else ()

@@ -36,9 +36,6 @@ class Kept:
         """The `jax.checkpoint` policy of a layer, which keeps its carry of this name too.
 
         Of names alone it is one of JAX's own, which are data and so survive `JAX_REMAT3=1`.
-
-        Raises:
-            ValueError: `JAX_REMAT3` does not support `internals`.
         """
         saved, offloaded = ([carry_name] * (carries == where) for where in ("device", "host"))
         names = (*saved, *self._saved), (*offloaded, *self.offloaded)
@@ -67,8 +64,8 @@ EVERYTHING, NOTHING = Kept(True), Kept()
 class Remat:
     """A policy for a number of layers, of which the first keep their carries, and `first_kept`.
 
-    Of the others `kept` is kept, where there is a schedule, while a segment is reversed, and the carries that
-    the schedule says are kept. Where these are None the layers first run again.
+    With a schedule, it says which carries of the others are kept, and `kept` lives while a segment is
+    reversed. Where `carries` is None the layers first run again.
     """
 
     length: int

@@ -111,9 +111,6 @@ class Schedule:
         """The cuts as parts within parts, in forward order, a layer being its number.
 
         While a part is reversed, the input of each part within it is held.
-
-        Raises:
-            ValueError: the parts are nested deeper than JAX can nest checkpoints.
         """
 
         def nested(part: Part, depth: int) -> Tree:
@@ -189,10 +186,7 @@ def shrinking(length: int) -> Schedule:
 
 
 def equal(length: int, segments: int) -> Schedule:
-    """`segments` segments of one length, at most one a layer, the later ones a layer shorter where they must.
-
-    Where they divide evenly, all loops get static trip counts; the last segment is then replayed too.
-    """
+    """So many segments of one length, at most one a layer; later ones are a layer shorter where they must."""
     segments = min(segments, length)
     size, longer = divmod(length, segments)
     return _cut_into([size + 1] * longer + [size] * (segments - longer))
@@ -203,9 +197,6 @@ def bounded(length: int, *, max_carries: int) -> Schedule:
 
     Binomial checkpointing (Griewank and Walther 2000, Algorithm 799: "revolve"): with `c` carries and at most
     `r` forward evaluations of a layer before its visit, `binomial(c - 1 + r, r)` layers can be reversed.
-
-    Raises:
-        ValueError: `max_carries` is 1 for more layers than one.
     """
     if max_carries == 1 and length > 1:
         raise ValueError(
@@ -231,11 +222,7 @@ def _cut_into(sizes: Sequence[int]) -> Schedule:
 
 
 def whole_number(name: str, value: Any, meaning: str, fix: str = "", *, least: int = 1) -> int:
-    """An argument as an int.
-
-    Raises:
-        TypeError, ValueError: it is not an int, or less than `least`; gives the meaning and the fix.
-    """
+    """An argument as an int, or an error with its meaning and the fix."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -32,11 +32,7 @@ def layers_to_state_dict(layers: Sequence[eqx.Module], prefix: str | None) -> St
 
 
 def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix: str | None) -> list[M]:
-    """The layers, like the templates, with their arrays read from `state_dict`.
-
-    Raises:
-        ValueError: names every missing or mismatched key and every unknown layer, before anything is read.
-    """
+    """The layers, like the templates, with their arrays read from `state_dict`."""
     keys = _check_layers(templates, state_dict, prefix)
     # Haliax can't read NumPy's arrays into named ones where there are several devices.
     found: Any = collections.ChainMap({key: jnp.asarray(state_dict[key]) for key in keys}, state_dict)
@@ -52,11 +48,7 @@ def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix
 
 
 def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
-    """The layers as one stacked tree; arrays that all layers share in `stacked` are shared again.
-
-    Raises:
-        ValueError: names an array that is shared in `stacked` and differs between the layers.
-    """
+    """The layers as one stacked tree; arrays that all layers share in `stacked` are shared again."""
 
     def choose(path: KeyPath, old: PyTree, new: PyTree, *of_layers: Any) -> PyTree:
         if is_split(old, axis) or not (is_named(old) or is_array(old)):

@@ -224,11 +224,6 @@ def _renamed(leaf: NamedArray, array: Any) -> NamedArray:
 
 
 def _common_size(caller: _Caller, entries: Sequence[PyTree], dims: Sequence[int | None]) -> int:
-    """The size of the axis.
-
-    Raises:
-        ValueError: nothing has it, or sizes differ.
-    """
     name_of, is_plain = argument_namer(caller.fn, skip=0), isinstance(caller.axis, int)
     sizes: dict[str, int] = {}
     for (path, leaf, rule), dim in zip(entries, dims, strict=True):

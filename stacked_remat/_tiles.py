@@ -86,8 +86,8 @@ class Cut:
     ) -> Arrays:
         """Apply rules, one for each length, tile by tile; for derivatives each tile is computed again.
 
-        `types` are those of the first tile's results. A tile outside of the loop gets the inputs `later` in
-        its turn: backward, it would otherwise share what it computes again with the forward pass.
+        A tile outside of the loop gets the inputs `later` in its turn: backward, it would otherwise share
+        what it computes again with the forward pass.
         """
 
         def step(totals: Arrays, start: Start, number: int, *, is_rolled: bool) -> Arrays:

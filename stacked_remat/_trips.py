@@ -16,10 +16,7 @@ Named: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
 def known_trips(total: int | None, entered: int = 1) -> Named:
-    """Within it, a `while` loop is traced that runs `total` times in all when it is entered so often.
-
-    Where that is None, it is not known.
-    """
+    """Within it, a `while` loop is traced that runs `total` times in all, if known, when entered so often."""
     return contextlib.nullcontext() if total is None else _named("trips", total, entered)
 
 

@@ -90,15 +90,14 @@ def arguments_on_host(
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a call's arguments are, on a device or a mesh; and whether it can make those on the host."""
+    """Where a call's arguments are, on a device or a mesh."""
 
     target: Target
     mesh: Mesh | None
-    makes_arguments: bool
 
     @staticmethod
-    def of(target: Target, call: PyTree, makes_arguments: bool) -> "Placement":
-        """The placement on one device; if arguments lie on a mesh, on as many, and none is made."""
+    def of(target: Target, call: PyTree) -> "Placement":
+        """The placement on one device; if arguments lie on a mesh, on as many."""
         meshes = {}
         for leaf in jax.tree.leaves(call, is_leaf=is_array_or_shape):
             sharding = getattr(leaf, "sharding", None)
@@ -115,8 +114,8 @@ class Placement:
             if not isinstance(mesh, Mesh) or {*mesh.devices.flat} != {*devices}:
                 grid = np.asarray(devices, dtype=object).reshape([size for _, size in shape])
                 mesh = Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
-            return Placement(target, mesh, False)
-        return Placement(target, None, makes_arguments)
+            return Placement(target, mesh)
+        return Placement(target, None)
 
     @property
     def devices(self) -> int:
@@ -133,12 +132,11 @@ class Placement:
         def shape(path: Any, leaf: Any) -> Any:
             if not is_array_or_shape(leaf):
                 return leaf
-            if self.is_made(leaf) and not self.makes_arguments:
+            if self.is_made(leaf) and self.mesh is not None:
                 raise TargetError(
                     f"target {self.target.name!r} cannot size {jtu.keystr(path)}, which is on the host, for "
-                    "several devices, or for a function in jax.jit: without the device XLA:GPU counts it "
-                    "in device memory. Size one device, give the function without jax.jit, use a TPU target, "
-                    "or compile on the GPU itself with target='local'."
+                    "several devices: without them XLA:GPU counts it in device memory. Size one device, use "
+                    "a TPU target, or compile on the GPUs themselves with target='local'."
                 )
             weak = bool(getattr(leaf, "weak_type", False))
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(leaf), weak_type=weak)
@@ -165,8 +163,6 @@ def donated_of(
     """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
     if donate == "all":
         return True
-    if donate == "all-except-first":
-        return True, (False, *[True] * (len(args) - 1))[: len(args)], True
     if not donate:
         return False
     names = {donate} if isinstance(donate, str) else {*donate}

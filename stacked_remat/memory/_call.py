@@ -30,11 +30,7 @@ class TracedCall:
     flops: Flops
 
     def report(self, cache: str | Path | None = None) -> MemoryReport:
-        """Compile it, or read what an earlier compilation found in `cache`.
-
-        Raises:
-            DoesNotFit: the compiler refused the program because device memory is too small.
-        """
+        """Compile it, or read what an earlier compilation found in `cache`."""
         target, devices = self.placement.target, self.placement.devices
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
@@ -65,8 +61,7 @@ def report(
     """Compile `fn(*args, **kwargs)` for `target` and report what a call needs. Nothing is executed.
 
     Args:
-        fn: a function, an Equinox module, or either already wrapped in `jax.jit` or `eqx.filter_jit`
-            (their donation counts).
+        fn: a function or an Equinox module, not in `jax.jit` or `eqx.filter_jit`.
         *args: arguments as `eqx.filter_jit` takes them: arrays and `jax.ShapeDtypeStruct`s are traced,
             anything else is static. Shardings on a mesh, also on a `jax.sharding.AbstractMesh`, are moved to
             as many of the target's devices.
@@ -89,8 +84,9 @@ def report(
 
     Raises:
         ValueError: an unknown target; a name in `donate` that `fn` does not take.
+        TypeError: `fn` is no function, or jitted.
         TargetError: the target's compiler plugin is not installed, has too few devices, or cannot
-            size arguments on the host for several devices or for a function in `jax.jit`.
+            size arguments on the host for several devices.
         DoesNotFit: the compiler refused the program because device memory is too small.
 
     Cost: tracing and one full compilation; no memory for arguments or results.
@@ -108,17 +104,18 @@ def trace_call(
     """Trace `fn(*args, **kwargs)` as `report` compiles it."""
     if not callable(fn):
         raise TypeError(f"report takes a function and then its arguments; got {type(fn).__name__}.")
-    chosen = find_target(target)
-    fn, donate = _unwrap(fn, donate)
+    if hasattr(fn, "lower") and hasattr(fn, "__wrapped__"):
+        raise TypeError(
+            "report compiles the function that it is given; got one in a jit. Give it the function itself, "
+            "and say what is donated: report(fn, *args, donate=...)."
+        )
     given = fn, args, kwargs
-    placement = Placement.of(chosen, given, makes_arguments=not _is_jax_jit(fn))
+    placement = Placement.of(find_target(target), given)
     call = placement.place(given)
-    if _is_jax_jit(fn):
-        return _trace(placement, lambda: fn.trace(*call[1], **call[2]))
     arrays, static = eqx.partition(call, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    made, arrays = eqx.partition(arrays, jax.tree.map(placement.is_made, given, is_leaf=is_array_or_shape))
+    to_make, arrays = eqx.partition(arrays, jax.tree.map(placement.is_made, given, is_leaf=is_array_or_shape))
     donated, kept = eqx.partition(arrays, donated_of(fn, args, kwargs, donate))
-    shapes, structure = jax.tree.flatten(made)
+    shapes, structure = jax.tree.flatten(to_make)
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
         # XLA would make one array of those that are equal, and one product of those with both.
@@ -126,21 +123,16 @@ def trace_call(
         fn, args, kwargs = eqx.combine(donated, kept, filled, static)
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
-    size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-    return _trace(placement, lambda: jax.jit(run, donate_argnums=0).trace(donated, kept), size)
+    with compiled_for(placement.target.devices()[0]):
+        with placement.in_use():
+            traced = jax.jit(run, donate_argnums=0).trace(donated, kept)
+        flops = count_flops(traced.jaxpr)
+    made = sum(shape.size * shape.dtype.itemsize for shape in shapes)  # in the place of arguments
+    return TracedCall(placement, traced, flops + Flops(bytes_to_host=-made))
 
 
 def _full_on_host(like: PyTree, value: int) -> jax.Array:
     return made_on_host(jax.typeof(like), lambda type_: jnp.full(type_.shape, value, type_.dtype))
-
-
-def _trace(placement: Placement, trace: Callable[[], Any], made: int = 0) -> TracedCall:
-    """The traced call; `made` are the bytes that it first moves to the host in place of arguments."""
-    with compiled_for(placement.target.devices()[0]):
-        with placement.in_use():
-            traced = trace()
-        flops = count_flops(traced.jaxpr)
-    return TracedCall(placement, traced, flops + Flops(bytes_to_host=-made))
 
 
 def _attached_memory(target: Target) -> int | None:
@@ -149,17 +141,3 @@ def _attached_memory(target: Target) -> int | None:
         device = jax.local_devices()[0]
     stats = device.memory_stats()
     return stats.get("bytes_limit") if stats else None
-
-
-def _is_jax_jit(fn: Callable[..., Any]) -> bool:
-    return hasattr(fn, "trace") and hasattr(fn, "lower")
-
-
-def _unwrap(fn: Callable[..., Any], donate: str | Sequence[str]) -> tuple[Any, str | Sequence[str]]:
-    """Unwrap `eqx.filter_jit`, which would treat shapes as static values."""
-    is_filter_jit = hasattr(fn, "donate_first") and hasattr(fn, "__wrapped__")
-    if donate and (is_filter_jit or _is_jax_jit(fn)):
-        raise ValueError("fn is jitted already: give its donation to the jit, not to report")
-    if not is_filter_jit:
-        return fn, donate
-    return fn.__wrapped__, "all" if fn.donate_first else "all-except-first" if fn.donate_rest else ()

@@ -20,14 +20,7 @@ _GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\}|mesh\[(.*?
 
 
 def sent_bytes(program: str, devices: int) -> int:
-    """The bytes that each device sends in collectives that go round a ring, in one call.
-
-    Loops whose trips neither the compiler nor their names tell count once.
-
-    Args:
-        program: the text of the compiled program.
-        devices: how many it runs on.
-    """
+    """The bytes that each device sends in collectives that go round a ring, in one call."""
     computations, entry = computations_in(program)
 
     @functools.cache

@@ -28,15 +28,9 @@ class DoesNotFit(RuntimeError):
 
 
 def sizes_of(lowered: Any, target: Target, devices: int, folder: str | Path | None) -> dict[str, Any]:
-    """Compile a `jax.stages.Lowered`, or read from `folder` what an earlier compilation of it found.
+    """What the compilation of a `jax.stages.Lowered` tells of a report, or an earlier one, kept in `folder`.
 
     A folder that can't be written to, and a file that can't be read, are as none.
-
-    Returns:
-        The fields of a report that a compilation tells.
-
-    Raises:
-        DoesNotFit: the compiler refused the program because device memory is too small.
     """
     if folder is None:
         return _compiled(lowered, target, devices)

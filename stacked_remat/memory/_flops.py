@@ -186,11 +186,7 @@ class _Counter:
 
 
 def _scan_parts(eqn: Any) -> tuple[int, int]:
-    """How many constants and how many carries a `scan` has.
-
-    Found from shapes, because the equation's parameters differ between versions of JAX: scanned inputs and
-    stacked outputs have one more axis outside the body than inside.
-    """
+    """How many constants and how many carries a `scan` has, from shapes: parameters differ between JAXes."""
     body = eqn.params["jaxpr"]
     inner = getattr(body, "jaxpr", body)
     num_xs, num_ys = (

@@ -44,12 +44,7 @@ class Buffer(NamedTuple):
 
 
 def largest_buffers(program: str, most: int = 5) -> tuple[Buffer, ...]:
-    """The largest arrays that a program allocates; those of one shape and line of source count as one.
-
-    Args:
-        program: the text of a compiled program.
-        most: how many.
-    """
+    """The largest arrays that a program allocates; those of one shape and line of source count as one."""
     bodies, _ = computations_in(program)
     sources = sources_in(program, _LIBRARIES)
     fused = {name for body in bodies.values() for one in body if one.kind == "fusion" for name in one.called}

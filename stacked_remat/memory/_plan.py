@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,9 @@ def compare(
     """
     _check_policies(candidates)
     search = Search(functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, None))
-    trials = [search.trial(policy, False) for policy in candidates]
+    trials = tuple(map(search.trial, candidates))
     search.check()
-    return Comparison(tuple(trials))
+    return Comparison(trials)
 
 
 def plan(
@@ -202,7 +203,8 @@ def plan(
     that. With `layers` up to three more, and `log2(layers)` for each way to keep first layers, most of which
     end sooner, once what is left to try has no fewer FLOPs than the best.
     """
-    limits = Limits(parse_bytes(budget), None if host_budget is None else parse_bytes(host_budget))
+    most = parse_bytes(budget)
+    limits = Limits(most) if host_budget is None else Limits(most, parse_bytes(host_budget))
     if layers is not None:
         what = "the number of layers of the stack or steps of the loop"
         whole_number("layers", layers, what, "Leave it out if not known.")
@@ -210,16 +212,16 @@ def plan(
         raise ValueError("plan needs at least one candidate policy; got none")
     _check_policies(candidates)
     trace = functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, streamed)
-    search = Search(trace, cache, show)
-    chosen = search.least(candidates, limits, layers, streamed=False)
+    search = Search(trace, limits, cache, show)
+    chosen = search.least(candidates, layers)
     if chosen is None and streamed is not None:
-        chosen = search.least(candidates, limits, layers, streamed=True)
+        chosen = dataclasses.replace(search, streamed=True).least(candidates, layers)
     tried = Comparison(tuple(search.trials))
     if chosen is None:
         search.check()
         raise BudgetError(_nothing_fits(tried, limits))
     assert chosen.report is not None
-    return Plan(chosen.policy, chosen.report, tried, limits.device, chosen.streamed)
+    return Plan(chosen.policy, chosen.report, tried, most, chosen.streamed)
 
 
 def _check_policies(candidates: Any) -> None:
@@ -280,14 +282,19 @@ def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
 
 def _nothing_fits(tried: Comparison, limits: Limits) -> str:
     """What was tried, and the smallest of it that the host's budget allows, if there is one."""
+
+    def text(device: float, host: float) -> str:
+        on_host = f" and {readable_bytes(int(host))} on the host" if limits.host < math.inf else ""
+        return f"{readable_bytes(int(device))} a device{on_host}"
+
     found = [(trial.name, trial.report) for trial in tried.trials if trial.report is not None]
-    what = limits.text(limits.device, limits.host)
+    what = text(limits.device, limits.host)
     if not found:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
-    within = [pair for pair in found if limits.holds_on_host(pair[1])]
+    within = [pair for pair in found if pair[1].host.total <= limits.host]
     name, needs = min(within or found, key=lambda pair: pair[1].total)
     return (
         f"no candidate fits {what}. The smallest found is {name} with "
-        f"{limits.text(needs.total, needs.host.total)}, {readable_bytes(needs.arguments)} of it arguments. "
+        f"{text(needs.total, needs.host.total)}, {readable_bytes(needs.arguments)} of it arguments. "
         f"Shorten the context, shard over more devices, freeze weights or keep them on the host.\n{tried}"
     )

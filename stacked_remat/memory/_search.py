@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -12,10 +13,8 @@ from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._call import TracedCall
 from ._compiled_sizes import DoesNotFit
 from ._report import MemoryReport
-from ._table import readable_bytes
 
 _NEVER = (float("inf"), float("inf"))
-_Trace: TypeAlias = Callable[[ScanCheckpointSpec, bool], TracedCall]  # with weights on the host or not
 _OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy | None]  # of first layers, if it can have any
 
 
@@ -42,9 +41,6 @@ class Trial:
         return self.label or policy_name(self.policy, self.streamed)
 
 
-_Show: TypeAlias = Callable[[Trial], None]
-
-
 def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
     """What tables call a policy: `'nested'`, or its settings, as `nested=True, save_carries='offload'`."""
     name = repr(policy)
@@ -55,91 +51,81 @@ def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bytes on a device and on the host; None for no limit."""
+    """Bytes on a device and on the host."""
 
-    device: int
-    host: int | None = None
+    device: float = math.inf
+    host: float = math.inf
 
     def hold(self, trial: Trial) -> bool:
         """Whether a policy fits."""
         found = trial.report
-        return found is not None and found.total <= self.device and self.holds_on_host(found)
-
-    def text(self, device: int, host: int | None) -> str:
-        """Bytes on a device, and on the host where that has a limit."""
-        on_host = "" if self.host is None or host is None else f" and {readable_bytes(host)} on the host"
-        return f"{readable_bytes(device)} a device{on_host}"
-
-    def holds_on_host(self, found: MemoryReport) -> bool:
-        return self.host is None or found.host.total <= self.host
+        return found is not None and found.total <= self.device and found.host.total <= self.host
 
 
+@dataclasses.dataclass(frozen=True)
 class Search:
-    """Traces and compiles policies of a program, and remembers what it compiled, in order."""
+    """Traces and compiles policies of a program, and remembers what it compiled, in order.
 
-    def __init__(self, trace: _Trace, cache: str | Path | None = None, show: _Show | None = None):
-        self._program, self._cache, self._show = trace, cache, show
-        self._traced: dict[tuple[ScanCheckpointPolicy, bool], TracedCall] = {}
-        self._error: Exception | None = None
-        self.trials: list[Trial] = []
+    One with weights on the host, `streamed`, has the trials and the error of the one that it replaces.
+    """
 
-    def trial(self, policy: ScanCheckpointSpec, streamed: bool) -> Trial:
+    program: Callable[[ScanCheckpointSpec, bool], TracedCall]  # with weights on the host or not
+    limits: Limits = Limits()
+    cache: str | Path | None = None
+    show: Callable[[Trial], None] | None = None
+    streamed: bool = False
+    trials: list[Trial] = dataclasses.field(default_factory=list)
+    errors: list[Exception] = dataclasses.field(default_factory=list)
+    traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(default_factory=dict, init=False)
+
+    def trial(self, policy: ScanCheckpointSpec) -> Trial:
         """Compile the program under a policy, if it wasn't yet."""
-        for known in self.trials:
-            if (resolve_policy(known.policy), known.streamed) == (resolve_policy(policy), streamed):
+        for known in self._own():
+            if resolve_policy(known.policy) == resolve_policy(policy):
                 return known
         try:
-            report = self._trace(policy, streamed).report(self._cache)
-            found = Trial(policy, report, streamed=streamed)
+            report = self._trace(policy).report(self.cache)
+            found = Trial(policy, report, streamed=self.streamed)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
             if not isinstance(error, DoesNotFit):
-                error.add_note(f"while compiling the policy {policy_name(policy, streamed)}")
-                self._error = error
-            found = Trial(policy, None, str(error).splitlines()[0], streamed)
+                error.add_note(f"while compiling the policy {policy_name(policy, self.streamed)}")
+                self.errors.append(error)
+            found = Trial(policy, None, str(error).splitlines()[0], self.streamed)
         self.trials.append(found)
-        if self._show is not None:
-            self._show(found)
+        if self.show is not None:
+            self.show(found)
         return found
 
     def check(self) -> None:
-        """Whether the compiler took a policy, or refused all because memory is too small.
+        """Raise what the compiler failed for, unless it took a policy, or memory is too small for all."""
+        if self.errors and all(trial.report is None for trial in self.trials):
+            raise self.errors[-1]
 
-        Raises:
-            jax.errors.JaxRuntimeError: it failed for another reason; a note names the policy.
-        """
-        if self._error is not None and all(trial.report is None for trial in self.trials):
-            raise self._error
-
-    def least(
-        self, candidates: Sequence[ScanCheckpointSpec], limits: Limits, layers: int | None, streamed: bool
-    ) -> Trial | None:
+    def least(self, candidates: Sequence[ScanCheckpointSpec], layers: int | None) -> Trial | None:
         """The policy with the fewest FLOPs that fits, of the candidates and what is derived from them.
 
         With wider limits the result never has more FLOPs: candidates are tried in an order that does not
         depend on the limits, and `first_layers` by bisection over counts that do not either.
-
-        Nothing is derived if `layers` (of the stack) is None. The result is None if no candidate fits.
         """
         plain: list[ScanCheckpointSpec] = [policy for policy in candidates if _recomputes_nothing(policy)]
-        first = self._first_to_fit(plain, limits, streamed)
-        if first is not None or self._too_large(limits, streamed):
+        first = self._first_to_fit(plain)
+        if first is not None or self._too_large():
             return first
         others: list[ScanCheckpointSpec] = [policy for policy in candidates if policy not in plain]
-        others.sort(key=lambda policy: self._cost(policy, streamed))
-        first = self._first_to_fit(others, limits, streamed)
+        others.sort(key=self._cost)
+        first = self._first_to_fit(others)
         if first is None or layers is None:
             return first
         for policy in others[others.index(first.policy) :]:
             base = resolve_policy(policy)
             for kept in _kept_of_first_layers(base):
-                with_first = functools.partial(_with_first, base, kept)
-                self._try_first_layers(with_first, base.first_layers, layers, limits, streamed)
+                self._try_first_layers(functools.partial(_with_first, base, kept), base.first_layers, layers)
             if base.nested is True and base.save_carries is True and not base.first_layers:
-                cut = self._cut_with_internals(base, layers, streamed)
-                self._try_first_layers(cut, -1, layers, limits, streamed)
-        return self._best(limits, streamed)
+                if cut := self._cut_with_internals(base, layers):
+                    self._try_first_layers(cut, -1, layers)
+        return self._best()
 
-    def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int, streamed: bool) -> _OfCount:
+    def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int) -> _OfCount | None:
         """From a number of first layers to the cut of the others that needs least memory.
 
         The internals of a segment are kept while it is reversed. The bytes of a carry and of a layer's
@@ -149,12 +135,12 @@ class Search:
         kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
         policies = dataclasses.replace(plain, nested=False), plain, kept
         schedule = base.schedule(layers)
-        if schedule.slots == layers or _NEVER in [self._cost(policy, streamed) for policy in policies]:
-            return lambda first_layers: None
-        found = [self.trial(policy, streamed).report for policy in policies]
+        if schedule.slots == layers or _NEVER in map(self._cost, policies):
+            return None
+        found = [self.trial(policy).report for policy in policies]
         totals = [report.total for report in found if report is not None]
         if len(totals) < len(found):
-            return lambda first_layers: None
+            return None
         every_carry, cut, with_internals = totals
         carry = max(0, every_carry - cut) / (layers - schedule.slots)
         visited_at_once = max(run.visits for run in schedule.runs)
@@ -172,51 +158,49 @@ class Search:
 
         return of_count
 
-    def _best(self, limits: Limits, streamed: bool) -> Trial:
-        """The one with the fewest FLOPs of the compiled policies that fit, of which there is one."""
-        fitting = (trial for trial in self.trials if trial.streamed == streamed and limits.hold(trial))
-        return min(fitting, key=lambda trial: self._cost(trial.policy, streamed))
+    def _own(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.streamed == self.streamed]
 
-    def _first_to_fit(
-        self, policies: Sequence[ScanCheckpointSpec], limits: Limits, streamed: bool
-    ) -> Trial | None:
+    def _best(self) -> Trial:
+        """The one with the fewest FLOPs of the compiled policies that fit, of which there is one."""
+        return min(filter(self.limits.hold, self._own()), key=lambda trial: self._cost(trial.policy))
+
+    def _first_to_fit(self, policies: Sequence[ScanCheckpointSpec]) -> Trial | None:
         for policy in policies:
-            if limits.hold(trial := self.trial(policy, streamed)):
+            if self.limits.hold(trial := self.trial(policy)):
                 return trial
-            if self._too_large(limits, streamed):
+            if self._too_large():
                 break
         return None
 
-    def _too_large(self, limits: Limits, streamed: bool) -> bool:
+    def _too_large(self) -> bool:
         """Whether the arguments, which are the same under every policy, don't fit."""
-        found = (trial.report for trial in self.trials if trial.streamed == streamed and trial.report)
-        return any(report.arguments > limits.device for report in found)
+        found = (trial.report for trial in self._own() if trial.report is not None)
+        return any(report.arguments > self.limits.device for report in found)
 
-    def _try_first_layers(
-        self, with_first: _OfCount, low: int, high: int, limits: Limits, streamed: bool
-    ) -> None:
+    def _try_first_layers(self, with_first: _OfCount, low: int, high: int) -> None:
         """Tries how many first layers fit, above `low` and below `high`, while that can have fewer FLOPs."""
-        least = self._cost(self._best(limits, streamed).policy, streamed)
+        least = self._cost(self._best().policy)
         while high - low > 1:
             middle = (low + high) // 2
             most, policy = with_first(high - 1), with_first(middle)
-            if most is None or policy is None or self._cost(most, streamed) >= least:
+            if most is None or policy is None or self._cost(most) >= least:
                 break
-            if limits.hold(self.trial(policy, streamed)):
+            if self.limits.hold(self.trial(policy)):
                 low = middle
             else:
                 high = middle
 
-    def _trace(self, policy: ScanCheckpointSpec, streamed: bool) -> TracedCall:
-        key = resolve_policy(policy), streamed
-        if key not in self._traced:
-            self._traced[key] = self._program(policy, streamed)
-        return self._traced[key]
+    def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
+        key = resolve_policy(policy)
+        if key not in self.traced:
+            self.traced[key] = self.program(policy, self.streamed)
+        return self.traced[key]
 
-    def _cost(self, policy: ScanCheckpointSpec, streamed: bool) -> tuple[float, float]:
+    def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float]:
         """FLOPs and bytes moved; infinite where the program can't be traced under the policy."""
         try:
-            flops = self._trace(policy, streamed).flops
+            flops = self._trace(policy).flops
             return flops.matmul, flops.moved
         except Exception:  # raised again where it is this policy's turn to be compiled
             return _NEVER

@@ -292,7 +292,7 @@ def offloading_costs_the_host(comparison, monkeypatch):
 
     trials = {trial.policy: moved(trial) for trial in comparison.trials}
 
-    def trial(search, policy, streamed):
+    def trial(search, policy):
         search.trials.append(trials[policy])
         return trials[policy]
 

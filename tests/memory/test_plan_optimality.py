@@ -67,8 +67,8 @@ ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offlo
 
 
 def planned(internals, budget):
-    search = Search(Chain(internals).traced)
-    found = search.least(ON_DEVICE, Limits(1000 * budget), LAYERS, streamed=False)
+    search = Search(Chain(internals).traced, Limits(1000 * budget))
+    found = search.least(ON_DEVICE, LAYERS)
     return cost(resolve_policy(found.policy), internals)[0], len(search.trials)
 
 

@@ -7,8 +7,6 @@ The second runs on one core and counts the time that the process had it: where o
 Needs `tests/parity_requirements.txt` (`make parity` makes such an environment). Losses and gradients are
 compared first. Then ours and theirs run in turn in one process, so that a slow machine slows both. A ratio is
 the median over rounds of our time divided by theirs. Writes `results/cpu_step.json`.
-
-`--only` is a part of the names of what is run.
 """
 
 import dataclasses
@@ -94,13 +92,13 @@ class Pair(NamedTuple):
 
 
 @benchmark("cpu_step")
-def main(sizes: Sizes = SIZES, rounds: int = 15, processor_time: bool = False, only: str = "") -> Rows:
+def main(sizes: Sizes = SIZES, rounds: int = 15, processor_time: bool = False) -> Rows:
     """Medians of times, of their ratios, and of the pages of memory taken from the operating system.
 
     Raises:
         ArithmeticError: losses, gradients or results differ.
     """
-    pairs = [pair for pair in _steps(sizes) if only in pair.name]
+    pairs = [step(sizes, experts, remat) for experts in (True, False) for remat in REMATS]
     for pair in pairs:
         pair.check()
     clock = time.process_time if processor_time else time.perf_counter
@@ -126,10 +124,6 @@ def main(sizes: Sizes = SIZES, rounds: int = 15, processor_time: bool = False, o
 def _measured(run: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, int]:
     had = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     return timed(run, clock), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - had
-
-
-def _steps(sizes: Sizes) -> list[Pair]:
-    return [step(sizes, experts, remat) for experts in (True, False) for remat in REMATS]
 
 
 def step(sizes: Sizes, experts: bool, remat: str | bool) -> Pair:

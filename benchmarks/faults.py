@@ -41,6 +41,7 @@ optimizer: {learning_rate: 0.02, warmup: 2}
 trainer: {num_steps: 150, log_every: 1, eval_every: 40, eval_batches: 2, mesh: {axes: {data: 1}},
           checkpoint: {every_steps: 5}}
 """
+_ARRAYS = "run/checkpoints/{}/state/ocdbt*/d/*"
 IMPOSSIBLE = 99
 """The status of a case that this machine or user can't make."""
 
@@ -54,6 +55,10 @@ copy() {{
     cp -r "$root/whole" run
     rm run/result.json
     sed -i "s|$root/whole|$own/run|g" run/config.yaml
+}}
+newest() {{ # damages the newest checkpoint before a command
+    flipped '{_ARRAYS.format(150)}'
+    command "$1" --run_dir "$own/run" "${{@:2}}"
 }}
 damaged() {{ # filters a file of the run to resume, which must not change it
     copy
@@ -110,9 +115,7 @@ class Case(NamedTuple):
         return status == self.status and one_message and "Traceback" not in output and self.message in output
 
 
-_ARRAYS = "run/checkpoints/{}/state/ocdbt*/d/*"
 _CHANGED = "--trainer.checkpoint.accept_changes true --trainer.num_steps 160"
-_NEWEST = f"flipped '{_ARRAYS.format(150)}'"
 CASES = [
     Case("a run folder that is a file", "echo mine >run; train", "/run: "),
     Case("a run folder below a file", f"train --trainer.run_dir {__file__}/run", "faults.py"),
@@ -128,16 +131,8 @@ CASES = [
         f"flipped '{_ARRAYS.format('*')}'; train {_CHANGED}",
         "/run/",
     ),
-    Case(
-        "a damaged checkpoint to export",
-        f'{_NEWEST}; command export_hf --run_dir "$own/run" --out "$own/out"',
-        "checkpoints/150",
-    ),
-    Case(
-        "a damaged checkpoint to generate from",
-        f'{_NEWEST}; command generate --run_dir "$own/run" --prompt a',
-        "checkpoints/150",
-    ),
+    Case("a damaged checkpoint to export", 'newest export_hf --out "$own/out"', "checkpoints/150"),
+    Case("a damaged checkpoint to generate from", "newest generate --prompt a", "checkpoints/150"),
     Case("SIGINT during imports", "signalled INT handles_signals", "while the program was", 75),
     Case("SIGINT before the first step", "signalled INT tokenizes", "before a step was done", 75),
     Case("SIGTERM before the first step", "signalled TERM tokenizes 0.5", "by SIGTERM", 75),

@@ -37,6 +37,7 @@ from stacked_remat.training.data.files import standard_library_files
 
 from . import planted_examples
 from .command import Rows, benchmark
+from .planted_examples import Classifier
 
 Examples = Axis("batch", 32)
 SEQUENCE = 64
@@ -63,17 +64,9 @@ class Task:
 
 def classifier(count: int, held_out: int) -> Task:
     """Code or documentation, with wrong labels among the examples and none among those that are held out."""
-    data = planted_examples.labelled(count)
-    right = planted_examples.labelled(held_out, after=count, wrong=0.0)
-    every = planted_examples.Examples(
-        data.texts + right.texts,
-        np.concatenate([data.labels, right.labels]),
-        np.concatenate([data.wrong, right.wrong]),
-    )
-    model = planted_examples.Classifier(key=jax.random.key(0))
-    return Task(
-        "classifier", model, planted_examples.example_losses, every.batch, count, 1e-2, 1e-30, data.wrong
-    )
+    data, model = planted_examples.labelled(count, held_out), Classifier(key=jax.random.key(0))
+    losses, wrong = planted_examples.example_losses, data.wrong[:count]
+    return Task("classifier", model, losses, data.batch, count, 1e-2, 1e-30, wrong)
 
 
 def language_model(count: int, held_out: int, rate: float = 2e-3) -> Task:

@@ -112,29 +112,22 @@ def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Pat
     """
     shutil.rmtree(run / LOG_FOLDER, ignore_errors=True)
     wrong = train(run, examples=examples, steps=steps, every=every)
-    scores, is_wrong = ranked(run, wrong)
-    count, lowest_first = int(is_wrong.sum()), is_wrong[::-1]
-    aucs = {"auc": (scores, is_wrong)}
-    aucs |= {"auc_of_50_steps": ranked(run, wrong, (1, 50))} | {
-        "auc_of_later_steps": ranked(run, wrong, (51, steps))
-    }
+    harm, is_wrong = ranked(run, wrong)
+    count = int(is_wrong.sum())
+    parts = {"auc": None, "auc_of_50_steps": (1, 50), "auc_of_later_steps": (51, steps)}
     yield {
-        "scored": len(scores),
+        "scored": len(harm),
         "wrong": count,
-        "wrong_among_as_many_lowest": int(lowest_first[:count].sum()),
-        **{name: auc(-values, own) for name, (values, own) in aucs.items()},
+        "wrong_among_as_many_lowest": int(is_wrong[-count:].sum()),
+        **{name: auc(*ranked(run, wrong, part)) for name, part in parts.items()},
     }
 
 
 def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
     """Trains on examples, scores them, and returns which of them have wrong labels."""
-    data, validation = labelled(examples), labelled(BATCH * 4, after=examples, wrong=0.0)
-    manager = GhostManager(
-        example_losses,
-        validation.batch(np.arange(len(validation.texts))),
-        ScoreLog(folder / LOG_FOLDER),
-        every=every,
-    )
+    data = labelled(examples, 4 * BATCH)
+    held_out = data.batch(np.arange(examples, examples + 4 * BATCH))
+    manager = GhostManager(example_losses, held_out, ScoreLog(folder / LOG_FOLDER), every=every)
     model, optimizer = Classifier(key=jax.random.key(0)), optax.adam(2e-2)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -161,9 +154,9 @@ def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
 def ranked(
     folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The mean scores in some steps or all, from the highest to the lowest, and whose labels are wrong."""
+    """The negative mean scores in some steps or all, in rising order, and whose labels are wrong."""
     found = rank_examples(folder / LOG_FOLDER, steps=steps)
-    return np.asarray(found.scores), wrong[found.ids.astype(int)]
+    return -np.asarray(found.scores), wrong[found.ids.astype(int)]
 
 
 def auc(harm: np.ndarray, wrong: np.ndarray) -> float:
@@ -172,26 +165,23 @@ def auc(harm: np.ndarray, wrong: np.ndarray) -> float:
     return round(float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4)
 
 
-def labelled(count: int, *, after: int = 0, wrong: float = PLANTED) -> Examples:
+def labelled(count: int, held_out: int) -> Examples:
     """Pieces of the standard library in random order, half of them documentation, some with wrong labels.
 
-    Args:
-        count: how many.
-        after: how many of all pieces to leave out before them.
-        wrong: share of the labels that are wrong.
+    These are among the first `count`; others that are held out follow.
     """
     pieces: dict[str, int] = {}
     files = standard_library_files()
     for at in np.random.default_rng(0).permutation(len(files)):
-        if len(pieces) >= after + count:
+        if len(pieces) >= count + held_out:
             break
         for code, documentation in _functions(Path(files[at].url.removeprefix("file://"))):
             pieces |= {code: 0, documentation: 1}
-    own = list(pieces.items())[after : after + count]
-    order = np.random.default_rng(1).permutation(count)
-    labels = np.array([own[at][1] for at in order])
-    is_wrong = np.arange(count) < wrong * count
-    return Examples([own[at][0] for at in order], np.where(is_wrong, 1 - labels, labels), is_wrong)
+    to_train, to_hold = (np.random.default_rng(1).permutation(size) for size in (count, held_out))
+    every = list(pieces.items())
+    own = [every[at] for at in (*to_train, *(count + to_hold))]
+    labels, is_wrong = np.array([label for _, label in own]), np.arange(len(own)) < PLANTED * count
+    return Examples([text for text, _ in own], np.where(is_wrong, 1 - labels, labels), is_wrong)
 
 
 def _functions(file: Path) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ Everything is compiled for a device that need not be attached, and nothing is ru
 Levanter's `ArrayStacked` is among them after `pip install --pre --no-deps marin-levanter`, on Python 3.12.
 
 `--only` is a regular expression that names of variants match. Writes `results/stack_memory_<target>.json`, of
-which `make figures` draws charts. `benchmarks.stack_time` compares it with what a device allocates.
+which `make figures` draws a chart.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ PEERS = (
     "flax linen remat_scan, 3 levels",
     "haliax offload",
 )
-"""The rows that charts of memory show."""
+"""The rows that the chart of memory shows."""
 THEMES = {"light": ("#1f2328", "#8c959f", "#0969da"), "dark": ("#f0f6fc", "#8b949e", "#4493f8")}
 """Colours of text, of other libraries, and of this one."""
 
@@ -41,17 +41,15 @@ def charts() -> Iterator[tuple[Path, Figure]]:
     """Every chart, by its path."""
     found, loops = map(_result, ("stack_memory_h200", "long_loops_cpu"))
     for theme, colors in THEMES.items():
-        yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, 2_048, colors)
-        yield PICTURES / f"memory_chart_16384_{theme}.svg", memory_chart(found, 16_384, colors)
+        yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, colors)
         yield PICTURES / f"loops_chart_{theme}.svg", loops_chart(loops, colors)
 
 
-def memory_chart(result: Mapping[str, Any], inner: int, colors: Sequence[str]) -> Figure:
-    """Temporaries of each variant on the device and the host; with wide layers the FLOPs too."""
-    text, peers, ours = colors
+def memory_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
+    """Temporaries of each variant on the device and the host, with narrow layers."""
+    (text, peers, ours), inner = colors, 2_048
     rows = {row["name"]: row for row in result["rows"] if row["inner"] == inner}
-    is_wide = inner > 2_048  # where the bar of a plain scan would leave no room for the others
-    names = [*PEERS[is_wide:], *(f"stacked_remat {name}" for name in OURS)]
+    names = [*PEERS, *(f"stacked_remat {name}" for name in OURS)]
     device, host = (
         [rows[name][key] / 2**30 for name in names] for key in ("temporaries", "host_temporaries")
     )
@@ -72,12 +70,7 @@ def memory_chart(result: Mapping[str, Any], inner: int, colors: Sequence[str]) -
     keys = {"stacked_remat": (ours, 1), "others": (peers, 1), "pale: on the host": (ours, 0.35)}
     patches = {label: Patch(color=color, alpha=alpha) for label, (color, alpha) in keys.items()}
     _legend(figure, patches, text, "\n".join(about))
-    axes.set_xlim(0, max(a + b for a, b in zip(device, host, strict=True)) * (1.4 if is_wide else 1.15))
-    if is_wide:
-        least = rows["stacked_remat True"]["matmul_flops"]
-        ratios = [f"× {rows[name]['matmul_flops'] / least:.2f}" for name in names]
-        for at, words in enumerate(["FLOPs", *ratios], -1):
-            axes.text(1, at, words, transform=axes.get_yaxis_transform(), ha="right", va="center", color=text)
+    axes.set_xlim(0, max(a + b for a, b in zip(device, host, strict=True)) * 1.15)
     return figure
 
 

@@ -13,6 +13,7 @@ the backward pass, so that a process dies while some layers are updated and othe
 after the process's first step. The faults are left out; writes `results/faults_streamed.json`.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -148,11 +149,7 @@ CASES = [
 ]
 
 
-def _result(streamed: bool, **_: Any) -> str:
-    return "faults_streamed" if streamed else "faults"
-
-
-@benchmark(_result)
+@benchmark(lambda streamed, **_: "faults_streamed" if streamed else "faults")
 def main(kills: int = 60, seed: int = 0, streamed: bool = False, only: str = "") -> Rows:
     """What became of killed runs, and of each fault with `only` in its name; `seed` draws the moments.
 
@@ -245,7 +242,8 @@ def kill_runs(
             if found["kills"] < kills:
                 if not early:
                     _await_a_step(process, run)
-                _sleep(process, moment)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(moment)
                 process.kill()
             killed = process.wait() == -9
             found["kills"] += killed
@@ -300,13 +298,6 @@ def _await_a_step(process: subprocess.Popen, folder: Path) -> None:
     began = time.time()
     while process.poll() is None and not (file.exists() and file.stat().st_mtime > began):
         time.sleep(0.01)
-
-
-def _sleep(process: subprocess.Popen, seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
 
 
 if __name__ == "__main__":

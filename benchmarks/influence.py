@@ -189,14 +189,9 @@ def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8)
             parts = zip(SHARES, np.split(kept, len(SHARES)), np.split(found, len(SHARES)), strict=True)
             for share, own, losses in parts:
                 pairs = zip((own @ of_target.T).T, losses.T, strict=True)
-                row[f"score_{share}"] = round(float(np.mean([_correlation(*pair) for pair in pairs])), 4)
+                ranks: list[Any] = [scipy.stats.spearmanr(*pair) for pair in pairs]
+                row[f"score_{share}"] = round(float(np.mean([one[0] for one in ranks])), 4)
             yield row
-
-
-def _correlation(predicted: np.ndarray, found: np.ndarray) -> float:
-    """Spearman's, of ranks."""
-    result: Any = scipy.stats.spearmanr(predicted, found)
-    return float(result.statistic)
 
 
 def _stacked(batches: Sequence[Any], axis: Axis) -> Any:

@@ -75,7 +75,8 @@ def cases(steps: int, size: int, leaves: int) -> list[Case]:
     def counted(state: Any, _: Any) -> Any:
         return (swing(state[0], None), state[1] + 1), None
 
-    start, prime = (q, jnp.zeros_like(q)), next(n for n in range(steps + 1, 2 * steps + 2) if _is_prime(n))
+    start = q, jnp.zeros_like(q)
+    prime = next(n for n in range(steps + 1, 2 * steps + 2) if all(n % k for k in range(2, n)))
     return [
         Case("small state", steps, plain, start),
         Case("recorded outputs", steps, recorded, start),
@@ -84,10 +85,6 @@ def cases(steps: int, size: int, leaves: int) -> list[Case]:
         Case("many scalar leaves", steps, many, scalars),
         Case("early exit at 8%", steps, counted, (start, jnp.int32(0)), stop=lambda s: s[1] >= stop_at),
     ]
-
-
-def _is_prime(n: int) -> bool:
-    return n > 1 and all(n % k for k in range(2, math.isqrt(n) + 1))
 
 
 Run = Callable[[Any, Any], tuple[Any, Any]]  # (init, xs) -> (carry, ys)

@@ -1,5 +1,6 @@
 """Times, memory and comparisons of programs, and results with the versions of what they were made with."""
 
+import contextlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -33,11 +34,9 @@ def versions() -> dict[str, str]:
     """The installed versions of everything that is measured."""
     found = {}
     for name in _NAMES:
-        try:
-            # The version that is imported, if an environment also has remains of another.
+        # The version that is imported, if an environment also has remains of another.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

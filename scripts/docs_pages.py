@@ -20,9 +20,6 @@ from scripts.page_tables import with_tables  # noqa: E402
 from scripts.reported_memory import cases  # noqa: E402
 from stacked_remat.training import config_reference  # noqa: E402
 
-_CONFIG_REFERENCE = "<!-- config-reference -->"
-_REPORTED_MEMORY = "<!-- reported-memory -->"
-
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages and notebooks of the gallery, which it runs."""
@@ -44,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     try:
         found = gallery.with_links_to_pages(with_tables(markdown))
-        return found.replace(_CONFIG_REFERENCE, config_reference(LmRunConfig))
+        return found.replace("<!-- config-reference -->", config_reference(LmRunConfig))
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from None
 
@@ -52,4 +49,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Gives the calculator what compile-only reports say."""
     script = f'<script type="application/json" id="reported-memory">{json.dumps(cases())}</script>'
-    return html.replace(_REPORTED_MEMORY, script)
+    return html.replace("<!-- reported-memory -->", script)

@@ -4,14 +4,13 @@ import json
 import warnings
 
 import jax
-import numpy as np
 import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from benchmarks.cpu_step import Pair, main
+    from benchmarks.cpu_step import main
 
 pytestmark = pytest.mark.torch
 
@@ -31,8 +30,3 @@ def test_losses_and_gradients_are_theirs_and_rows_have_ratios(tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert len({(row["name"], row["remat"]) for row in rows}) == len(rows) == 4
     assert all(row["ratio"] > 0 for row in rows)
-
-
-def test_pairs_that_differ_are_refused():
-    with pytest.raises(ArithmeticError, match="a sum: ours and theirs.*: off by"):
-        Pair("a sum", "", lambda: [np.ones(3)], lambda: [np.full(3, 1.1)]).check()

@@ -22,16 +22,15 @@ from stacked_remat.training import config_reference  # noqa: E402
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages and notebooks of the gallery, which it runs."""
+    """Adds the pages of the gallery, which it runs."""
     scripts = gallery.examples()
     os.environ["JAX_PLATFORMS"] = "cpu"  # also of the processes
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=2, mp_context=spawn, max_tasks_per_child=1) as pool:
         printed = list(pool.map(gallery.run, scripts))
     for script, outputs in zip(scripts, printed, strict=True):
-        name = f"gallery/{script.stem}"
-        files.append(File.generated(config, f"{name}.md", content=gallery.page(script, outputs)))
-        files.append(File.generated(config, f"{name}.ipynb", content=gallery.notebook(script, outputs)))
+        name = f"gallery/{script.stem}.md"
+        files.append(File.generated(config, name, content=gallery.page(script, outputs)))
     return files
 
 

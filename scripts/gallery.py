@@ -1,11 +1,10 @@
-"""Runs the examples of `docs/gallery`, and makes a page and a notebook of each.
+"""Runs the examples of `docs/gallery`, and makes a page of each.
 
 An example is a Python script whose cells begin with `# %%`, those of text with `# %% [markdown]`.
 """
 
 import contextlib
 import io
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY = ROOT / "docs" / "gallery"
 
-_PAGE = re.compile(r"\[([^\]]+)\]\([^)]+\.md[^)]*\)")  # a link that only the site has
 _EXAMPLE = re.compile(r"(?<=\]\()([\w./-]+)\.py(?=\))")  # a link that works where the repository is read
 _CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
@@ -81,25 +79,10 @@ def page(script: Path, outputs: Sequence[str]) -> str:
     """The example as a page, with what each cell printed under it."""
     heading, *rest = cells_of(script)
     title, _, introduction = heading.text.partition("\n")
-    files = f"[Notebook]({script.stem}.ipynb){{ download }} · [Python]({script.name}){{ download }}"
-    parts = [title, files, with_links_to_pages(introduction.strip())]
+    file = f"[Python, with the cells of a notebook]({script.name}){{ download }}"
+    parts = [title, file, with_links_to_pages(introduction.strip())]
     for cell, output in zip(rest, outputs[1:], strict=True):
         parts.append(f"```python\n{cell.text}\n```" if cell.is_code else with_links_to_pages(cell.text))
         if output:
             parts.append(f"```text\n{output.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"
-
-
-def notebook(script: Path, outputs: Sequence[str]) -> str:
-    """The example as a Jupyter notebook, with what each cell printed, and no links to pages."""
-    cells = []
-    for number, (cell, output) in enumerate(zip(cells_of(script), outputs, strict=True)):
-        made: dict[str, Any] = {"id": f"cell-{number}", "cell_type": "markdown", "metadata": {}}
-        made["source"] = cell.text if cell.is_code else _PAGE.sub(r"\1", cell.text)
-        if cell.is_code:
-            stream = {"output_type": "stream", "name": "stdout", "text": output}
-            made |= {"cell_type": "code", "execution_count": None, "outputs": [stream] if output else []}
-        cells.append(made)
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    whole = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"

@@ -34,10 +34,7 @@ class Caller(NamedTuple):
 
 
 def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Callable[[KeyPath], str]:
-    """How to name a path into `(args, kwargs)` by the parameters of `fn` after those that are skipped.
-
-    The first of the arguments have the names `first`.
-    """
+    """How to name a path into `(args, kwargs)` by the parameters of `fn`, from `first` on."""
 
     @functools.cache
     def parameters() -> tuple[list[str], str]:
@@ -139,10 +136,7 @@ def check_no_lists(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], axis: Ax
 def check_ambiguous(
     init: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree], axis: Axis, caller: Caller
 ) -> None:
-    """Check arguments without a mark that have as many entries as there are layers.
-
-    Refuses lists of Python values, and warns of a plain array where a dimension of the carry has that size.
-    """
+    """Refuse unmarked lists of Python values; warn of a plain array that may be meant for every layer."""
     check_no_lists(tuple(args), kwargs, axis, caller)
     carry = jtu.tree_leaves(init, is_leaf=is_named)
     if axis.size < 2 or not any(axis.size in jnp.shape(raw_array(leaf)) for leaf in carry):
@@ -227,7 +221,6 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
 
 
 def _is_of_list(path: KeyPath) -> bool:
-    """Whether an argument is in a list or tuple, by its path in `(args, kwargs)`."""
     return len(path) > 2 and all(isinstance(key, jtu.SequenceKey) for key in (path[0], path[-1]))
 
 

@@ -66,10 +66,7 @@ def check_reverse(reverse: bool) -> bool:
 
 
 def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: bool = False) -> None:
-    """Refuse a carry, or another loop state, whose structure, axes, shapes or dtypes change.
-
-    With `of_pair` the function returned it in a pair, with an output.
-    """
+    """Refuse a loop state that changes; with `of_pair` the function returned it in a pair, with an output."""
     old, old_tree = jtu.tree_flatten_with_path(before, is_leaf=is_named)
     new, new_tree = jtu.tree_flatten_with_path(after, is_leaf=is_named)
     if old_tree != new_tree:
@@ -110,7 +107,6 @@ _FIRST_STATES = {
 
 
 def _structural_change(what: str, before: PyTree, after: PyTree) -> str:
-    """Where and how the structures of two trees differ."""
     path, old, new = structural_difference(before, after) or ("", before, after)
     where, keys = what + path, [children(node).keys() for node in (old, new)]
     change = f"{describe(old)} goes in, {describe(new)} comes out"
@@ -155,10 +151,7 @@ def _check_dtype(where: str, before: PyTree, after: PyTree) -> None:
 
 
 def check_offloaded(carry: Sequence[PyTree], jaxpr: Any, names: Sequence[str]) -> None:
-    """Refuse to offload a name that is only that of the carry which a layer, a jaxpr, returns.
-
-    The next layer keeps that value as its input, so nothing would be moved.
-    """
+    """Refuse to offload the carry that a layer returns: it is kept as the next layer's input, not moved."""
     found = {_name_of_output(jaxpr, output) for output in carry}
     if name := next((name for name in names if name in found), None):
         raise ValueError(

@@ -37,11 +37,7 @@ from .stacking import take_rows
 
 
 class Leaf(NamedTuple):
-    """How a leaf of a split tree is put together again.
-
-    `value` is the leaf without its array: the structure of a named array, or what is no array. `on_host` is a
-    shared array there, which layers take from the device.
-    """
+    """How a leaf is put back: `value` is the structure of a named array, or what is no array."""
 
     kind: Literal["split", "shared", "static"]
     path: KeyPath
@@ -53,11 +49,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TreeLayout:
-    """The structure of a tree that is split over `axis`, without its arrays.
-
-    These are in two lists, raw: those that are split, with the axis first, and those that all layers share.
-    Where fields are unsliced, the layers' indices follow the split arrays.
-    """
+    """The structure of a split tree. Where fields are unsliced, indices of layers follow the split arrays."""
 
     axis: Axis
     treedef: Any
@@ -86,11 +78,7 @@ class TreeLayout:
         Stack: Axis | None = None,
         cotangents: bool = False,
     ) -> PyTree:
-        """The tree of one layer, from its slice of each split array and the shared arrays.
-
-        `Stack` is the first axis of unsliced fields, if `parts` has stacks for them. Of `cotangents` arrays
-        may be None; what is not an array then is.
-        """
+        """One layer's tree; `Stack` is the axis of unsliced fields. Of `cotangents` some may be None."""
 
         def name(leaf: Leaf, part: PyTree) -> PyTree:
             if leaf.axes is None:
@@ -101,10 +89,7 @@ class TreeLayout:
         return self._build(map(name, self.of_kind("split"), parts), shared, cotangents)
 
     def arguments(self, parts: Sequence[PyTree], shared: Sequence[PyTree]) -> PyTree:
-        """The arguments of a layer: as `layer`, with a `LayerStack` for each field that is unsliced.
-
-        `parts` has the whole stack for those.
-        """
+        """One layer's arguments, with a `LayerStack` for each unsliced field; `parts` has its stack."""
         if not any(self.unsliced):
             return self.layer(parts, shared)
         Stack = self.axis.resize(max(self.axis.size, 1))  # no layers are traced with a stack of one
@@ -115,10 +100,7 @@ class TreeLayout:
     def stacked(
         self, arrays: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False
     ) -> PyTree:
-        """The whole tree, each array in its memory, from its split and its shared arrays.
-
-        `cotangents` as in `layer`.
-        """
+        """The whole tree, each array in its memory; `cotangents` as in `layer`."""
 
         def name(leaf: Leaf, array: Any) -> Any:
             if leaf.axes is None:
@@ -161,14 +143,7 @@ def split_tree(
     *,
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> tuple[TreeLayout, list[PyTree], list[PyTree]]:
-    """Take a tree apart: its layout, the arrays that are split over `axis`, and those that are shared.
-
-    Where the axis is a name, the size is read off the arrays.
-
-    Raises:
-        ValueError: where sizes differ, naming each path and size, where nothing tells the size of a named
-            axis, and for a single random key that is not marked.
-    """
+    """Take a tree apart: its layout, the arrays that are split over `axis`, and those that are shared."""
     entries, tree = take_marks_off(tree)
     for path, leaf, _ in entries:
         if isinstance(leaf, PerKind):
@@ -263,10 +238,7 @@ class Division:
     treedef: Any
 
     def joined(self, of_kinds: Sequence[PyTree]) -> PyTree:
-        """One tree from a tree for each kind, such as the cotangents of what each is given.
-
-        What is split is put together in the order of the layers; what is shared is added up.
-        """
+        """One tree from one for each kind: layers in order, and the sum of what they share."""
         parts = zip(*(self.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
 
         def join(rule: str, found: tuple[PyTree, ...]) -> Any:
@@ -281,12 +253,7 @@ class Division:
 
 
 def divide(tree: PyTree, axis: Axis, pattern: NamedPattern, caller: Caller) -> tuple[list[PyTree], Division]:
-    """Divide a tree among layers of several kinds: a tree for each, marked, and how.
-
-    Raises:
-        ValueError: sizes are not that of the axis, an unmarked random key is a single one, or `per_kind` has
-            values for other kinds than there are.
-    """
+    """A marked tree for the layers of each kind, and how they were divided."""
     entries, tree = take_marks_off(tree)
     are_split = [is_split_by(rule, leaf, axis, is_named_or_shaped_array) for _, leaf, rule in entries]
     check_keys(entries, axis, caller)
@@ -349,10 +316,7 @@ def _check_per_kind(name: str, given: dict[str, PyTree], rule: Rule, names: Sequ
 
 
 def in_order(of_kinds: Sequence[PyTree], axis: Axis, pattern: Pattern) -> PyTree:
-    """Arrays with entries for the layers of each kind as one, with an entry for every layer in order.
-
-    Zeros for the layers of a kind that has None.
-    """
+    """One array with an entry for every layer, from one for each kind; zeros for a kind that has None."""
     first = next(part for part in of_kinds if raw_array(part) is not None)
     position = [other.name for other in first.axes].index(axis.name) if is_named(first) else 0
     order, arrays = [], []

@@ -33,7 +33,6 @@ def _states(tree: PyTree) -> list[State]:
 
 
 def _markers(module: PyTree) -> list[Any]:
-    """The keys of what a module keeps in a state."""
     return [node.marker for node in jtu.tree_leaves(module, is_leaf=_is_index) if _is_index(node)]
 
 
@@ -53,12 +52,7 @@ def _map_states(fn: Callable[[State], Any], tree: T) -> T:
 def divide_state(
     init: PyTree, arguments: T, stack: PyTree, own_part: Callable[[State, str], Any], what: str
 ) -> tuple[State | None, T]:
-    """The one state among the arguments, if there is one, and the arguments with the layers' parts of it.
-
-    Raises:
-        ValueError: there are several states, or one is in the carry.
-        TypeError: a state is marked.
-    """
+    """The one state among the arguments, if there is one, and the arguments with the layers' parts of it."""
     _check_carry(init, stack, what)
     whole = _state_among(arguments, what)
     if whole is None:
@@ -98,7 +92,6 @@ def _check_carry(init: PyTree, stack: PyTree, what: str) -> None:
 
 
 def _state_among(arguments: PyTree, what: str) -> State | None:
-    """The state among the arguments, None where there is none."""
     nodes = jtu.tree_leaves(
         arguments, is_leaf=lambda node: _is_state(node) or isinstance(node, Marked | PerKind)
     )
@@ -117,7 +110,6 @@ def _state_among(arguments: PyTree, what: str) -> State | None:
 
 
 def _updated(whole: State, found: Sequence[State], stack: PyTree, what: str) -> State:
-    """The whole state with what the layers return."""
     entries, own = _entries(whole), set(_markers(stack))
     for state in found:
         if foreign := [marker for marker in _entries(state) if marker not in own]:
@@ -132,13 +124,7 @@ def _updated(whole: State, found: Sequence[State], stack: PyTree, what: str) -> 
 def part_of(
     state: State, module: PyTree, axis: Axis, what: str, *, whole: Iterable[Any] = frozenset()
 ) -> State:
-    """What layers keep in a state, marked to be divided among them.
-
-    The markers in `whole` are of one layer alone, and have no axis of the layers.
-
-    Raises:
-        ValueError: an entry is missing, or has no part for each layer.
-    """
+    """What layers keep in a state, marked to be divided, but for the markers of one layer, `whole`."""
     entries, marked = _entries(state), {}
     for marker in _markers(module):
         if marker not in entries:
@@ -168,10 +154,7 @@ def for_layer(arguments: T, module: PyTree) -> T:
 
 
 def stack_outputs_and_states(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
-    """`stack_outputs`, for layers each with a state of its own, which make up one.
-
-    What several layers have under one marker is stacked.
-    """
+    """`stack_outputs`, with one state of all layers; what several have under one marker is stacked."""
     if not any(map(_states, outputs)):
         return stack_outputs(outputs, axis, what)
     found = collections.defaultdict(list)
@@ -208,10 +191,7 @@ def check_no_state(arguments: PyTree, what: str) -> None:
 
 
 def arrays_in_indices(module: T, shape: tuple[int, ...] = ()) -> T:
-    """A module with an array of this shape for each Python number that it keeps in a state.
-
-    A stack of such modules has one for each layer.
-    """
+    """A module with an array of this shape for each Python number that it keeps in a state."""
 
     def array(leaf: Any) -> Any:
         is_number = isinstance(leaf, bool | int | float | complex)
@@ -224,10 +204,7 @@ def arrays_in_indices(module: T, shape: tuple[int, ...] = ()) -> T:
 
 
 def marked_alike(layers: Sequence[T]) -> list[T]:
-    """Layers with the first one's markers, as those have that a stack builds.
-
-    Markers that `eqx.nn.make_with_state` has made are of one model, and stay as they are.
-    """
+    """Layers with the first one's markers, unless `eqx.nn.make_with_state` has made theirs."""
     first = _markers(layers[0])
 
     def alike(layer: T) -> T:

@@ -48,10 +48,7 @@ class Layers:
         return self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
 
     def untraced(self, static: PyTree, names: Names, *, whole: bool) -> UntracedLayer:
-        """A layer on arrays, with the names of the internals that are kept.
-
-        `whole` layers take a `LayerStack` for each field that is unsliced.
-        """
+        """A layer on arrays; where `whole`, unsliced fields are a `LayerStack`."""
         layout = self.layout
         unpack = layout.arguments if whole else layout.layer
         body = array_step(self.call, static, names, unpack, arrays_and_rest)
@@ -92,10 +89,7 @@ class Layers:
 def map_layers(
     f: Callable, layout: TreeLayout, arrays: Sequence[PyTree], shared: Sequence[PyTree], what: str
 ) -> PyTree:
-    """What `f` returns for every layer's part of the arguments at once; the outputs get the axis in front.
-
-    Costs the memory of all layers together.
-    """
+    """What `f` returns for all layers' arguments at once, with the axis in front."""
 
     def one_layer(slices: Sequence[PyTree]) -> tuple[PyTree, Static]:
         args, kwargs = layout.layer(slices, shared)
@@ -179,11 +173,7 @@ class Loop:
 def scan_unrolled(
     loop: Loop, unpack: Unpack, init: PyTree, inputs: Sequence[PyTree], axis: Axis
 ) -> tuple[Any, list[PyTree]]:
-    """Call layers that need not be alike, one after the other, under the same policies as `scan_layers`.
-
-    `inputs` are, for each layer of the axis, what `unpack` makes its arguments of. Program size grows with
-    the number of layers. Returns the final carry and the output of each layer.
-    """
+    """`scan_layers` of layers that may differ; `unpack` makes a layer's arguments from its `inputs`."""
     order = range(axis.size)[:: -1 if loop.reverse else 1]
     remat = loop.remat(axis.size)
     first, rest = order[: remat.first_layers], order[remat.first_layers :]
@@ -201,7 +191,6 @@ def _without_jit() -> bool:
 
 
 def _carry_name(axis: Axis) -> str:
-    """The checkpoint name of the carries between layers."""
     return f"scan({axis.name}) carry"
 
 
@@ -274,7 +263,7 @@ class _LayerCheckpoint:
 
 
 def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> tuple[PyTree, PyTree]:
-    """`scan_layers` under a policy that no sweep supports."""
+    """`scan_layers` without `jax.jit`, or under a policy that no sweep supports."""
     axis = loop.axis_of(kinds)
     pattern = loop.order or Pattern((0,) * axis.size, 1)
 
@@ -337,7 +326,6 @@ def _unrolled_step(call: Call, static: PyTree, unpack: Unpack, remat: Remat, car
 
 
 def _replayed_whole(run: Callable, remat: Remat) -> Callable:
-    """Checkpoint the whole scan if carries are dropped."""
     if remat.carries is not None:
         return run
     return recomputed(run, remat.kept.policy(), offloads=remat.offloads)

@@ -66,12 +66,7 @@ def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
 
 
 class Marked(eqx.Module):
-    """A tree and how it is split over the layers. A scan passes `value` on, without the mark.
-
-    Attributes:
-        value: the tree.
-        rule: `"stored"` marks the arrays of a stack itself, which are split as unmarked arguments are.
-    """
+    """A tree and how it is split; `"stored"` are a stack's own arrays, split as unmarked arguments are."""
 
     value: PyTree
     rule: Rule = eqx.field(static=True)
@@ -272,11 +267,7 @@ def changed(module: T, **fields: Any) -> T:
 
 
 def check_unmarked(carry: PyTree) -> None:
-    """Refuse a carry with marks in it.
-
-    Raises:
-        TypeError: names the path.
-    """
+    """Refuse a carry with marks in it."""
     for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
         if isinstance(leaf, Marked | PerKind):
             mark = leaf.rule if isinstance(leaf, Marked) else "per_kind"
@@ -287,10 +278,7 @@ def check_unmarked(carry: PyTree) -> None:
 
 
 def take_marks_off(tree: PyTree, rule: Rule = "default", path: KeyPath = ()) -> tuple[list[Entry], Any]:
-    """Path, leaf and rule of every leaf, and the tree without marks. The innermost mark counts.
-
-    What `per_kind` gives is a leaf.
-    """
+    """Path, leaf and rule of every leaf, `per_kind`s among them, and the tree. The innermost mark counts."""
     entries, parts = [], []
     paths_and_nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_named_or_marked)
     for below, node in paths_and_nodes:

@@ -71,10 +71,7 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
 
 
 def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
-    """One layer with the arrays of all stacked along a new leading `axis`; refuses what else differs.
-
-    Numbers that differ become an array, of a weak type where the numbers promote as Python's do.
-    """
+    """Stack layers; refuses what differs. Numbers that do become an array, weakly typed if they were."""
     first, *rest = layers
 
     def stack(path: KeyPath, *leaves: Any) -> PyTree:
@@ -115,10 +112,7 @@ def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueE
 
 
 def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
-    """The outputs of layers that may differ, stacked along a new leading `axis`; None for no layers.
-
-    Refuses outputs that differ in structure, axes or shape, or that have the axis already.
-    """
+    """The outputs of layers that may differ, stacked along a new axis; None for no layers."""
     if not outputs:
         return None
     (first, treedef), *rest = (jtu.tree_flatten_with_path(output, is_leaf=is_named) for output in outputs)

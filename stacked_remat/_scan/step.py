@@ -26,10 +26,9 @@ Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How a loop calls the user's function: `fold` from carry to carry, `map` from the arguments alone.
+    """How a loop calls the user's function, `owner`, by `fn`.
 
-    `fn` calls its `owner`, with which its traces die. With `until` a pair goes from step to step, of whether
-    it is done and the carry.
+    With `until` a pair goes from step to step, of whether it is done and the carry.
     """
 
     caller: Caller
@@ -41,11 +40,7 @@ class Call:
 
     @classmethod
     def of(cls, verb: Verb, fn: Callable[..., Any], until: Until | None = None) -> "Call":
-        """The call of a function that is given no block.
-
-        Raises:
-            TypeError: it is no function.
-        """
+        """The call of a function that is given no block."""
         if not callable(fn):
             raise TypeError(
                 f"{verb} takes a function and then an axis: {verb}(f, axis)(...); got {describe(fn)}."
@@ -127,11 +122,9 @@ Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[PyTree], dict[str, PyTre
 def array_step(
     call: Call, static: PyTree, names: Names, unpack: Unpack, pack: Callable[[PyTree], PyTree]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """A step from shared arrays, those of a carry, the rest being `static`, and a layer's own inputs.
+    """A step on arrays, `(shared, carry, inputs) -> (carry, y)`, with the name of the user's function.
 
-    Returns those of the next carry, and the output. `unpack` makes the arguments of the own inputs and the
-    shared arrays; `pack` what is returned of the output. Internals of these names are kept. For JAX's errors
-    it has the name and the place of the user's function.
+    `unpack` makes the arguments; `pack` what is returned of the output. Internals of these names are kept.
     """
 
     def step(shared: PyTree, arrays: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
@@ -159,7 +152,6 @@ _NO_NAMES = inspect.Signature()  # those of the user's parameters are not those 
 
 
 def _place_of(fn: Callable[..., Any]) -> str:
-    """The name of a function, and where it is defined."""
     name, code = getattr(fn, "__qualname__", type(fn).__name__), getattr(inspect.unwrap(fn), "__code__", None)
     return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
 

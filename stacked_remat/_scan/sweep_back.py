@@ -103,7 +103,6 @@ class SweepBack(eqx.Module):
 
 
 def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, Arrays]:
-    """The cotangents of the leaves of carry and outputs that have one, zeros for missing ones."""
     given = cotangent if types.has_output and cotangent is not None else (cotangent, None)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise ValueError(
@@ -130,7 +129,6 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
 
 
 def _joined(division: Division | None, of_kinds: Sequence[PyTree]) -> PyTree:
-    """One tree of all layers, from those of each kind."""
     return of_kinds[0] if division is None else division.joined(of_kinds)
 
 
@@ -214,7 +212,6 @@ def _visited(
 
 
 def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
-    """What a visitor returns; a `TypeError` that shows its signature where that is another."""
     try:
         return visitor(visit, state)
     except TypeError:
@@ -225,7 +222,6 @@ def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
 
 
 def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], Division | None]:
-    """The state of the layers of each kind, in leaves, and how it is divided among them."""
     if isinstance(layer_state, PerKind):
         marked = {name: Marked(value, "per_layer") for name, value in layer_state.values.items()}
         layer_state = PerKind(marked)
@@ -275,13 +271,11 @@ def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> L
 
 
 def _written(stacks: list[PyTree], index: Any, entries: list[PyTree]) -> list[PyTree]:
-    """The stacks with these entries at `index`, where there are some."""
     pairs = zip(stacks, entries, strict=True)
     return [stack if entry is None else write(stack, index, entry) for stack, entry in pairs]
 
 
 def _where_given(new: Sequence[list[PyTree]], stacks: list[PyTree]) -> list[PyTree]:
-    """The stacks of which layers of some kind return entries."""
     given = [any(entry is not None for entry in entries) for entries in zip(*new, strict=True)]
     return [stack if is_ else None for is_, stack in zip(given, stacks, strict=True)]
 
@@ -331,11 +325,7 @@ def _new_leaves(
 
 
 def _check_unsplit(leaves: list[tuple[str, Leaf]], new: PyTree, before: PyTree) -> None:
-    """Refuse changes of what is not split over the layers.
-
-    Raises:
-        ValueError: names the leaf.
-    """
+    """Refuse changes of what is not split over the layers."""
     pairs = zip(
         *(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in (new, before)), strict=True
     )
@@ -351,11 +341,6 @@ def _check_unsplit(leaves: list[tuple[str, Leaf]], new: PyTree, before: PyTree) 
 
 
 def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[PyTree], dict[str, PyTree]]:
-    """The cotangents of the further arguments that a visitor returned, as `checked_cotangent` gives them.
-
-    Raises:
-        TypeError: there are more or fewer than arguments.
-    """
     args = [None] * len(visit.args) if result.args is None else result.args
     if not isinstance(args, tuple | list) or len(args) != len(visit.args):
         raise TypeError(
@@ -379,11 +364,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[P
 
 
 def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
-    """What a visitor returned, with the old leaves where it is None.
-
-    Raises:
-        ValueError: it has another structure, axes, shape or dtype; names the path.
-    """
+    """What a visitor returned, with the old leaves where it is None."""
     if new is None:
         return before
     try:

@@ -159,11 +159,7 @@ class KindTypes:
 
 @dataclass(frozen=True, eq=False)
 class SweepTypes:
-    """Static description of a reverse sweep.
-
-    `carry_static` is what of a carry is no array; `outputs` are the types of what the forward sweep returned,
-    which cotangents are compared with.
-    """
+    """Static description of a reverse sweep; `outputs` are the types of what the forward sweep returned."""
 
     spec: SweepSpec
     perturbed: Perturbed
@@ -228,14 +224,7 @@ def cotangent_leaves(
 
 
 def checked_cotangent(cotangent: PyTree, like: PyTree, what: str, source: str) -> PyTree:
-    """A cotangent of `like` with raw arrays as leaves, and None for missing ones.
-
-    Errors say `what` it is the cotangent of, and its `source`: who gave it.
-
-    Raises:
-        TypeError: a leaf is not an array; names the path.
-        ValueError: structure, axes, shape or dtype differ; names the path.
-    """
+    """A cotangent of `like` with raw arrays as leaves, and None for missing ones."""
 
     def check(path: KeyPath, type_: Any, leaf: Any) -> Any:
         where, given, expected = f"{what}{jtu.keystr(path)}", raw_array(leaf), raw_array(type_)

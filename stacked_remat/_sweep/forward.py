@@ -41,7 +41,6 @@ def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Ca
 
 
 def _outputs(spec: SweepSpec) -> Arrays:
-    """Buffers for the outputs of all layers."""
     return [buffer for kind in spec.kinds for buffer in empty_stack(kind.output_types, spec.rows(kind))]
 
 
@@ -137,10 +136,7 @@ def forward_loop(
     unroll: int | bool = 1,
     stops: bool = False,
 ) -> tuple[PyTree, Checkpoints]:
-    """Run the layers, each writing its input to the slot that the schedule names.
-
-    `step(number, state)` runs a layer. The state is a tuple, first the carry, then what else steps change.
-    """
+    """Run `step(number, state)` for all layers; its input, `state[0]`, goes to the schedule's slot."""
     slot_of = np.asarray(schedule.forward, np.int32)
     slots = empty_stack(state[0], schedule.slots)
 

@@ -38,10 +38,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Perturbed:
-    """Which leaves a reverse sweep differentiates.
-
-    `carry` are those between layers, of which `init` are a part; `ys` are outputs that have a cotangent.
-    """
+    """Which leaves are differentiated: `carry` between layers, `ys` that have a cotangent."""
 
     init: Mask
     carry: Mask
@@ -60,11 +57,7 @@ class Perturbed:
 
 
 class Residuals(NamedTuple):
-    """What a layer's pullback reads: `forward` is `(constants, shared, carry, x) -> (carry, y, residuals)`.
-
-    `rest` computes only the residuals that are not saved; `types` are those of the others. The constants are
-    what derivative rules in the layer close over. The leaves of the `pullback` are the residuals.
-    """
+    """What a pullback reads, the leaves of `pullback`: `forward` computes all, `rest` what is not saved."""
 
     forward: Jaxpr
     rest: Jaxpr
@@ -81,10 +74,7 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPullback:
-    """One layer's vector-Jacobian product, from its inputs and the residuals that a replay saves, if any.
-
-    `evaluate` is the layer for values alone, if that is another function.
-    """
+    """A layer's vector-Jacobian product; `evaluate` is the layer for values alone, if that is another."""
 
     layer: LeafLayer
     perturbed: Perturbed
@@ -136,12 +126,7 @@ class LayerPullback:
         inputs: Inputs | None = None,
         totals: Sequence[PyTree] = (),
     ) -> tuple[Arrays, Carry, Arrays]:
-        """Compute the cotangents of the leaves of `shared`, `carry` and `x` that are in `inputs`.
-
-        All that are perturbed by default. A replay saves the residuals of all, so where `saved` is given XLA
-        is left to remove the others. To the arrays of `totals` the cotangents of leaves of `x` are added in
-        place.
-        """
+        """The cotangents of the leaves in `inputs`; those of `x` are added to `totals` in place."""
         every = self.perturbed.inputs
         inputs = every if inputs is None else inputs
         if self.residuals is None:
@@ -164,12 +149,7 @@ class LayerPullback:
     def with_residuals(
         self, shared: Arrays, carry: Sequence[PyTree], x: Arrays, checkpoint: Callable[[Callable], Callable]
     ) -> "LayerPullback":
-        """Set the residuals that are saved to those that a checkpoint keeps.
-
-        Not saved are the layer's inputs, which are available, and what depends on `x` and `shared` alone,
-        which is computed again: a cast or a transpose of weights would fill a buffer with a segment of them.
-        Traced for inputs that are told apart, whatever values the layer is given.
-        """
+        """Save what a checkpoint keeps, but for inputs and what depends on `x` and `shared` alone."""
         structure: list[Any] = []
 
         def forward(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
@@ -184,6 +164,7 @@ class LayerPullback:
         is_carry = [False] * (len(constants) + len(shared)) + [True] * len(carry) + [False] * len(x)
         depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[len(jaxpr.outvars) - count :]
         available = named_inputs(jaxpr)
+        # Saved casts or transposes of weights would fill a buffer with a segment of weights.
         is_saved = tuple(
             isinstance(out, Var) and out not in available and of_carry
             for out, of_carry in zip(outputs, depends, strict=True)
@@ -218,11 +199,7 @@ _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not 
 
 @dataclass(frozen=True)
 class LeafVisit:
-    """One layer in the reverse sweep, on leaves; `row` is its place in its kind's stacks.
-
-    `cotangents` are those of its new carry and of its output, of the leaves that have one; `saved` the
-    residuals that the replay kept. Of its own inputs `x` some are whole stacks.
-    """
+    """One layer in the reverse sweep, on leaves; `row` is its place in its kind's stacks."""
 
     layer_index: Index
     kind: Kind

@@ -18,11 +18,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of one kind: `jaxpr` is one of them, `(shared, carry, x) -> (carry, y)`.
+    """Layers of one kind, `jaxpr` being `(shared, carry, x) -> (carry, y)`.
 
-    Of all that layers share, all stacks and all outputs, `shared`, `xs` and `ys` are theirs. `by_rules` is a
-    layer for values alone, for derivatives of a gradient: with the forward rules of `jax.custom_vjp`s in
-    their place, whose `constants` are its first inputs.
+    Of all that layers share, all stacks and all outputs, `shared`, `xs` and `ys` are theirs. `by_rules` is
+    for values alone, with the forward rules of `jax.custom_vjp`s, whose `constants` are its first inputs.
     """
 
     number: int

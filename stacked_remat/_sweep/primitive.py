@@ -54,12 +54,7 @@ def run_layers(
     plain: Checkpoint | None = None,
     **fields: Any,
 ) -> tuple[Any, list[PyTree]]:
-    """Run layers of one or several kinds; returns the last carry and the stacked outputs of each kind.
-
-    Of each kind there is a traced layer, its layers' own inputs, and for which of these each takes the stack.
-    `plain` is how each layer is checkpointed in a plain scan; None for a sweep. The fields are of the
-    `SweepSpec`.
-    """
+    """The last carry, and the outputs of each kind; with `plain`, a checkpoint of each layer, no sweep."""
     traced, carry_tree = [layer._replace(init=[*init]) for layer in traced], traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)
     stacks, masks = list(stacks), [tuple(mask) for mask in unsliced]
@@ -79,10 +74,7 @@ def run_layers(
 
 
 def _without_unread(traced: TracedLayer, stacks: Arrays) -> tuple[TracedLayer, list[bool]]:
-    """A layer without those of its own inputs that are on the host and that it does not use.
-
-    They need not travel. Also returns which of the inputs it still takes.
-    """
+    """A layer without the host's arrays that it does not use, which need not travel; which it still takes."""
     jaxpr, others = traced.jaxpr, len(traced.jaxpr.invars) - len(stacks)
     kept = [True] * others + [not is_on_host(stack) for stack in stacks]
     if all(kept):
@@ -222,11 +214,9 @@ def _mapped_layers(
 
 
 class Rule(Differentiable):
-    """`fn`, with forward-mode derivatives through its loops, and those of `reference` in reverse mode.
+    """`fn`, with the reverse mode of `reference`: loops whose trip counts are data have no transpose.
 
-    Loops whose trip counts are data have no transpose. `reference` has the same structure. It is
-    differentiated with respect to the inputs that it `reads`, for the cotangents of the outputs that it
-    `gives`; other outputs are placeholders.
+    `reference` is differentiated by the inputs that it `reads`; what it doesn't `give` are placeholders.
     """
 
     fn: Bound
@@ -303,7 +293,6 @@ class Rule(Differentiable):
 
 
 def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
-    """`fn` mapped over an axis; each result has it in front."""
     dims, tree = flat.value
     return mapped(fn, axis, tree.unflatten(dims))(*args)
 

@@ -63,15 +63,7 @@ def sweep_back(
     *,
     xs_in: Callable[[Any], Arrays],
 ) -> tuple[Carry, PyTree]:
-    """Visit every layer that ran, from the last to the first.
-
-    Every loop is rolled, whatever the length; trip counts are static where the schedule is uniform. The
-    visitor is traced once for each kind of layers, and in each of the two parts of a sweep. `xs_in` finds the
-    layers' own inputs, stacked, in its state: it may replace entries of layers that it visits.
-
-    Returns:
-        The cotangents of the perturbed leaves of the carry that goes into the first layer, and the state.
-    """
+    """Visit every layer that ran, from the last on; `xs_in` finds their inputs in the visitor's state."""
     remat, every_y_ct = spec.remat, scatter_leaves(ys_ct, perturbed.ys)
 
     def layers(first: int, stop: int, kept: Kept) -> _Layers:

@@ -111,10 +111,7 @@ class Differentiable(HiPrim):
 
 
 def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
-    """A jaxpr as its custom rules compute it where the inputs in the mask are differentiated.
-
-    Second derivatives are those of what the rules compute, which need not be those that the rules give.
-    """
+    """A jaxpr as its custom rules compute it where the inputs in the mask are differentiated."""
     if not any(nonzero) or not has_rules(jaxpr):
         return ClosedJaxpr(jaxpr, ())
 
@@ -152,10 +149,7 @@ def zero_tangent(type_: ShapedArray) -> PyTree:
 
 
 class Linear(HiPrim):
-    """The tangents of a primitive's outputs, `(primals, tangents) -> tangents`; linear in the latter.
-
-    `jax.checkpoint` computes primals and tangents at different times, so each has a primitive.
-    """
+    """The tangents of a primitive's outputs, which `jax.checkpoint` computes apart from the primals."""
 
     skip_linearization_on_zero_tangents = True
     of: Differentiable
@@ -215,8 +209,6 @@ class Linear(HiPrim):
 
 
 class _Ignored:
-    """In the place of a sum of cotangents that nobody wants."""
-
     def accum(self, _: Any) -> None:
         pass
 

@@ -30,12 +30,7 @@ class FirstLayersSaved(NamedTuple):
 
 
 class Checkpoints(NamedTuple):
-    """Layer inputs that the forward sweep keeps for the reverse sweep.
-
-    Segment boundaries and the segment being reversed share `slots`, unless the boundaries are on the host.
-    `origin` is the input of the first layer, on the device, if it is kept on the host alone or there are no
-    layers; only derivatives of the sweep read it, so other compiled programs do not keep it.
-    """
+    """Layer inputs for the reverse sweep; `origin` is the first one, if no slot holds it."""
 
     slots: Carry
     boundaries: Carry | None
@@ -88,10 +83,7 @@ class TripsOf(NamedTuple):
 
 
 def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll: int | bool, most: int) -> T:
-    """Run `for k in range(trips): state = body(k, state)`, rolled unless `unroll` is True.
-
-    `unroll` is the number of bodies in one iteration; `most` is a static upper bound of `trips`.
-    """
+    """Run `for k in range(trips): state = body(k, state)`; `most` is a static bound of `trips`."""
     if unroll is True and isinstance(trips, int):
         for k in range(trips):
             state = body(k, state)
@@ -132,10 +124,7 @@ def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll
 def run_layers(
     length: int, layer: Callable[[Index, T], T], state: T, unroll: int | bool, stops: bool
 ) -> tuple[T, Index | None]:
-    """`repeat` a layer. If it `stops`, only until the carry, `state[0]`, begins with True.
-
-    In a `jax.vmap`, until the carries of all examples do. Also returns how many layers ran, or None for all.
-    """
+    """`repeat` a layer, if it `stops` until all carries begin with True; how many ran, None for all."""
     if not stops:
         return repeat(length, layer, state, unroll, length), None
 

@@ -28,12 +28,11 @@ Checkpoint = Callable[[Callable], Callable]
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """Static description of a sweep, or of a plain scan, over layers that are numbered as they run.
+    """A sweep, or a plain scan, over layers that are numbered as they run.
 
-    The schedule covers the layers after the first ones, which it numbers from zero. With `reverse` the last
-    layer of the axis runs first; `unsliced` says for which of the stacks a layer takes the whole stack;
-    `pattern` is None if there is one kind; if it `stops`, a carry begins with a bool that says that the
-    layers after it change nothing.
+    The schedule covers the layers after the first ones, which it numbers from zero. `unsliced` says for which
+    of the stacks a layer takes the whole; `pattern` is None for one kind; if it `stops`, a carry begins with
+    a bool that says that the layers after it change nothing.
     """
 
     kinds: tuple[Kind, ...]
@@ -96,7 +95,6 @@ class SweepSpec:
 
     @functools.cached_property
     def _before(self) -> np.ndarray:
-        """As `Pattern.before`, by the layers' numbers."""
         assert self.pattern is not None
         return (self.pattern.reversed() if self.reverse else self.pattern).before
 
@@ -112,10 +110,7 @@ class SweepSpec:
         return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched)
 
     def fetch(self, xs: Arrays, number: Index) -> Arrays:
-        """The inputs of a layer that are on the host, for `inputs`, if they are to be read ahead.
-
-        Layers of several kinds, and those that may not run, read their own when they run.
-        """
+        """The inputs of a layer that are read ahead from the host, if it is known that it runs."""
         if self.pattern or self.stops:
             return []
         return read_ahead(xs, self.layer_index(number))
@@ -214,10 +209,7 @@ def _plain_pattern(
     sliced: Sequence[bool],
     options: dict[str, Any],
 ) -> tuple[Carry, Arrays]:
-    """A plain scan over layers of several kinds, for derivatives of derivatives.
-
-    Every step is given an entry of every stack: costs a copy of each stack with an entry for every layer.
-    """
+    """A plain scan over several kinds. Costs a copy of each stack with an entry for every layer."""
     length, entries = len(pattern.kinds), list(xs)
     for kind in kinds:
         rows = np.minimum(pattern.before[:-1, kind.number], max(pattern.before[-1, kind.number] - 1, 0))
@@ -245,11 +237,7 @@ def _plain_pattern(
 def tangent_sweep(
     spec: SweepSpec, perturbed: Perturbed, primals: Sequence[Arrays], tangents: Sequence[Arrays]
 ) -> tuple[SweepSpec, tuple[Carry, Arrays, Arrays]]:
-    """The sweep that carries tangents behind its carry, and its arguments `init, xs, shared`.
-
-    `primals` are the arguments of `spec`, `tangents` those of the perturbed ones. Its outputs are the
-    tangents of the perturbed `ys`.
-    """
+    """The sweep that carries tangents behind its carry and gives those of the `ys`; its arguments."""
     (init, xs, shared), (of_init, of_xs, of_shared) = primals, tangents
     every_shared = [*shared, *of_shared]
     places = iter(range(len(shared), len(every_shared)))
@@ -273,10 +261,7 @@ def tangent_sweep(
 
 
 def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
-    """The sweep with layers whose values are found by their derivative rules.
-
-    For derivatives of its gradient: a `jax.custom_vjp` has none in forward mode, and its forward rule has.
-    """
+    """The sweep for derivatives of its gradient: a `jax.custom_vjp` has no jvp, and its rule has."""
 
     def of(kind: Kind) -> Kind:
         mask = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]

@@ -25,10 +25,7 @@ Index: TypeAlias = int | Array  # of a layer, known or traced
 
 
 def empty_stack(entry: PyTree, size: int, on_host: bool = False) -> PyTree:
-    """Stacks of zeros for `size` entries like the given one: arrays, or their types.
-
-    In its memory, or on the host.
-    """
+    """Stacks of zeros for `size` entries like the given one, in its memory or on the host."""
 
     def stack(leaf: Any) -> Array:
         type_ = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -73,7 +70,6 @@ def zeros_after(done: PyTree, like: PyTree) -> PyTree:
 
 
 def _sharding_of(leaf: Any, in_front: tuple[None, ...]) -> Any:
-    """The sharding of a type over Explicit axes, with dimensions in front of it; None without one."""
     if not isinstance(leaf, ShapedArray) or not any(leaf.sharding.spec):
         return None
     return leaf.sharding.update(spec=(*in_front, *leaf.sharding.spec))
@@ -147,10 +143,7 @@ batching.primitive_batchers[_entry] = _mapped_entry
 def read_layer(
     stacks: list[Array], index: Index, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
 ) -> list[Array]:
-    """A layer's part of each stack: its entry, or the whole stack where it is unsliced.
-
-    `ahead` has the entries of the stacks on the host, if `read_ahead` has read them.
-    """
+    """A layer's part of each stack, the whole where unsliced; `ahead` is what `read_ahead` has read."""
     entries = iter(ahead)
 
     def part(stack: Array, whole: bool) -> Array:

@@ -24,11 +24,7 @@ T = TypeVar("T")
 
 
 class TracedLayer(NamedTuple):
-    """A traced layer, on the leaves of its arguments: `jaxpr` is `(shared, carry, x) -> (carry, y)`.
-
-    `init` has the types of every carry. The first `constants` of the shared arrays are those that the layer
-    closes over. An output is a pair, of its arrays and of a `Static` with the rest.
-    """
+    """A layer's jaxpr on leaves. The first `constants` of what it shares are what it closes over."""
 
     jaxpr: Jaxpr
     init: Carry
@@ -54,12 +50,7 @@ class TracedLayer(NamedTuple):
 
 
 class UntracedLayer(NamedTuple):
-    """A layer as a function of trees, `body(shared, carry, x) -> (carry, y)`, `y` as in `TracedLayer`.
-
-    `stacks` are the layers' own inputs; of those that are `unsliced` a layer takes the whole stack. `key` is
-    the function whose traces are kept outside of `jax.jit`, as `jax.lax.scan` does, and what the layer
-    depends on beside it and the types of its inputs.
-    """
+    """A layer on trees, `body(shared, carry, x) -> (carry, y)`; its trace is kept by `key`."""
 
     body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]
     shared: Arrays
@@ -71,12 +62,7 @@ class UntracedLayer(NamedTuple):
 def trace_layers(
     layers: Sequence[UntracedLayer], init: PyTree, *, offloads: bool, replays: bool = True
 ) -> list[TracedLayer]:
-    """Trace a layer of each kind, all with one type of carry.
-
-    Raises:
-        TypeError: effects that cannot be replayed (by a sweep) or compiled (with what it offloads); a carry
-            that changes its structure, shape or type.
-    """
+    """Trace a layer of each kind, all with one type of carry."""
     init = jax.tree.map(jnp.asarray, init)
     while True:
         traced, before = [], init
@@ -101,7 +87,6 @@ def trace_layers(
 
 
 def _entry_types(layer: UntracedLayer) -> PyTree:
-    """The types of a layer's own inputs."""
     stacks, tree = jax.tree.flatten(layer.stacks)
 
     def entries(stacks: Arrays) -> Arrays:
@@ -113,11 +98,7 @@ def _entry_types(layer: UntracedLayer) -> PyTree:
 def _settled(
     layer: UntracedLayer, x: PyTree, init: PyTree, out_types: Sequence[PyTree], carry: PyTree
 ) -> PyTree:
-    """The first carry with types that a layer returns for it; `init` itself if it has those of `carry`.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """The first carry with types that a layer returns for it; `init` itself if it has those of `carry`."""
     leaves, tree = jax.tree.flatten(init)
     varying = [varying_as(leaf, type_) for leaf, type_ in zip(leaves, out_types, strict=False)]
     if any(new is not old for new, old in zip(varying, leaves, strict=True)):
@@ -140,11 +121,7 @@ _MOST_TRACES = 32  # of one function
 
 
 def kept(key: Any, inputs: PyTree) -> tuple[Any, Callable[[T, Arrays], T]]:
-    """What was traced before outside of `jax.jit` for a key that can be compared; None if nothing was.
-
-    Also returns a function that keeps what is traced now, unless among its constants is a traced value. The
-    key begins with a function, with which what is kept dies; with it die the arrays that it closes over.
-    """
+    """What was kept for a key that begins with a function, and what keeps it outside of `jax.jit`."""
     leaves, tree = jax.tree.flatten(inputs)
     if key is None or not all(map(is_concrete, leaves)):
         return None, _not_kept

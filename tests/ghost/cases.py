@@ -117,30 +117,22 @@ def plain_batch(batch=Batch.size):
     return ids, jax.random.normal(jax.random.key(2), (batch, Pos.size, 3))
 
 
-def take_example(batch, number):
-    """The batch with one of its examples."""
-    return jax.tree.map(
-        lambda leaf: leaf["batch", number : number + 1] if is_named(leaf) else leaf[number : number + 1],
-        batch,
-        is_leaf=is_named,
-    )
-
-
-@eqx.filter_jit
-def _gradient(losses, trained, frozen, example):
-    def loss(trained):
-        return jnp.sum(raw_array(losses(eqx.combine(trained, frozen), example)))
-
-    return jax.grad(loss)(trained)
-
-
 def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_array):
     """The dot product of every example's gradient with the direction, and its squared norm, by path."""
     trained, frozen = eqx.partition(model, trainable)
+
+    @eqx.filter_jit
+    def gradients(trained, frozen, batch):
+        def of(trained):
+            return raw_array(losses(eqx.combine(trained, frozen), batch))
+
+        pullback = jax.vjp(of, trained)[1]
+        return [pullback(one)[0] for one in jnp.eye(Batch.size)]
+
     dots, squares = {}, {}
     along = {path: leaf for path, leaf in leaves_with_paths(direction)}
-    for number in range(Batch.size):
-        for path, leaf in leaves_with_paths(_gradient(losses, trained, frozen, take_example(batch, number))):
+    for gradient in gradients(trained, frozen, batch):
+        for path, leaf in leaves_with_paths(gradient):
             if path in along:
                 own = probed_leaves(model)[path]
                 dots.setdefault(own.shown, []).append(_sum(leaf, along[path], own.Layers))
@@ -172,11 +164,6 @@ MIXED = Qwen3MoeConfig(
     tie_word_embeddings=True,
     attention=AttentionConfig(bias=True, window=2, layer_types=(FULL, SLIDING)),
 )
-CASES = {
-    "tied, biases, dense and sparse layers": lambda: (decoder(MIXED, "nested"), token_means, tokens()),
-    "plain": lambda: (made(PlainModel.init), plain_losses, plain_batch()),
-    "merged": lambda: (made(PlainModel.init), merged_losses, plain_batch()),
-}
 
 
 def assert_exact(losses_of, model, batch, direction=None, *, check=True):

@@ -12,14 +12,23 @@ from stacked_remat import Stacked, fold, ghost
 
 from ..blocks import assert_close
 from ..random_arrays import normal
-from .cases import CASES, assert_equal, assert_exact, looped_scores, random_like, run
-
-
-@pytest.mark.parametrize(
-    "name", ["merged", *(pytest.param(name, marks=pytest.mark.deep) for name in CASES if name != "merged")]
+from .cases import (
+    PlainModel,
+    assert_equal,
+    assert_exact,
+    looped_scores,
+    made,
+    merged_losses,
+    plain_batch,
+    plain_losses,
+    random_like,
+    run,
 )
-def test_scores_are_those_of_looped_gradients(name):
-    model, losses, batch = CASES[name]()
+
+
+@pytest.mark.parametrize("losses", [merged_losses, pytest.param(plain_losses, marks=pytest.mark.deep)])
+def test_scores_are_those_of_looped_gradients(losses):
+    model, batch = made(PlainModel.init), plain_batch()
     direction = random_like(model, 1)
     gradients, found = run(model, losses, batch, direction, check=1e-4)
     expected, _ = looped_scores(model, losses, batch, direction)

@@ -1,5 +1,7 @@
 """What a loss may do with the model and with examples is scored exactly."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -7,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from jax.sharding import AxisType, PartitionSpec
 
 from stacked_remat import Stacked, ghost, shared
 from stacked_remat.ops import chunked_cross_entropy
 
+from ..blocks import Tanh
 from ..random_arrays import normal
 from .cases import assert_exact
 
@@ -235,13 +239,6 @@ def test_what_is_the_same_for_all_examples_has_scores_of_each():
     assert_exact(same, model, (x, shared(normal(3, 4, 3))))
 
 
-class Tanh(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, x):
-        return jnp.tanh(x @ self.weight)
-
-
 def test_a_stack_without_direction_is_an_ordinary_part_of_the_loss():
     model, batch = (
         {"blocks": Stacked(Tanh(normal(1, 2, 3, 3)), Layers), "plain": normal(2, 3, 3)},
@@ -325,3 +322,28 @@ def test_losses_with_time_first_are_refused_with_the_fix():
         ghost.grad_dot(
             weight, lambda w, x: jnp.ones((4, 1)) * (x @ w)[None], x, direction=weight, tokens="mean"
         )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weights_within_a_shard_map_over_positions_are_scored(check_vma):
+    x, weight = jax.random.normal(jax.random.key(0), (4, 8, 3)), jnp.eye(3) + 0.1
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+    run = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+    positions = PartitionSpec(None, "model")
+
+    def losses(weight, x):
+        product = run(
+            lambda w, x: jnp.tanh(x @ w), in_specs=(PartitionSpec(), positions), out_specs=positions
+        )
+        reduced = run(
+            lambda w, x: jax.lax.psum(jnp.tanh(x @ w) @ w.T, "model"),
+            in_specs=(positions, PartitionSpec()),
+            out_specs=PartitionSpec(),
+        )
+        parts = jnp.concatenate([weight, weight[:, :1]], 1)
+        return jnp.sum(reduced(parts, product(weight, x) @ weight), (1, 2))
+
+    direction = jax.random.normal(jax.random.key(1), (3, 3))
+    _, found = eqx.filter_jit(ghost.grad_dot)(weight, losses, x, direction=direction)
+    expected = jax.jit(lambda: jax.jvp(lambda weight: losses(weight, x), (weight,), (direction,))[1])()
+    np.testing.assert_allclose(found.total.array, expected, rtol=1e-4, atol=1e-4)

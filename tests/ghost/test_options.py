@@ -14,47 +14,12 @@ from stacked_remat.ghost import _weights
 
 from ..blocks import Tanh
 from .cases import (
-    SPARSE,
-    Batch,
     PlainModel,
-    assert_equal,
-    decoder,
-    looped_scores,
     made,
     plain_batch,
     plain_losses,
-    random_like,
     run,
-    token_means,
-    tokens,
 )
-
-
-@pytest.mark.deep
-def test_totals_and_norms_are_exact():
-    model, batch = decoder(SPARSE), tokens()
-    direction = random_like(model, 1)
-    gradients, found = run(model, token_means, batch, direction, norms=True)
-    dots, squares = looped_scores(model, token_means, batch, direction)
-    assert_equal(found.scores, dots)
-    assert_equal(found.norms, {path: np.sqrt(square) for path, square in squares.items()})
-    norm = np.sqrt(sum(square if square.ndim == 1 else square.sum(0) for square in squares.values()))
-    np.testing.assert_allclose(found.total_norm.array, norm, rtol=1e-5)
-    cosines = found.total.array / norm / found.direction_norm
-    np.testing.assert_allclose(found.cosines.array, cosines, rtol=1e-4)
-    plain = eqx.filter_jit(ghost.val_direction)(model, token_means, batch)
-    with_aux = lambda m, b: (token_means(m, b), {"tokens": b.tokens, "head": m.head})  # noqa: E731
-    for granularity, reduction, scale in (("leaf", "sum", Batch.size), ("total", "mean", 1)):
-        options = {"granularity": granularity, "reduction": reduction}
-        other, in_batch = run(model, with_aux, batch, direction, has_aux=True, **options)
-        np.testing.assert_array_equal(in_batch.aux["tokens"].array, batch.tokens.array)
-        if granularity == "leaf":
-            assert in_batch.aux["head"].weight.axes == (Batch, *model.head.weight.axes)
-        assert set(in_batch.scores) == (set(dots) if granularity == "leaf" else set())
-        np.testing.assert_allclose(in_batch.total.array, found.total.array, rtol=1e-4)
-        for own, one, wanted in zip(*map(jax.tree.leaves, (other, gradients, plain)), strict=True):
-            np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(own, wanted * scale, rtol=1e-5, atol=1e-6 * scale)
 
 
 def test_rows_in_any_order_are_scored_by_example():

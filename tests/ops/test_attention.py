@@ -12,10 +12,10 @@ from haliax import Axis
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._compat import cudnn_is_installed
-from stacked_remat.ops import _attention_backends, attention, causal_attention
+from stacked_remat.ops import _attention_backends, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
 from stacked_remat.ops._attention_blockwise import BLOCKWISE
-from stacked_remat.ops._attention_rule import Attended, Blocks, Kernel, Sight, attend_by
+from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 from stacked_remat.ops._attention_splash import splash_kernel
 from stacked_remat.ops._backends import backends_taken, choose_backend
 
@@ -64,11 +64,8 @@ KEPT = pytest.mark.skipif(
 SINKS = hax.named(jnp.array([[-2.0, 0.0, 3.0], [1.0, -0.5, 30.0]]), (KVHeads, HeadsPerKV))
 
 
-@pytest.mark.parametrize(
-    ("backend", "window", "sinks"), [("exact", None, None), ("exact", 1, SINKS), ("blockwise", 3, SINKS)]
-)
-def test_it_equals_one_head_and_position_at_a_time(backend, window, sinks, monkeypatch):
-    monkeypatch.setattr(attention, "_BLOCKS", (2, 2))
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (3, SINKS)])
+def test_it_equals_one_head_and_position_at_a_time(window, sinks):
     query, key, value, _ = arrays(9)
     # Consecutive positions of one number.
     documents = jnp.array([[1, 0, 1, 0, 2, 0, 1, 2, 2], [3, 3, 0, 3, 0, 0, 3, 1, 1]])
@@ -82,54 +79,12 @@ def test_it_equals_one_head_and_position_at_a_time(backend, window, sinks, monke
         documents=hax.named(documents, (Batch, Pos)),
         window=window,
         sinks=None if sinks is None else sinks.rearrange((HeadsPerKV, KVHeads)),
-        backend=backend,
+        backend="exact",
     )
     own = None if sinks is None else np.asarray(sinks.array)
     query, key, value = map(np.asarray, (query, key, value))
     expected = naive_attention(query, key, value, in_order, window=window, sinks=own)
     np.testing.assert_allclose(attended.array, expected, atol=1e-5)
-
-
-def blockwise_attention(query, key, value, documents, blocks):
-    return attend_by(BLOCKWISE, query, key, value, Sight.of(documents), blocks)
-
-
-def _all_scores(query, key, sight, blocks):
-    scores = jnp.einsum("bqkgd,bskd->bqkgs", query, key) * blocks.scale
-    column, length = jnp.arange(key.shape[1], dtype=jnp.int32)[None, None], query.shape[1]
-    first = sight.first(length, blocks.window)
-    visible = jnp.asarray(sight.last(length))[None, :, None] >= column
-    if first is not None:
-        visible = visible & (jnp.asarray(first)[:, :, None] <= column)
-    return jnp.where(visible[:, :, None, None], scores, -jnp.inf)
-
-
-def _wide(*arrays):
-    return [x.astype(jnp.float32) for x in arrays]
-
-
-def _plain_forward(query, key, value, sight, blocks):
-    q, k, v = _wide(query, key, value)
-    scores = _all_scores(q, k, sight, blocks)
-    output = jnp.einsum("bqkgs,bskd->bqkgd", jax.nn.softmax(scores), v)
-    return output.astype(query.dtype), jax.nn.logsumexp(scores, axis=-1)
-
-
-def _plain_backward(attended: Attended, cotangent, blocks):
-    q, k, v, output, ct = _wide(attended.query, attended.key, attended.value, attended.output, cotangent)
-    weights = jnp.exp(_all_scores(q, k, attended.sight, blocks) - attended.lse[..., None])
-    of_weights = jnp.einsum("bqkgd,bskd->bqkgs", ct, v)
-    of_scores = weights * (of_weights - jnp.sum(ct * output, axis=-1, keepdims=True)) * blocks.scale
-    found = (
-        jnp.einsum("bqkgs,bskd->bqkgd", of_scores, k),
-        jnp.einsum("bqkgs,bqkgd->bskd", of_scores, q),
-        jnp.einsum("bqkgs,bqkgd->bskd", weights, ct),
-    )
-    return tuple(x.astype(cotangent.dtype) for x in found)
-
-
-PLAIN = Kernel(_plain_forward, _plain_backward)
-"""What is asked of a kernel, with all scores at once."""
 
 
 def random_documents(rng, length):
@@ -139,19 +94,16 @@ def random_documents(rng, length):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "length", "size", "window", "has_documents", "rows", "sinks", "dtype"),
+    ("length", "size", "window", "has_documents", "rows", "sinks", "dtype"),
     [
-        (BLOCKWISE, 13, 4, None, True, None, None, jnp.float32),
-        (BLOCKWISE, 11, 2, 3, True, None, SINKS.array, jnp.float32),
-        (BLOCKWISE, 7, 8, 2, False, None, None, jnp.float32),
-        (BLOCKWISE, 16, 2, 5, True, (2, 3, 4, 10, 11, 15), SINKS.array, jnp.bfloat16),
-        (PLAIN, 13, 4, None, True, None, SINKS.array, jnp.float32),
-        (PLAIN, 11, 4, 3, True, (1, 2, 7, 10), SINKS.array, jnp.float32),
-        (PLAIN, 11, 4, 4, True, None, None, jnp.bfloat16),
+        (13, 4, None, True, None, None, jnp.float32),
+        (11, 2, 3, True, (1, 2, 7, 10), SINKS.array, jnp.float32),
+        (7, 8, 2, False, None, SINKS.array, jnp.float32),
+        (16, 2, 5, True, (2, 3, 4, 10, 11, 15), SINKS.array, jnp.bfloat16),
     ],
 )
-def test_values_and_gradients_by_a_kernel_are_those_of_the_definition(
-    kernel, length, size, window, has_documents, rows, sinks, dtype
+def test_values_and_gradients_in_blocks_are_those_of_the_definition(
+    length, size, window, has_documents, rows, sinks, dtype
 ):
     rows = None if rows is None else jnp.asarray(rows, jnp.int32)
     given = [x if rows is None or i in (1, 2) else x[:, rows] for i, x in enumerate(arrays(length))]
@@ -176,7 +128,7 @@ def test_values_and_gradients_by_a_kernel_are_those_of_the_definition(
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), given)
         found, expected = (
             quick_jit(functools.partial(both, of))
-            for of in (functools.partial(attend_by, kernel), exact_attention)
+            for of in (functools.partial(attend_by, BLOCKWISE), exact_attention)
         )
         for _ in range(8 if has_documents else 1):
             documents = random_documents(rng, length) if has_documents else None
@@ -187,7 +139,7 @@ def test_values_and_gradients_by_a_kernel_are_those_of_the_definition(
 def test_memory_grows_with_the_length_and_not_with_its_square():
     def temporaries(length):
         query, key, value, _ = (jnp.zeros(x.shape, x.dtype) for x in arrays(length))
-        gradient = jax.grad(lambda q: jnp.sum(blockwise_attention(q, key, value, None, Blocks(1.0, 32))))
+        gradient = jax.grad(lambda q: jnp.sum(attend_by(BLOCKWISE, q, key, value, Sight(), Blocks(1.0, 32))))
         return memory.report(gradient, query).temporaries
 
     assert temporaries(1024) / temporaries(256) < 5
@@ -232,7 +184,8 @@ def test_extra_batch_axes_and_any_order_of_axes():
 
 
 def test_no_group_axis_is_one_head_a_key_head():
-    query, key, value = (hax.random.normal(jax.random.key(i), (Pos, KVHeads, HeadDim)) for i in range(3))
+    query, key, value = (array["batch", 0] for array in named_arrays())
+    query = query["heads_per_kv", 0]
     found = attend(query, key, value)
     expected = attend(query, key, value, backend="exact")
     np.testing.assert_allclose(found.array, expected.array, atol=1e-5)
@@ -267,9 +220,8 @@ def test_no_group_axis_is_one_head_a_key_head():
     ],
 )
 def test_arguments_are_checked(change, message):
-    query = hax.ones((Batch, Pos, KVHeads, HeadsPerKV, HeadDim))
-    key = hax.ones((Batch, Pos, KVHeads, HeadDim))
-    arguments = dict(query=query, key=key, value=key, Pos=Pos, KVHeads=KVHeads, HeadDim=HeadDim) | change
+    query, key, value = named_arrays()
+    arguments = dict(query=query, key=key, value=value, Pos=Pos, KVHeads=KVHeads, HeadDim=HeadDim) | change
     with pytest.raises(ValueError, match=message):
         causal_attention(**arguments)
 
@@ -305,20 +257,19 @@ def test_cudnn_says_why_it_does_not_support_a_call(change, message, monkeypatch)
 @pytest.mark.target("cuda")
 @pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")
 def test_a_report_for_a_gpu_uses_a_gpu_kernel():
-    axes = Axis("position", 1024), Axis("kv_heads", 2), Axis("head_dim", 64)
-    x = eqx.filter_eval_shape(lambda: hax.zeros(axes, dtype=jnp.bfloat16))
-    found = memory.report(lambda x: causal_attention(x, x, x, axes[0], axes[1], axes[2]), x, target="h200")
-    local = memory.report(lambda x: causal_attention(x, x, x, axes[0], axes[1], axes[2]), x)
+    x = eqx.filter_eval_shape(
+        lambda: hax.zeros((Pos.resize(1024), KVHeads, HeadDim.resize(64)), dtype=jnp.bfloat16)
+    )
+    found, local = (
+        memory.report(lambda x: causal_attention(x, x, x, *x.axes), x, target=target)
+        for target in ("h200", "local")
+    )
     assert found.temporaries != local.temporaries
 
 
 def test_no_positions():
-    Nowhere = Pos.resize(0)
-    query, key = (
-        hax.ones((Batch, Nowhere, KVHeads, HeadsPerKV, HeadDim)),
-        hax.ones((Batch, Nowhere, KVHeads, HeadDim)),
-    )
-    assert causal_attention(query, key, key, Nowhere, KVHeads, HeadDim).axes == query.axes
+    query, key, value = (array["position", :0] for array in named_arrays())
+    assert causal_attention(query, key, value, Pos.resize(0), KVHeads, HeadDim).axes == query.axes
 
 
 def named_arrays():
@@ -330,22 +281,20 @@ def named_arrays():
 def test_second_derivatives_of_blockwise_attention_are_refused():
     query, key, value = named_arrays()
 
-    def total(query, backend):
-        return hax.sum(
-            causal_attention(query, key, value, Pos, KVHeads, HeadDim, backend=backend) ** 2
-        ).scalar()
+    def gradient(query, backend="blockwise"):
+        def total(query):
+            attended = causal_attention(query, key, value, Pos, KVHeads, HeadDim, backend=backend)
+            return hax.sum(attended**2).scalar()
 
-    def product(backend):
-        gradient = jax.grad(functools.partial(total, backend=backend))
-        return jax.jvp(gradient, (query,), (query,))[1]
+        return jax.grad(total)(query)
 
-    assert jnp.all(jnp.isfinite(run(lambda: product("exact")).array))
-    with pytest.raises(NotImplementedError, match="first derivatives only.*backend='exact'"):
-        jax.eval_shape(lambda: product("blockwise"))
-    with pytest.raises(NotImplementedError, match="first derivatives only.*backend='exact'"):
-        jax.eval_shape(
-            jax.grad(lambda query: hax.sum(jax.grad(total)(query, "blockwise") ** 2).scalar()), query
-        )
+    jax.eval_shape(lambda: jax.jvp(lambda query: gradient(query, "exact"), (query,), (query,)))
+    for derivative in (
+        lambda: jax.jvp(gradient, (query,), (query,)),
+        lambda: jax.grad(lambda query: hax.sum(gradient(query) ** 2).scalar())(query),
+    ):
+        with pytest.raises(NotImplementedError, match="first derivatives only.*backend='exact'"):
+            jax.eval_shape(derivative)
 
 
 def test_a_scale_that_is_learnt_is_refused():

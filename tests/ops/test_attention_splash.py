@@ -16,48 +16,28 @@ from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact
 from stacked_remat.ops._attention_rule import Blocks, Ranges, Sight, attend_by
 from stacked_remat.ops._attention_splash import most_seen, splash_block_size, splash_kernel, table
 
-from ..blocks import quick_jit
+from ..blocks import assert_close, quick_jit
+from ..random_arrays import normal
 
-INTERPRETED = splash_kernel(interpret=True)
 DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
 
 
-def arrays(head_dim, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 4)
-    query, cotangent = (jax.random.normal(k, (2, 256, 2, 2, head_dim), dtype) for k in keys[:2])
-    key, value = (jax.random.normal(k, (2, 256, 2, head_dim), dtype) for k in keys[2:])
-    return query, key, value, cotangent
+def test_values_and_gradients_are_those_of_exact_attention():
+    """With documents and a window they are in `test_context_parallel.py`."""
+    query, cotangent = (normal(seed, 2, 256, 2, 2, 128) for seed in (0, 1))
+    key, value = (normal(seed, 2, 256, 2, 128) for seed in (2, 3))
+    sinks = jnp.array([[-2.0, 0.5], [3.0, 20.0]])
 
+    def both(attend):
+        def of(query, key, value, sinks):
+            return attend(query, key, value, Sight(), Blocks(0.1, 128), sinks)
 
-def values_and_gradients(f, *inputs_and_cotangent):
-    @quick_jit
-    def both(*inputs, cotangent):
-        output, pullback = jax.vjp(f, *inputs)
+        output, pullback = jax.vjp(of, query, key, value, sinks)
         return output, pullback(cotangent)
 
-    *inputs, cotangent = inputs_and_cotangent
-    return both(*inputs, cotangent=cotangent)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "window", "documents", "sinks"),
-    [
-        (64, 150, DOCUMENTS, None),
-        (128, None, None, jnp.array([[-2.0, 0.5], [3.0, 20.0]])),
-    ],
-)
-def test_values_and_gradients_are_those_of_exact_attention(head_dim, window, documents, sinks):
-    sight = Sight.of(None if documents is None else jnp.asarray(documents))
-    *inputs, cotangent = arrays(head_dim)
-    blocks = Blocks(0.3, 128, window)
-    found, expected = (
-        values_and_gradients(f, *inputs, sinks, cotangent)
-        for f in (
-            lambda q, k, v, s: attend_by(INTERPRETED, q, k, v, sight, blocks, s),
-            lambda q, k, v, s: exact_attention(q, k, v, sight, blocks, s),
-        )
-    )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4), found, expected)
+    kernel = functools.partial(attend_by, splash_kernel(interpret=True))
+    found, expected = quick_jit(lambda: (both(kernel), both(exact_attention)))()
+    assert_close(found, expected, 1e-4, 3e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 129, 200])

@@ -17,6 +17,7 @@ from stacked_remat.ops._attention_splash import splash_kernel
 from stacked_remat.ops._backends import Backend
 from tests.ops.test_per_device import mesh
 
+from ..blocks import assert_close
 from ..random_arrays import normal
 
 Batch, KVHeads, Group, HeadDim = Axis("batch", 2), Axis("kv", 2), Axis("group", 2), Axis("dim", 4)
@@ -74,8 +75,7 @@ def test_values_and_gradients_are_those_of_one_device(option, length, mapping, m
     wanted = found(args, documents, "exact" if is_splash else "auto")
     with jax.set_mesh(mesh(**axes)), hax.axis_mapping(mapping):
         got = found(hax.shard(args), hax.shard(documents))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+    assert_close(got, wanted, 1e-4, 1e-5)
 
 
 def test_devices_have_as_many_keys_to_see():

@@ -34,10 +34,12 @@ def routings():
     }
 
 
-@pytest.fixture(scope="module", params=[(("expert",), "block"), (("data", "expert"), "plain")], ids=str)
+@pytest.fixture(
+    scope="module", params=[(("expert",), "block", True), (("data", "expert"), "plain", False)], ids=str
+)
 def both(request):
     """Values and gradients of both, compiled once for all routings."""
-    over, backend = request.param
+    over, backend, tracked = request.param
 
     def run(weights, x, choices, gates):
         def local(weights, x, choices, gates):
@@ -46,7 +48,7 @@ def both(request):
 
         tokens = P(("data", "expert"))
         return jax.shard_map(
-            local, in_specs=(P(over), tokens, tokens, tokens), out_specs=tokens, check_vma=False
+            local, in_specs=(P(over), tokens, tokens, tokens), out_specs=tokens, check_vma=tracked
         )(weights, x, choices, gates)
 
     @jax.jit

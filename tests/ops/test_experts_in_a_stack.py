@@ -1,5 +1,6 @@
 """Tests of `grouped_experts` in a fold, where experts are read from the stack of all layers."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from haliax import Axis
 from stacked_remat import LayerStack, Stacked, memory, per_layer, unsliced
 from stacked_remat.ops import grouped_experts
 
-from ..blocks import quick_jit
+from ..blocks import assert_close, assert_close_to_scale, quick_jit
 from ..random_arrays import normal
 
 Layers = Axis("layers", 3)
@@ -50,6 +51,12 @@ def mixtures(*, expert=swiglu, make=normal, experts=4, width=4, inner=3):
     return Stacked(Mixture(Axis("experts", experts), expert, weights), Layers)
 
 
+def one_by_one(choices, stack, x):
+    for block, own in zip(stack, choices, strict=True):
+        x = block(x, own)
+    return x
+
+
 @pytest.mark.parametrize("trained", ["up", "gate up down"])
 def test_values_and_gradients_are_those_of_one_layer_after_the_other(trained):
     choices = np.argsort(np.random.default_rng(0).random((3, 6, 4)))[..., :2]
@@ -65,11 +72,6 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(trained):
             lambda part, x: jnp.vdot(run(eqx.combine(part, rest), x), cotangent), (0, 1)
         )(part, x)
 
-    def one_by_one(stack, x):
-        for block, own in zip(stack, choices, strict=True):
-            x = block(x, own)
-        return x
-
     cases = [(True, swiglu), ("nested", transposing), (False, swiglu)]
 
     def found():
@@ -81,10 +83,9 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(trained):
             for remat, expert in cases
         ]
 
-    wanted = jax.tree.leaves(quick_jit(lambda: gradients(one_by_one, mixtures()))())
+    wanted = quick_jit(lambda: gradients(functools.partial(one_by_one, choices), mixtures()))()
     for case, results in zip(cases, quick_jit(found)(), strict=True):
-        for one, other in zip(jax.tree.leaves(results), wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4, err_msg=str(case))
+        assert_close(results, wanted, 1e-4, 1e-4, case)
 
 
 def test_gradients_of_gradients():
@@ -96,20 +97,13 @@ def test_gradients_of_gradients():
 
         return jax.grad(of_stack)(mixtures())
 
-    def one_by_one(stack, x):
-        for block, own in zip(stack, choices, strict=True):
-            x = block(x, own)
-        return x
+    def folded(stack, x):
+        return stack.fold(x, per_layer(choices), remat=True)
 
-    found, wanted = quick_jit(
-        lambda: [
-            penalty(lambda stack, x: stack.fold(x, per_layer(choices), remat=True)),
-            penalty(one_by_one),
-        ]
-    )()
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert jnp.any(other != 0)
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(other))))
+    looped = functools.partial(one_by_one, choices)
+    found, wanted = quick_jit(lambda: (penalty(folded), penalty(looped)))()
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(wanted))
+    assert_close_to_scale(found, wanted, 1e-4)
 
 
 def test_the_layer_of_a_stack_has_what_all_layers_share():

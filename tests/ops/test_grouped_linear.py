@@ -21,7 +21,7 @@ from stacked_remat.ops._grouped_linear import Kernels, megablox_kernels
 from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS, ExpertsFacts
 from tests.ops.test_grouped_experts import example as swiglu_example, swiglu
 
-from ..blocks import quick_jit
+from ..blocks import assert_close, quick_jit
 
 EXPERTS, EMBED, INNER, TOKENS, CHOSEN = 5, 4, 3, 9, 2
 Experts = Axis("experts", EXPERTS)
@@ -138,10 +138,6 @@ def of_backend(backend, saved=None, trained=lambda path: True):
 
 
 block = of_backend("block")  # the walk over blocks, with which all tests compare
-
-
-def assert_close(found, wanted, **tolerance):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, wanted)
 
 
 @pytest.mark.parametrize("saved", [None, pytest.param(gated, marks=pytest.mark.deep)])

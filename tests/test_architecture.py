@@ -18,58 +18,29 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("stacked_remat", "models", "benchmarks", "scripts", "tests")
 
-# The layer of each module and package directly under stacked_remat/. `_stacked` covers `_stacked_*.py` too.
+CORE = "compat base schedule placement remat policy sweep scan stacks"
+# By layer, the modules and packages directly under stacked_remat/ (`_stacked` covers `_stacked_*.py`), and what
+# they may import beside their own layer. `public` is stacked_remat/__init__.py.
 LAYERS = {
-    "_activity": "base",
-    "_compat": "compat",
-    "_trips": "base",
-    "_files": "base",
-    "_messages": "base",
-    "_noted": "base",
-    "_static": "base",
-    "_schedule": "schedule",
-    "_placement": "placement",
-    "_policy": "policy",
-    "_remat": "remat",
-    "_sweep": "sweep",
-    "_checkpoint": "scan",
-    "_fused": "fused",
-    "_scan": "scan",
-    "_block_foldable": "stacks",
-    "_block_seq": "stacks",
-    "_offload_check": "stacks",
-    "_stacked": "stacks",
-    "_stacked_pattern": "stacks",
-    "_state_dict": "stacks",
-    "_tiled": "stacks",
-    "_tiles": "stacks",
-    "ghost": "ghost",
-    "lora": "ops",
-    "nnx": "nnx",
-    "ops": "ops",
-    "streaming": "streaming",
-    "memory": "memory",
-    "training": "training",
-}
-_CORE = {"compat", "base", "schedule", "placement", "remat", "policy", "sweep", "scan", "stacks"}
-# What a layer may import beside itself. `public` is stacked_remat/__init__.py.
-ALLOWED_IMPORTS = {
-    "compat": set(),
-    "base": {"compat"},
-    "schedule": {"base"},
-    "placement": {"compat", "base"},
-    "remat": {"compat", "base", "schedule"},
-    "policy": {"compat", "base", "schedule", "remat"},
-    "sweep": {"compat", "base", "schedule", "placement", "remat"},
-    "scan": {"compat", "base", "schedule", "placement", "remat", "policy", "sweep"},
-    "stacks": _CORE,
-    "fused": {"compat", "base", "placement", "policy", "scan", "stacks"},
-    "ops": _CORE,
-    "streaming": _CORE,
-    "nnx": {"base", "public"},
-    "ghost": _CORE | {"ops"},
-    "memory": _CORE | {"ops", "public"},
-    "training": _CORE | {"fused", "ghost", "ops", "streaming", "memory", "public"},
+    "compat": ("_compat", ""),
+    "base": ("_activity _files _messages _noted _static _trips", "compat"),
+    "schedule": ("_schedule", "base"),
+    "placement": ("_placement", "compat base"),
+    "remat": ("_remat", "compat base schedule"),
+    "policy": ("_policy", "compat base schedule remat"),
+    "sweep": ("_sweep", "compat base schedule placement remat"),
+    "scan": ("_checkpoint _scan", "compat base schedule placement remat policy sweep"),
+    "stacks": (
+        "_block_foldable _block_seq _offload_check _stacked _state_dict _tiled _tiles",
+        CORE,
+    ),
+    "fused": ("_fused", "compat base placement policy scan stacks"),
+    "ops": ("lora ops", CORE),
+    "streaming": ("streaming", CORE),
+    "nnx": ("nnx", "base public"),
+    "ghost": ("ghost", CORE + " ops"),
+    "memory": ("memory", CORE + " ops public"),
+    "training": ("training", CORE + " fused ghost ops streaming memory public"),
 }
 
 # What a package of models/ may import from models/ beside itself; the other files there may import all of it.
@@ -164,8 +135,10 @@ def _imports(source: Source, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, in
 
 
 def _layer(unit: str) -> str | None:
-    owners = [known for known in LAYERS if unit == known or unit.startswith(f"{known}_")]
-    return LAYERS[max(owners, key=len)] if owners else None
+    for layer, (units, _) in LAYERS.items():
+        if any(unit == known or unit.startswith(f"{known}_") for known in units.split()):
+            return layer
+    return None
 
 
 def _extra_modules(extras: Iterable[str]) -> set[str]:
@@ -182,7 +155,7 @@ def layers_import_only_what_is_below_them(source: Source) -> Iterator[str]:
     if own is None:
         yield f"{source.path}: add `{source.unit}` to LAYERS in {Path(__file__).name}"
         return
-    allowed = ALLOWED_IMPORTS[own] | {own}
+    allowed = {own, *LAYERS[own][1].split()}
     for name, line in _imports(source, source.nodes):
         parts = name.split(".")
         if parts[0] == "stacked_remat":
@@ -191,22 +164,15 @@ def layers_import_only_what_is_below_them(source: Source) -> Iterator[str]:
                 yield f"{source.path}:{line}: {own} may import {sorted(allowed)}, but not {other} ({name})"
 
 
-def packages_of_models_import_only_what_is_below_them(source: Source) -> Iterator[str]:
+def models_import_what_is_below_them_and_two_private_modules_of_the_library(source: Source) -> Iterator[str]:
     own = source.package.removeprefix("models.")
     for name, line in _imports(source, source.nodes):
-        parts = name.split(".")
-        if own in MODEL_IMPORTS and parts[0] == "models" and parts[1] not in MODEL_IMPORTS[own] | {own}:
+        first, second = name.split(".")[:2] if "." in name else (name, "")
+        if own in MODEL_IMPORTS and first == "models" and second not in MODEL_IMPORTS[own] | {own}:
             yield f"{source.path}:{line}: {own} may import {sorted(MODEL_IMPORTS[own])}, but not {name}"
-
-
-def models_use_two_private_modules_of_the_library(source: Source) -> Iterator[str]:
-    if source.package.split(".")[0] != "models":
-        return
-    for name, line in _imports(source, source.nodes):
-        parts = name.split(".")
-        if parts[0] == "stacked_remat" and parts[1:] and parts[1].startswith("_"):
-            if parts[1] not in {"_files", "_messages"}:
-                yield f"{source.path}:{line} imports {name}: use a public name of stacked_remat"
+        private = second.startswith("_") and second not in {"_files", "_messages"}
+        if source.path.startswith("models/") and first == "stacked_remat" and private:
+            yield f"{source.path}:{line} imports {name}: use a public name of stacked_remat"
 
 
 def the_library_imports_what_it_declares_and_no_model(source: Source) -> Iterator[str]:
@@ -215,12 +181,8 @@ def the_library_imports_what_it_declares_and_no_model(source: Source) -> Iterato
     for name, line in _imports(source, source.nodes):
         if name.split(".")[0] in {"models", "benchmarks", "tests"}:
             yield f"{source.path}:{line} imports {name}: the library must not import its applications"
-    known = (
-        THIRD_PARTY
-        | {"stacked_remat"}
-        | sys.stdlib_module_names
-        | _extra_modules(EXTRAS.get(source.unit, []))
-    )
+    known = {"stacked_remat"} | sys.stdlib_module_names | _extra_modules(EXTRAS.get(source.unit, []))
+    known |= set() if source.unit == "_schedule" else THIRD_PARTY  # which computes with integers alone
     for name, line in _imports(source, source.run_on_import):
         if name.split(".")[0] not in known:
             yield f"{source.path}:{line}: a core install lacks {name}: import it inside a function"
@@ -243,13 +205,6 @@ def slow_packages_are_imported_where_they_are_used(source: Source) -> Iterator[s
         for name, line in _imports(source, source.run_on_import):
             if name.split(".")[0] in SLOW_IMPORTS:
                 yield f"{source.path}:{line}: import {name} inside a function"
-
-
-def the_schedule_is_pure_integers(source: Source) -> Iterator[str]:
-    if source.unit == "_schedule":
-        for name, line in _imports(source, source.nodes):
-            if name.split(".")[0] not in sys.stdlib_module_names | {"stacked_remat"}:
-                yield f"{source.path}:{line} imports {name}"
 
 
 def private_jax_and_haliax_stay_in_compat(source: Source) -> Iterator[str]:
@@ -331,12 +286,10 @@ def the_first_line_says_the_purpose(source: Source) -> Iterator[str]:
 
 RULES = [
     layers_import_only_what_is_below_them,
-    packages_of_models_import_only_what_is_below_them,
-    models_use_two_private_modules_of_the_library,
+    models_import_what_is_below_them_and_two_private_modules_of_the_library,
     the_library_imports_what_it_declares_and_no_model,
     only_optional_dependencies_are_imported_inside_functions,
     slow_packages_are_imported_where_they_are_used,
-    the_schedule_is_pure_integers,
     private_jax_and_haliax_stay_in_compat,
     what_serves_any_architecture_names_none,
     an_init_only_reexports,

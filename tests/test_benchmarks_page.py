@@ -89,6 +89,10 @@ def test_a_part_of_results_has_their_values_in_columns_by_what_was_given():
     assert first == ["lax.scan", ratio, *memory, "–"]  # the TPU's compiler ran out of memory
 
 
+def test_the_readme_has_the_figures_of_the_results():
+    with_tables(PAGES["README.md"].replace('<img alt="Temporaries', ""))  # also in the words for the picture
+
+
 def test_a_figure_that_no_result_has_is_an_error():
     page = "It takes {} of `80 GiB` with jaxlib 0.10.2.\n\n<!-- figures: qwen3_context_h200.json -->\n"
     [found] = (

@@ -84,40 +84,6 @@ def test_the_tables_of_policies_agree_and_name_every_alias():
     assert aliases | {"True", "False"} == {code for code in named if "(" not in code}
 
 
-def _results(name: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-
-
-def _headline(
-    name: str, key: str, of: dict[str, Any], shown: tuple[str, ...], baseline: str
-) -> list[list[str]]:
-    """The last cells but one that the README's rows must have, from the rows of a result."""
-    rows = {row[key]: row for row in _results(name) if of.items() <= row.items()}
-    cells = []
-    for label in shown:
-        memory, host = (rows[label][field] / 2**30 for field in ("temporaries", "host"))
-        on_host = f", {host:.2f} on the host" if host else ""
-        policy = f"`{label.removeprefix('stacked_remat ')}`"
-        relative = rows[label]["matmul_flops"] / rows[baseline]["matmul_flops"]
-        cells.append([policy, f"{memory:.2f} GiB{on_host}", f"{relative:.2f}"])
-    return cells
-
-
-def test_the_numbers_in_the_readme_are_those_of_the_results():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"^\| compiled for .*\n\|.*\n((?:\|.*\|\n)+)", text, re.MULTILINE)
-    rows = [[cell.strip() for cell in line.split("|")[2:5]] for line in table.splitlines()]
-    stack = ("lax.scan", "stacked_remat nested")
-    assert rows == [
-        *_headline("stack_memory_h200", "name", {"inner": 2048}, stack, "stacked_remat True"),
-        *_headline("qwen3_context_h200", "policy", {"tokens": 65536}, ("True", "nested", "offload"), "True"),
-    ]
-    for name in ("stack_memory_h200", "qwen3_context_h200"):
-        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        assert f"| compiled for an H200 with JAX {result['versions']['jax']}, not run |" in text
-    assert "lax.scan {}, stacked_remat nested {}".format(*(row[1] for row in rows)) in text  # of the picture
-
-
 def _words(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 

@@ -19,24 +19,6 @@ def data():
     return hax.random.normal(jax.random.key(0), (Time, Width, Depth))
 
 
-@pytest.mark.parametrize(("axis", "reverse"), [(Time, False), ("width", True), (Depth, True)])
-def test_scan_is_a_python_loop_over_any_axis(data, axis, reverse):
-    def step(carry, x):
-        carry = 0.5 * carry + hax.sum(x)
-        return carry, x * carry
-
-    carry, outputs = scan(step, axis, reverse=reverse)(hax.named(0.0, ()), data)
-    name = axis if isinstance(axis, str) else axis.name
-    expected, expected_outputs = hax.named(0.0, ()), {}
-    indices = range(data.axis_size(name))
-    for i in reversed(indices) if reverse else indices:
-        expected, expected_outputs[i] = step(expected, data[name, i])
-    assert outputs.axes[0].name == name
-    np.testing.assert_allclose(carry.array, expected.array, rtol=1e-5)
-    for i, output in expected_outputs.items():
-        np.testing.assert_allclose(outputs[name, i].array, output.array, rtol=1e-5)
-
-
 def test_map_stacks_in_front_and_takes_several_arguments(data):
     mapped = map(lambda x, y, *, power: hax.sum(x) * y**power, Depth)(data, jnp.array([2.0, 3.0]), power=2)
     np.testing.assert_allclose(mapped.array, data.array.sum((0, 1)) * jnp.array([4.0, 9.0]), rtol=1e-5)
@@ -62,10 +44,6 @@ class TestOptionsOfMap:
             np.testing.assert_array_equal(outputs, 2.0 * jnp.arange(5.0))
             jax.effects_barrier()
         assert order == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
-
-    def test_unroll(self):
-        assert unrolled(map(jnp.sin, Time, unroll=2), jnp.ones(5)) == [2]
-        assert unrolled(map(jnp.sin, Time), jnp.ones(5)) == [1]
 
     def test_remat(self):
         def kept(remat):
@@ -198,17 +176,10 @@ def test_outputs_may_be_any_tree(data, remat):
 
 
 @pytest.mark.parametrize("unroll, layers", [(1, 1), (2, 2), (5, 5), (9, 9), (True, 5), (False, 1)])
-def test_unroll_changes_the_program_and_not_the_result(data, unroll, layers):
-    def run(data):
-        return fold(lambda carry, x: hax.tanh(carry + x), Time, unroll=unroll)(
-            hax.zeros((Width, Depth)), data
-        ).array
-
-    expected = jnp.zeros((3, 2))
-    for row in data.rearrange((Time, Width, Depth)).array:
-        expected = jnp.tanh(expected + row)
-    np.testing.assert_allclose(run(data), expected, rtol=1e-5)
-    assert unrolled(run, data) == [layers]
+def test_unroll_changes_the_program(unroll, layers):
+    """And not the result, which is in `test_policies_at_work.py`."""
+    assert unrolled(fold(jnp.add, Time, unroll=unroll), 0.0, jnp.ones(5)) == [layers]
+    assert unrolled(map(jnp.sin, Time, unroll=unroll), jnp.ones(5)) == [layers]
 
 
 class TestErrors:

@@ -41,21 +41,6 @@ class TestInit:
         assert stack.Layers == stack.Block == Layers and isinstance(stack, BlockFoldable)
         assert jax.tree.structure(pickle.loads(pickle.dumps(stack))) == jax.tree.structure(stack)
 
-    def test_arguments_are_split_or_shared(self, Stack):
-        class Block(eqx.Module):
-            named: hax.NamedArray
-            whole: hax.NamedArray
-            array: jax.Array
-            number: float
-            config: str = eqx.field(static=True)
-
-        stack = Stack.init(Layers, Block)(
-            hax.ones((Hidden, Layers)), hax.ones(Hidden), jnp.arange(4.0), number=2.0, config="c"
-        )
-        layer = stack.get_layer(2)
-        assert layer.named.axes == (Hidden,) and layer.whole.axes == (Hidden,)
-        assert (float(layer.array), layer.number, layer.config) == (2.0, 2.0, "c")
-
     def test_the_policy_has_two_names(self, Stack):
         assert Stack.init(Layers, PlainBlock)(3, key=keys()).remat == ScanCheckpointPolicy()
         assert Stack.init(Layers, PlainBlock, remat=False)(3, key=keys()).remat.saves_everything
@@ -77,14 +62,6 @@ class TestInit:
 @both
 class TestApplying:
     scales = jnp.array([0.5, 1.0, 1.5, 2.0])
-
-    def test_fold(self, Stack):
-        named, x = Stack.init(Layers, NamedBlock)(Hidden, key=keys()), hax.arange(Hidden, dtype=jnp.float32)
-        expected = x
-        for layer, scale in zip(named.unstacked(), self.scales, strict=True):
-            expected = layer(expected, scale)
-        got = named.fold(x, hax.named(self.scales, Layers))
-        np.testing.assert_allclose(got.array, expected.array, rtol=1e-5)
 
     def test_vmap(self, Stack):
         plain = Stack.init(Layers, PlainBlock)(3, key=keys())
@@ -272,17 +249,12 @@ class TestBlockSeq:
             BlockSeq(PlainBlock(3, key=jax.random.key(0)), Layers)  # pyright: ignore[reportArgumentType]
 
 
-@both
-class TestTakingApart:
-    def test_a_layer_by_a_traced_index(self, Stack):
-        stack = Stack.init(Layers, PlainBlock)(3, key=keys())
-        weights = eqx.filter_jit(eqx.filter_vmap(lambda stack, i: stack[i].weight, in_axes=(None, 0)))
-        if Stack is BlockSeq:
-            with pytest.raises(TypeError, match="`layers` is chosen by a traced integer"):
-                weights(stack, jnp.arange(4))
-        else:
-            found = weights(stack, jnp.asarray([2, -1, 0]))
-            np.testing.assert_array_equal(found, stack.stacked.weight[jnp.asarray([2, -1, 0])])
+def test_a_layer_by_a_traced_index():
+    weights, some = jax.jit(jax.vmap(lambda stack, i: stack[i].weight, (None, 0))), jnp.asarray([2, -1, 0])
+    stack = Stacked.init(Layers, PlainBlock)(3, key=keys())
+    np.testing.assert_array_equal(weights(stack, some), stack.stacked.weight[some])
+    with pytest.raises(TypeError, match="`layers` is chosen by a traced integer"):
+        weights(BlockSeq(stack.unstacked(), Layers), some)
 
 
 @both
@@ -355,14 +327,7 @@ def test_it_is_a_sequence(Stack):
     assert len(stack) == 4 and eqx.tree_equal(list(stack), layers)
     for i in (0, 3, -1, -4, np.int64(2)):
         assert eqx.tree_equal(stack[i], layers[i]) and eqx.tree_equal(stack.get_layer(i), layers[i])
-    for rows in (
-        slice(1, 3),
-        slice(None, None, 2),
-        slice(-2, None),
-        slice(9),
-        slice(None, None, -1),
-        slice(2, 2),
-    ):
+    for rows in (slice(1, 3), slice(-2, None), slice(9), slice(None, None, -1), slice(2, 2)):
         part = stack[rows]
         assert type(part) is Stack and part.remat == stack.remat
         assert part.Layers == Layers.resize(len(layers[rows]))

@@ -9,28 +9,22 @@ from haliax import Axis
 
 from stacked_remat import Stacked, ghost
 
+from ..blocks import Tanh
 from ..random_arrays import normal
 
 Layers = Axis("layers", 3)
 
 
-class Block(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, x):
-        return x + jnp.tanh(x @ self.weight)
-
-
 class Model(eqx.Module):
     first: jax.Array
-    blocks: Stacked | Block
+    blocks: Stacked | Tanh
     head: jax.Array
 
     @staticmethod
     def init(remat):
         """With one block where `remat` is None."""
         weight = normal(0, 3, 4, 4) / 2
-        blocks = Block(weight[0]) if remat is None else Stacked(Block(weight), Layers, remat)
+        blocks = Tanh(weight[0]) if remat is None else Stacked(Tanh(weight), Layers, remat)
         return Model(normal(1, 4, 4) / 2, blocks, normal(2, 4))
 
     def __call__(self, x):

@@ -20,6 +20,7 @@ from .cases import (
     plain_losses,
     run,
 )
+from .test_grad_dot import Sine
 
 
 def test_rows_in_any_order_are_scored_by_example():
@@ -153,17 +154,12 @@ def test_scores_that_do_not_add_up_are_an_error(monkeypatch):
         jax.block_until_ready(run(model, plain_losses, plain_batch(), model, check=True))
 
 
-class _Sine(Tanh):
-    def __call__(self, x):
-        return x + jnp.sin(x @ self.weight)
-
-
 @pytest.mark.parametrize("form", [StackedPattern, BlockSeq])
 def test_layers_of_several_classes_are_scored_by_their_own_calls(form):
     Layers, keys = Axis("layers", 5), jax.random.split(jax.random.key(0), 5)
     kinds = {
         "tanh": lambda key: Tanh(jax.random.normal(key, (4, 4)) * 0.3),
-        "sine": lambda key: _Sine(jax.random.normal(key, (4, 4)) * 0.3),
+        "sine": lambda key: Sine(jax.random.normal(key, (4, 4)) * 0.3),
     }
     layers = StackedPattern.init(Layers, kinds, ("tanh", "sine"), remat="nested")(keys)
     if form is BlockSeq:

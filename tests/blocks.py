@@ -51,11 +51,13 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(name))
 
 
-def assert_close_to_scale(found: Any, expected: Any, tolerance: float = 2e-5, name: Any = "") -> None:
-    """Trees of the same types, and of numbers that are close beside the largest of their array."""
+def assert_close_to_scale(
+    found: Any, expected: Any, tolerance: float = 2e-5, name: Any = "", least: float = 1.0
+) -> None:
+    """Trees of the same types, and of numbers close beside the largest of their array, or `least`."""
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.shape == other.shape, name
-        assert_close(one, other, 0, tolerance * max(1.0, float(np.abs(other).max(initial=0))), name)
+        assert_close(one, other, 0, tolerance * max(least, float(np.abs(other).max(initial=0))), name)
 
 
 def is_by_name(spec: Any) -> bool:

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("stacked_remat", "models", "benchmarks", "scripts", "tests")
 
 CORE = "compat base schedule placement remat policy sweep scan stacks"
-# By layer, the modules and packages directly under stacked_remat/ (`_stacked` covers `_stacked_*.py`), and what
-# they may import beside their own layer. `public` is stacked_remat/__init__.py.
+# By layer, the files and folders directly under stacked_remat/ (`_stacked` covers `_stacked_*.py`), and what
+# each may import beside its own layer. `public` is stacked_remat/__init__.py.
 LAYERS = {
     "compat": ("_compat", ""),
     "base": ("_activity _files _messages _noted _static _trips", "compat"),

@@ -322,7 +322,3 @@ def test_names_every_array_of_a_tree_and_nothing_else():
     assert eqx.tree_equal(named, tree) and named["named"].axes == (Axis,)
     found = equations_of(lambda a, b: checkpoint_name((a, b), "here"), hax.ones(Axis), jnp.ones(3))
     assert [equation.params["name"] for equation in found] == ["here", "here"]
-
-
-def test_the_gradient_of_a_name_is_the_identity():
-    assert float(jax.grad(lambda x: checkpoint_name(x, "x") ** 2)(3.0)) == 6.0

@@ -1,17 +1,11 @@
 """`stacked_remat._compat`: what a version of JAX lacks is restored, and what it has is left alone."""
 
-import haliax as hax
 import jax
 import jax.core
 import jax.numpy as jnp
 import pytest
 
 from stacked_remat import _compat
-
-
-def test_haliax_multiplies_on_this_jax():
-    In, Out = hax.Axis("in", 2), hax.Axis("out", 3)
-    assert hax.dot(hax.ones(In), hax.ones((In, Out)), axis=In).axes == (Out,)
 
 
 def test_what_jax_has_is_left_alone(monkeypatch):

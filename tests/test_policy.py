@@ -58,7 +58,6 @@ def test_the_repr_shows_what_was_set():
             "save_block_internals=True has no effect beside first_layers=2",
         ),
         (dict(first_layers=2, offload_block_internals=["a"]), "has no effect beside first_layers=2"),
-        (dict(first_layers=2, save_carries=False), "save_carries=False keeps none"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(settings, reason):

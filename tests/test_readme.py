@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.record import RESULTS
 from scripts.charts import charts, write
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
 

@@ -1,5 +1,6 @@
 """Functions applied tile by tile: values, gradients, what is refused, and what exists at a time."""
 
+import functools
 import gc
 import weakref
 
@@ -13,8 +14,6 @@ from haliax import Axis
 from jax.sharding import AxisType, PartitionSpec
 
 from stacked_remat import (
-    ScanCheckpointPolicy,
-    Stacked,
     checkpoint_name,
     internals_are_saved,
     memory,
@@ -22,6 +21,7 @@ from stacked_remat import (
     tiled,
 )
 
+from .blocks import assert_close_to_scale
 from .jaxprs import equations_of
 from .random_arrays import normal
 
@@ -50,11 +50,7 @@ def random(*axes):
     return normal(len(axes), *axes)
 
 
-def assert_close(found, expected, rtol=1e-5):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        scale = float(np.max(np.abs(other)))
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * scale)
+assert_close = functools.partial(assert_close_to_scale, tolerance=1e-5, least=0.1)
 
 
 def test_a_dimension_of_plain_arrays_modules_keys_and_sums():
@@ -87,7 +83,8 @@ def test_a_dimension_of_plain_arrays_modules_keys_and_sums():
     summed = tiled(lambda x, w: loss(w, x), -2, tiles=3, reduce="sum")(x[0], weight)
     assert_close(summed, loss(weight, x[0]))
     fixed = tiled(lambda x, w: {"x": x * w[:2].sum(), "one": 1}, 0, tiles=3)(x[0], shared(weight))
-    assert_close(fixed, {"x": x[0] * weight[:2].sum(), "one": 1})
+    assert_close(fixed["x"], x[0] * weight[:2].sum())
+    assert fixed["one"] == 1
 
 
 def test_gradients_of_shared_arrays_are_added_up_in_float32():
@@ -99,29 +96,8 @@ def test_gradients_of_shared_arrays_are_added_up_in_float32():
     assert by_sum(jnp.ones(512, jnp.bfloat16)) == 512
 
 
-def test_it_composes_with_stacks():
-    """Every policy; frozen weights have no gradient loop."""
-    Layers = Axis("layers", 4)
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = random(Batch, Pos, Embed)
-    policies = [True, False, "nested", "offload", ScanCheckpointPolicy(max_carries=2)]
-
-    def loss(stack, x, remat=True):
-        return hax.sum(stack.fold(x, remat=remat) ** 2).scalar()
-
-    @jax.jit
-    def run(x):
-        found = []
-        for tiles, remats in ((1, [True]), (3, policies)):
-            stack = Stacked.init(Layers, Mlp)(tiles, key=keys)
-            found += [jax.tree.leaves(jax.grad(loss, (0, 1))(stack, x, remat)) for remat in remats]
-        return found
-
-    expected, *others = run(x)
-    for found in others:
-        assert_close(found, expected)
-
-    cut = Mlp.init(3, key=jax.random.key(1))
+def test_frozen_weights_have_no_gradient_products():
+    cut, x = Mlp.init(3, key=jax.random.key(1)), random(Batch, Pos, Embed)
     frozen = equations_of(jax.grad(lambda x: hax.sum(cut(x)).scalar()), x)
     products = [equation for equation in frozen if equation.primitive.name == "dot_general"]
     shapes = {equation.outvars[0].aval.shape for equation in products}

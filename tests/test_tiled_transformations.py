@@ -10,7 +10,7 @@ import pytest
 from haliax import Axis
 from jax import lax
 
-from stacked_remat import checkpoint, fold, tiled
+from stacked_remat import checkpoint, fold, lax_scan, tiled
 
 from .blocks import quick_jit
 
@@ -91,7 +91,7 @@ def transformation(rng, forward_mode):
     some = tuple(sorted(rng.sample(range(FLOATS), rng.randint(1, FLOATS))))
     mapped = tuple(rng.choice((None, 0, -1)) for _ in range(FLOATS + 1))
     mapped = mapped if any(dim is not None for dim in mapped) else (None, None, 0, None)
-    value = rng.random() < 0.5
+    value, policy = rng.random() < 0.5, rng.choice((False, True, "nested", "offload"))
 
     def gradient(fn):
         def run(*args):
@@ -118,7 +118,8 @@ def transformation(rng, forward_mode):
 
     def scanned(fn):
         def run(x, *rest):
-            return lax.scan(lambda _, scale: (None, fn(x * scale, *rest)), None, jnp.array([0.5, 1.5]))[1]
+            of_scale = lambda carry, scale: (carry, fn(x * scale, *rest))  # noqa: E731
+            return lax_scan(of_scale, 0.0, jnp.array([0.5, 1.5]), remat=policy)[1]
 
         return run
 

@@ -69,6 +69,8 @@ ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offlo
 def planned(internals, budget):
     search = Search(Chain(internals).traced, Limits(1000 * budget))
     found = search.least(ON_DEVICE, LAYERS)
+    fitting = [trial.report for trial in search.trials if trial.report.total <= 1000 * budget]
+    assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
     return cost(resolve_policy(found.policy), internals)[0], len(search.trials)
 
 

@@ -6,7 +6,8 @@ import pytest
 from stacked_remat import memory
 from stacked_remat.memory import TARGETS, CudaTarget, TargetError, TpuTarget, find_target
 
-NAMES = ["local", "a100-80gb", "h100", "h200", "b200", "v5e", "v5p", "v6e"]
+CUDA, TPU = ["a100-80gb", "h100", "h200", "b200"], ["v5e", "v5p", "v6e"]
+NAMES = ["local", *CUDA, *TPU]
 
 
 def test_the_names():
@@ -29,7 +30,7 @@ def test_figures_are_in_bytes_and_flops(name):
     assert target.link is not None and 1e10 < target.link < 1e11
 
 
-@pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200"])
+@pytest.mark.parametrize("name", CUDA)
 def test_the_description_for_xla_has_the_targets_figures(name):
     target = TARGETS[name]
     assert isinstance(target, CudaTarget)
@@ -61,24 +62,16 @@ def test_no_slice_is_large_enough():
         target.devices(300)
 
 
-@pytest.mark.target("cuda")
-@pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200"])
-def test_cuda_targets_compile(name):
-    _compiles(name)
-
-
-@pytest.mark.target("tpu")
-@pytest.mark.parametrize("name", ["v5e", "v5p", "v6e"])
-def test_tpu_targets_compile(name):
-    _compiles(name)
-
-
-def _compiles(name):
-    for count in (1, 4):
-        devices = TARGETS[name].devices(count)
-        assert len(devices) == count
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.target("cuda")) for name in CUDA),
+        *(pytest.param(name, marks=pytest.mark.target("tpu")) for name in TPU),
+    ],
+)
+def test_programs_compile(name):
+    assert [len(TARGETS[name].devices(count)) for count in (1, 4)] == [1, 4]
     x = jax.ShapeDtypeStruct((256, 256), "float32")
     found = memory.report(lambda x: x @ x, x, target=name)
     assert found.arguments == found.outputs == 4 * 256 * 256
-    assert found.target == name
-    assert found.capacity == TARGETS[name].memory
+    assert (found.target, found.capacity) == (name, TARGETS[name].memory)

@@ -130,7 +130,7 @@ def test_derivatives_of_scores_are_right_or_refused_and_those_of_gradients_are_r
         by_example = jax.grad(of_scores("total"), (0, 1))(model, direction)
         return (by_example, ours(model)), (jax.grad(exact, (0, 1))(model, direction), plain(model))
 
-    assert_close_to_scale(*both(model, direction), 1e-4)
+    assert_close_to_scale(*both(model, direction), tolerance=1e-4)
     for argument in (0, 1):
         with pytest.raises(TypeError, match='the scores of grad_dot have no derivatives.*"total"'):
             jax.jit(jax.grad(of_scores("leaf"), argument))(model, direction)

@@ -1,11 +1,13 @@
 """Memory of fused updates on an H200 and a TPU v5p, by compiling. The report of a run has the figures."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from stacked_remat import fused_update, memory
+from stacked_remat import ScanCheckpointPolicy, fused_update, memory
 from stacked_remat.training.precision import in_float32
 from tests.recorded_on import ON_H200, ON_V5P
 
@@ -15,18 +17,21 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax depends on i
 # Gradient and update as two steps take 19.4 GiB on an H200 with plain SGD.
 MOST = 13.6 * GIB
 SGD = optax.sgd(0.01)
+ADAMW = in_float32(optax.adamw(1e-3))
 CASES = {
-    "clipped by layer": (SGD, {"max_grad_norm": 1.0, "clip": "layer"}, 0),
-    "adamw": (in_float32(optax.adamw(1e-3)), {"gradient_dtype": jnp.float32}, 4 * STACK),
+    "clipped by layer": ("nested", SGD, {"max_grad_norm": 1.0, "clip": "layer"}, 0),
+    "adamw": ("nested", ADAMW, {"gradient_dtype": jnp.float32}, 4 * STACK),
+    "offload": (ScanCheckpointPolicy(nested=True, save_carries="offload"), SGD, {}, 0),
+    "max_carries": (ScanCheckpointPolicy(max_carries=6), SGD, {}, 0),
 }
 
 
-def loss(blocks, x):
-    return jnp.mean(jnp.square(blocks.fold(x, remat="nested")).astype(jnp.float32))
+def loss(remat, blocks, x):
+    return jnp.mean(jnp.square(blocks.fold(x, remat=remat)).astype(jnp.float32))
 
 
-def fused_report(target, optimizer, options):
-    fused = fused_update(loss, optimizer, trainable=lambda _: True, **options)
+def fused_report(target, optimizer, options, remat="nested"):
+    fused = fused_update(partial(loss, remat), optimizer, trainable=lambda _: True, **options)
     state = jax.eval_shape(fused.init, blocks())
 
     def step(blocks, state, x):
@@ -37,7 +42,7 @@ def fused_report(target, optimizer, options):
 
 def two_steps_report(target, optimizer):
     def step(blocks, state, x):
-        gradients = jax.grad(loss)(blocks, x)
+        gradients = jax.grad(partial(loss, "nested"))(blocks, x)
         updates, state = optimizer.update(gradients, state, blocks)
         return optax.apply_updates(blocks, updates), state
 
@@ -48,8 +53,8 @@ def two_steps_report(target, optimizer):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("target", [ON_H200, ON_V5P])
 def test_no_gradient_of_the_stack_exists_and_all_is_updated_in_place(target, name, record_testsuite_property):
-    optimizer, options, state = CASES[name]
-    report = fused_report(target, optimizer, options)
+    remat, optimizer, options, state = CASES[name]
+    report = fused_report(target, optimizer, options, remat)
     record_testsuite_property(f"{target}, {name}: GiB", report.total / GIB)
     assert report.aliased >= STACK + state
     assert report.total < MOST + state

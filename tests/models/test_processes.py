@@ -138,10 +138,10 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     wait_for(workplace / "run/metrics.jsonl", f'"step": {last + 20},', started)
     started[2].terminate()
     status, shown = ended(started)
-    assert status == [EXIT_INTERRUPTED] * 4 and "stopped by SIGTERM after step" in shown[0]
+    done = int(checkpoints_of(workplace / "run")[-1].name)
+    assert status == [EXIT_INTERRUPTED] * 4 and f"stopped by SIGTERM after step {done}" in shown[0]
     assert f"resuming after step {last}" in shown[0] and "resuming" not in "".join(shown[1:])
     # One process ends it.
-    done = int(checkpoints_of(workplace / "run")[-1].name)
     status, shown = ended(start(workplace, 1, *accept, str(done + 2)))
     assert status == [0], shown
     steps = [step for step, name in metrics_of(workplace / "run") if name == "loss"]

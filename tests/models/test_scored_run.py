@@ -1,23 +1,16 @@
-"""Training runs that score their sequences: results as without, and scores that are the dot products."""
+"""Training runs that score their sequences: results as without. `test_scoring.py` compares scores."""
 
 import json
 
-import equinox as eqx
-import jax
 import numpy as np
 import pytest
 import yaml
 
-from models.lm import next_token_loss
 from models.loading import read_run_config, restored_state
-from models.run_config import LmRunConfig
-from models.run_state import initial_state
 from stacked_remat.ghost.log import read_scores
-from stacked_remat.training import load_tokenizer, open_training_data, parse_config
 
-from ..training.data.silent import Silent
 from .test_train_lm import metrics_of
-from .tiny_run import arguments_of, train
+from .tiny_run import train
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -36,42 +29,6 @@ def numbers_of(folder):
 def assert_same_numbers(found, expected):
     for name, values in numbers_of(expected).items():
         np.testing.assert_allclose(numbers_of(found)[name], values, rtol=2e-6, err_msg=name)
-
-
-def totals_of(folder, step):
-    """The score of each sequence of a step, in the order of the batch."""
-    scores = read_scores(folder / "ghost", ["score"], steps=(step, step))["score"].to_numpy()
-    return scores.reshape(-1, 4).sum(0)
-
-
-def expected_totals(workplace, *options, held_out, of_example):
-    """The scores of the first step, from the gradient of each sequence by itself."""
-    config = parse_config(LmRunConfig, arguments_of(workplace, *options)).resolved()
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    data = open_training_data(config.data, tokenizer, seed=config.trainer.seed, progress=Silent())
-    state = initial_state(config)
-
-    @eqx.filter_jit
-    def gradient(trained, batch):
-        return eqx.filter_grad(
-            lambda trained: next_token_loss(eqx.combine(trained, state.frozen), batch)[1]["loss"]
-        )(trained)
-
-    def dot(one, other):
-        return sum(
-            float(jax.numpy.vdot(a, b)) for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True)
-        )
-
-    directions = [(gradient(state.trained, batch), weight) for batch, weight in held_out(data)]
-    batch, found = data.training.next(), []
-    data.training.close()
-    weights = batch.weights.array
-    for row in range(weights.shape[0]):
-        only = jax.numpy.where(jax.numpy.arange(weights.shape[0])[:, None] == row, weights, 0.0)
-        own = gradient(state.trained, eqx.tree_at(lambda b: b.weights.array, batch, only))
-        share = 1.0 if of_example else float(only.sum() / weights.sum())
-        found.append(share * sum(weight * dot(own, direction) for direction, weight in directions))
-    return found
 
 
 def test_biases_by_load_are_updated_as_without_scores(workplace):
@@ -112,26 +69,16 @@ PARTS = ("--trainer.update.microbatches", "2")
         pytest.param({}, ("--trainer.mesh.axes.data", "4"), id="four devices"),
     ],
 )
-def test_scores_are_the_dot_products_of_each_sequences_gradient(workplace, settings, options):
+def test_a_scored_run_reports_what_one_without_scores_does(workplace, settings, options):
     (workplace / "other.txt").write_text("dcba" * 30)
     few = (*options, "--trainer.num_steps", "3", "--data.sources.other", OTHER.format(workplace))
     assert train(workplace, *few, run="plain") == 0
     assert train(workplace, *few, *ghost(**settings)) == 0
     assert_same_numbers(workplace / "run", workplace / "plain")
 
-    def held_out(data):
-        if "validation" not in settings:
-            return [(data.held_out.batch(0), 1.0)]
-        return [
-            (data.held_out_by_source["text"].batch(0), 0.25),
-            (data.held_out_by_source["other"].batch(0), 0.75),
-        ]
-
-    norms = read_scores(workplace / "run" / "ghost", ["norm"])["norm"]
-    assert norms.null_count == (0 if settings.get("norms") else len(norms))
-    of_example = settings.get("token_mean") == "example"
-    expected = expected_totals(workplace, *few, *ghost(**settings), held_out=held_out, of_example=of_example)
-    np.testing.assert_allclose(totals_of(workplace / "run", 1), expected, rtol=1e-5)
+    rows = read_scores(workplace / "run" / "ghost", ["step", "norm"])
+    assert set(rows["step"].to_pylist()) == {1, 2, 3}
+    assert rows["norm"].null_count == (0 if settings.get("norms") else len(rows))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """Training a language model from a config file, with the command's files and messages."""
 
-import contextlib
 import json
-import os
 import shutil
-import signal
 import sys
 
 import equinox as eqx
@@ -20,8 +17,6 @@ from models.export_hf import main as export_hf
 from models.run_config import LmRunConfig
 from stacked_remat import OffloadError
 from stacked_remat.training import (
-    EXIT_INTERRUPTED,
-    ConsoleProgress,
     SgdConfig,
     TrainState,
     build_optimizer,
@@ -36,29 +31,8 @@ from .tiny_run import STEPS, train
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@contextlib.contextmanager
-def stopped_after(last, monkeypatch):
-    """Within it a run gets SIGTERM in step `last`."""
-    advance = ConsoleProgress.advance
-
-    def terminated(self, step, *arguments):
-        if step == last:
-            os.kill(os.getpid(), signal.SIGTERM)
-        advance(self, step, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ConsoleProgress, "advance", terminated)
-        yield
-
-
 def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def repeated_metrics(folder):
-    """What every run of the same config has in common, to the last bit."""
-    names = ("step", "loss", "grad_norm", "load_balance_per_layer", "learning_rate", "held_out_loss")
-    return [{name: line.get(name) for name in names} for line in metrics_of(folder)]
 
 
 def losses_of(folder):
@@ -199,30 +173,6 @@ def test_adapters_are_trained(workplace, capsys):
     assert written["lora"] == {"rank": 2, "alpha": 32.0, "targets": ["*_proj"]}
     losses = losses_of(folder)
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.deep
-def test_the_same_command_resumes_after_a_signal_and_refuses_another_model(
-    workplace, capsys, monkeypatch, finished
-):
-    with stopped_after(5, monkeypatch):
-        assert train(workplace) == EXIT_INTERRUPTED == 75
-    assert "stopped by SIGTERM after step 5" in capsys.readouterr().out
-
-    wider, accept = (
-        ("--model.experts.intermediate_dim", "16"),
-        ("--trainer.checkpoint.accept_changes", "true"),
-    )
-    assert train(workplace, *wider) == 1
-    assert "model.experts.intermediate_dim was 8 and is 16" in capsys.readouterr().out
-    assert train(workplace, *wider, *accept) == 1
-    shown = capsys.readouterr().out
-    assert "trained.layers.stacked.mlp.experts.stacked.gate_proj.weight is float32[layers 2, " in shown
-    assert "expert_dim 8" in shown and "expert_dim 16" in shown
-
-    assert train(workplace) == 0
-    assert "resuming after step 5" in capsys.readouterr().out
-    assert repeated_metrics(workplace / "run") == repeated_metrics(finished)
 
 
 @pytest.mark.deep

@@ -56,10 +56,11 @@ def scorer_of(folder, held_out, microbatches=1, **settings):
     return StepScorer(scoring, TrainStep(next_byte_loss, OPTIMIZER, microbatches))
 
 
-def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path):
+@pytest.mark.parametrize("token_mean", ["batch", "example"])
+def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path, token_mean):
     texts = {name: held_out_of(TOKENS[at], 8, 4) for name, at in (("a", slice(90)), ("b", slice(200, 400)))}
     sources = GhostValidationConfig({"a": 1.0, "b": 3.0}, batches=2)
-    settings = {"token_mean": "example", "validation": sources, "norms": True}
+    settings = {"token_mean": token_mean, "validation": sources, "norms": True}
     scorer = scorer_of(tmp_path, (texts["a"], texts), 2, **settings)
     assert [step for step in range(1, 7) if scorer.is_due(step)] == [2, 4, 6]
     table = jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
@@ -77,8 +78,9 @@ def test_a_scored_step_is_the_step_and_logs_the_dot_products(tmp_path):
     for row in range(4):
         only = jnp.where(jnp.arange(4)[:, None] == row, batch.weights.array, 0.0)
         of_row = gradient(table, eqx.tree_at(lambda b: b.weights.array, batch, only))
-        dots.append(float(jnp.vdot(of_row, direction)))
-        norms.append(float(jnp.linalg.norm(of_row)))
+        share = 1.0 if token_mean == "example" else float(only.sum() / batch.weights.array.sum())
+        dots.append(share * float(jnp.vdot(of_row, direction)))
+        norms.append(share * float(jnp.linalg.norm(of_row)))
 
     found, of_scored = scorer.step(batch, jax.tree.map(jnp.copy, state))  # which donates it
     np.testing.assert_allclose(found.trained.table, expected.trained.table, rtol=1e-6)

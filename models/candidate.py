@@ -12,7 +12,7 @@ import jax
 from models.run_config import LmRunConfig
 from models.run_state import batch_shapes, run_optimizer, state_shapes
 from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec
-from stacked_remat.memory import MemoryReport, Plan, Target, TargetError, Trial, find_target, plan, report
+from stacked_remat.memory import MemoryReport, Plan, Target, Trial, find_target, plan, report
 from stacked_remat.ops import UnsupportedCallError, expert_backend
 from stacked_remat.training import ConfigError, Partitioning, TokenBatch, TrainState, TrainStep
 from stacked_remat.training.memory_check import check_fits, check_host_fits
@@ -24,10 +24,9 @@ STREAMED = {"trainer.streaming": True}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One training step of a config, its state updated in place: its policy, mesh, microbatches and sizes.
+    """One training step of a resolved config, its state updated in place.
 
     Attributes:
-        config: of the run, resolved.
         target: the device to compile for.
         devices: how many of them; all of `local`, one of another target, if not given.
         cache: folder for what compilations find, as `stacked_remat.memory.report` takes it.
@@ -48,7 +47,7 @@ class Candidate:
 
     @property
     def policy(self) -> ScanCheckpointPolicy:
-        """The policy; of any but a step of `remat: auto`."""
+        """The policy, if it is not `auto`."""
         assert self.config.policy is not None
         return self.config.policy
 
@@ -61,34 +60,22 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The settings with which the step takes less memory, to be written after a policy."""
+        """Where the weights are, and the settings, to be written after a policy: `, streamed, 2 tiles`."""
+        streamed = ", streamed" if self.config.trainer.streaming else ""
         tiles, *backend = self.settings.values()
-        named = f", {tiles} tiles" if tiles > 1 else ""
+        named = f"{streamed}, {tiles} tiles" if tiles > 1 else streamed
         return f"{named}, experts in blocks" if backend == ["block"] else named
 
     @property
-    def name(self) -> str:
-        """The policy, where the weights are, and the settings: `'nested', streamed, 2 tiles`."""
-        streamed = ", streamed" if self.config.trainer.streaming else ""
-        return f"{self.config.remat!r}{streamed}{self.label}"
-
-    @property
     def can_stream(self) -> bool:
-        """Whether the step could run, and be sized here, with its layers' weights on the host too.
-
-        False with `trainer.streaming`, where they are.
-        """
+        """Whether the step could also run, and be sized here, with its layers' weights on the host."""
         trainer = self.config.trainer
         combines = self.config.lora is not None or trainer.update.fused
         return not trainer.streaming and combines and self._sizes_host
 
     @property
     def leaner(self) -> list[dict[str, Any]]:
-        """Settings with which the step takes less memory and more time, the fastest first.
-
-        Experts block by block where `auto` takes kernels, layers in as many tiles as attention can have, and
-        both.
-        """
+        """Settings that take less memory and more time, the fastest first: experts in blocks, tiles, both."""
         model, blocks, tiles = self.config.model, {}, {}
         if self.settings.get("model.experts.backend") == "auto":
             device = find_target(self.target).devices()[0]
@@ -100,11 +87,7 @@ class Candidate:
 
     @functools.cached_property
     def partitioning(self) -> Partitioning:
-        """The mesh.
-
-        Raises:
-            ConfigError, TargetError: it does not fit the devices.
-        """
+        """The mesh; raises ConfigError or TargetError if it does not fit the devices."""
         chosen, devices = find_target(self.target), self.devices
         if devices is None:
             devices = jax.device_count() if chosen.name == "local" else 1
@@ -112,11 +95,7 @@ class Candidate:
 
     @functools.cached_property
     def shapes(self) -> tuple[TokenBatch, TrainState]:
-        """The shapes of the step's arguments.
-
-        Raises:
-            ConfigError: the mesh does not fit the devices, or the model or the batch the mesh.
-        """
+        """The shapes of the step's arguments; raises ConfigError if the mesh can't divide them."""
         self.check_batch()
         if self.config.trainer.streaming and not self._sizes_host:
             raise ConfigError(
@@ -127,20 +106,8 @@ class Candidate:
         state = state_shapes(self.config, self.partitioning)
         return batch_shapes(self.config.data, self.partitioning), state
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether the mesh takes all devices, and divides the model and the batch."""
-        try:
-            return bool(self.shapes) and self.partitioning.mesh.size == self.devices
-        except (ConfigError, TargetError):
-            return False
-
     def check_batch(self) -> None:
-        """Checks that the mesh divides the batch, and each of its microbatches.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Raises ConfigError unless the mesh divides the batch, and each of its microbatches."""
         data, update = self.config.data, self.config.trainer.update
         self.partitioning.check_batch(data.batch_size, data.seq_len, update.microbatches)
 
@@ -159,12 +126,6 @@ class Candidate:
         """The policy with the fewest FLOPs under which the step fits, as `stacked_remat.memory.plan`.
 
         Where none fits, with the layers' weights on the host, if they can be there.
-
-        Args:
-            host_budget: the same for the host.
-
-        Raises:
-            BudgetError: no policy fits.
         """
 
         def of_policy(remat: ScanCheckpointSpec) -> Callable[..., Any]:
@@ -191,17 +152,10 @@ class Candidate:
             )
 
     def check(self, *, at_least: bool = False) -> None:
-        """Refuses a step whose weights, optimizer state and one batch are larger than a device's memory.
+        """Raises ConfigError for a step whose state and batch, which every policy has, can't fit in memory.
 
-        With `trainer.streaming`, where the device is attached, also what is in host memory and larger than
-        what is left of that. All of it is there under every policy. Costs one tracing of how the model is
-        made, whatever its size.
-
-        Args:
-            at_least: whether to leave out layers that could be on the host.
-
-        Raises:
-            ConfigError: with the size of each and the memory.
+        With `trainer.streaming`, where the device is attached, nor in that of the host. Costs one tracing of
+        how the model is made, whatever its size. `at_least` leaves out layers that could be on the host.
         """
         config, target, can_stream = self.config, find_target(self.target), self.can_stream
         at_least = at_least and can_stream
@@ -229,12 +183,7 @@ class Candidate:
         )
 
     def check_applies(self) -> None:
-        """Refuses what would otherwise fail only when the first step is traced; costs no memory.
-
-        Raises:
-            ConfigError: the model can't be divided over the devices, or applied here, such as with a kernel
-                for another kind of device.
-        """
+        """Raises ConfigError for a model that can't be applied here, such as with a GPU's kernel on a CPU."""
         batch, state = self.shapes
         try:
             with self.partitioning.active():

@@ -1,5 +1,6 @@
 """Runs a command: reports each user error as one message, handles signals, and prints text safely."""
 
+import argparse
 import contextlib
 import errno
 import gc
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from models.hf_io.safetensors_folder import WeightsError
 from stacked_remat import OffloadError
+from stacked_remat.ghost import ScoreLogError
 from stacked_remat.memory import BudgetError, TargetError
 from stacked_remat.training import (
     ChatTemplateError,
@@ -42,6 +44,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     NonFiniteLossError,
     OffloadError,
     OSError,
+    ScoreLogError,
     TargetError,
     WeightsError,
 )
@@ -112,6 +115,15 @@ def escaped(text: str) -> str:
     Works character by character, so that a text may be cut anywhere.
     """
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
+    """The parser of a command of `models`, described by the first line of its module."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m models.{command}", description=(about or "").splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument(_DEBUG, action="store_true", help="show the traceback of an error")
+    return parser
 
 
 def local_path(text: str) -> Path:

@@ -8,7 +8,6 @@ batches, with a cache, and divided over devices with `--mesh`. Scores are those 
 rounding.
 """
 
-import argparse
 import functools
 import json
 import sys
@@ -24,7 +23,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array
 from rich.console import Console
 
-from models.command import run_command, shown_on
+from models.command import command_parser, run_command, shown_on
 from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
@@ -205,11 +204,7 @@ def _scores(model: Decoder, tokens: Any, targets: Any) -> tuple[Array, Array]:
 
 @functools.cache
 def lm_class() -> Any:
-    """`ModelToEvaluate` as a class of lm-eval.
-
-    Raises:
-        ConfigError: lm-eval is not installed; names the extra.
-    """
+    """`ModelToEvaluate` as a class of lm-eval."""
     try:
         from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -224,9 +219,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 
 def _evaluate(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.eval_lm", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = command_parser("eval_lm", __doc__)
     add_model_arguments(parser)
     add = parser.add_argument
     add("--max_length", type=int, help="most tokens of a row; what the model was made for if not given")

@@ -8,7 +8,6 @@ PEFT. The whole model comes with the files of its tokenizer and the tokens that 
 card, with the base, the data, the config and the losses of the run.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from models.command import escaped, local_path, run_command, shown_on
+from models.command import command_parser, escaped, local_path, run_command, shown_on
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.formats import GENERATION_CONFIG
@@ -33,11 +32,6 @@ from stacked_remat.training.progress import lasting_console
 
 def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
     """Writes a model, or its adapters alone, to a new folder, with a model card.
-
-    Raises:
-        FileExistsError: there is something in the folder.
-        WeightsError: there are no adapters; or as `FoundModel.read`.
-        DataError: the model's tokenizer is not where it was.
 
     Cost: that of `FoundModel.read`, and the host memory of one file; adapters are merged in place.
     """
@@ -84,9 +78,7 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
     show = shown_on(lasting_console() if console is None else console)
-    parser = argparse.ArgumentParser(
-        prog="python -m models.export_hf", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_parser("export_hf", __doc__)
     add_model_arguments(parser)
     parser.add_argument("--out", type=local_path, required=True, help="a new folder")
     parser.add_argument("--adapters", action="store_true", help="the adapters alone, for PEFT")

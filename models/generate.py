@@ -22,7 +22,7 @@ import yaml
 from rich.console import Console
 from rich.segment import Segment, Segments
 
-from models.command import encodable, escaped, local_path, run_command, shown_on
+from models.command import command_parser, encodable, escaped, local_path, run_command, shown_on
 from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
@@ -37,18 +37,12 @@ from models.generation.text_generation import (
 )
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.training import ChatTemplateError, ConfigError
-from stacked_remat.training.config_checks import check_date
 
-_OF_CHATS = ("system", "messages", "chat_date", "chat_template_kwargs")
+_OF_CHATS = ("system", "messages", "chat_template_kwargs")
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
-    """The command.
-
-    Returns:
-        0 when all prompts have been continued, 1 after an error, 130 or 143 when SIGINT (Ctrl-C)
-        or SIGTERM ended it.
-    """
+    """The command: returns the exit status."""
     console = Console() if console is None else console
     return run_command(lambda arguments, _: _generate(arguments, console), arguments, shown_on(console))
 
@@ -58,7 +52,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     _check(options)
     texts, write = _texts(options), _writer(console)
     begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
-    sampling, found = _sampling(options), model_of_arguments(options, options.chat_date)
+    sampling, found = _sampling(options), model_of_arguments(options)
     model: Decoder | None = None
     stops = found.stops
     if options.chat:
@@ -90,10 +84,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
 
     try:
         if texts:
-            if options.chat:
-                prompts = [chat([_said("user", text)]) for text in texts]
-            else:
-                prompts = [_prompt(found, text) for text in texts]
+            prompts = [chat([_said("user", one)]) if options.chat else _prompt(found, one) for one in texts]
             _show(write, texts, pieces(prompts), chat=options.chat)
         elif options.chat:
             history: list[Message] = []
@@ -111,9 +102,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.generate", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_parser("generate", __doc__)
     add_model_arguments(parser)
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="a text to continue; may be given several times")
@@ -121,7 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="prompts are what the user says, put into the chat template")
     add("--system", help="with --chat: the first message, of the system")
     add("--messages", type=local_path, metavar="FILE", help="with --chat: JSON, a list of earlier messages")
-    add("--chat_date", help="with --chat: the template's today, such as 2025-06-30; the run's, or today")
     add("--chat_template_kwargs", help="with --chat: the template's variables: '{enable_thinking: false}'")
     add("--stop", action="append", default=[], help="a text that ends one; may be given several times")
     add("--max_new_tokens", type=int, default=128, help="for each prompt, at the most (default 128)")
@@ -144,10 +132,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}.")
     if not 0 <= options.seed < 2**32:  # what JAX makes a key of; it drops further bits
         raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {options.seed}.")
-    try:
-        check_date("--chat_date", options.chat_date)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
@@ -158,7 +142,7 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 
 
 def _utf8(text: str) -> str:
-    """The text with a mark in place of bytes that are not UTF-8, which are lone surrogates in Python."""
+    # Bytes that are not UTF-8 are lone surrogates in Python.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -177,14 +161,11 @@ def _said(role: str, text: str) -> Message:
 
 
 def _chat_beginning(options: argparse.Namespace) -> list[Message]:
-    """The messages before what the user says."""
     messages = [] if options.system is None else [_said("system", options.system)]
     if options.messages is None:
         return messages
     try:
-        return messages + [
-            dict(message) for message in json.loads(options.messages.read_text(encoding="utf-8"))
-        ]
+        return messages + [*map(dict, json.loads(options.messages.read_text(encoding="utf-8")))]
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"--messages {options.messages} is no JSON list of messages with role and content: {error}."

@@ -95,9 +95,7 @@ class FoundModel:
     def rows_that_fit(self, slots: int) -> int:
         """How many sequences of so many tokens the device holds beside the weights.
 
-        Raises:
-            ConfigError: none: the weights and the cache of one are larger than the memory of the device, or
-                layers on the host larger than what the process can take there.
+        Raises ConfigError if it does not hold one, or the host the layers that are there.
         """
         check_host_fits(
             {"weights": self.weights},
@@ -127,28 +125,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=int, help="of the run's checkpoint; the latest if not given")
     add("--dtype", choices=("float32", "bfloat16"), help="in which to compute; the model's own if not given")
     add("--tokenizer", help="replaces the model's: byte, a folder, a file, a name on the Hub")
-    add("--debug", action="store_true", help="show the traceback of an error")
 
 
-def model_of_arguments(options: argparse.Namespace, chat_date: str | None = None) -> FoundModel:
+def model_of_arguments(options: argparse.Namespace) -> FoundModel:
     """`find_model` by the arguments of a command."""
-    find = find_model if options.run_dir is None else _of_run
-    return find(
-        options.run_dir or options.model,
-        step=options.step,
-        dtype=options.dtype,
-        tokenizer=options.tokenizer,
-        chat_date=chat_date,
-    )
+    if options.run_dir is None:
+        return find_model(options.model, options.step, options.dtype, options.tokenizer)
+    return _of_run(options.run_dir, options.step, options.dtype, options.tokenizer)
 
 
 def find_model(
-    name: str,
-    *,
-    step: int | None = None,
-    dtype: Dtype | None = None,
-    tokenizer: str | None = None,
-    chat_date: str | None = None,
+    name: str, step: int | None = None, dtype: Dtype | None = None, tokenizer: str | None = None
 ) -> FoundModel:
     """What a run trained, a model in Hugging Face's format, or one with adapters in PEFT's.
 
@@ -156,7 +143,7 @@ def find_model(
         name: a run folder, a folder in Hugging Face's format, or a name on its Hub.
         step: of the run's checkpoint; the latest if not given.
         dtype: in which to compute; the one that the run or the folder's `config.json` names if not given.
-        chat_date: the day that its chat template takes for today; the run's, or today, if not given.
+        tokenizer: replaces the model's own.
 
     Raises:
         FileNotFoundError: there is no such folder, run or checkpoint.
@@ -166,7 +153,7 @@ def find_model(
     """
     root, base, adapters = model_folder(name), None, None
     if (root / _CHECKPOINTS).is_dir():
-        return _of_run(root, step=step, dtype=dtype, tokenizer=tokenizer, chat_date=chat_date)
+        return _of_run(root, step, dtype, tokenizer)
     if step is not None:
         raise ConfigError(f"--step has no effect with {name}, which is no run folder. Leave it out.")
     if (root / ADAPTER_CONFIG).is_file() and not (root / "config.json").is_file():
@@ -189,7 +176,7 @@ def find_model(
                 f"a name on the Hugging Face Hub, or byte for UTF-8 bytes."
             )
         tokenizer = str(own[0])
-    tokens = load_tokenizer(tokenizer, chat_date or _today())
+    tokens = load_tokenizer(tokenizer, str(datetime.date.today()))
 
     def read(partitioning: Partitioning | None) -> Decoder:
         sharding = None if partitioning is None else partitioning.weight_sharding
@@ -199,19 +186,20 @@ def find_model(
     return FoundModel(config, Vocab, tokens, tokenizer, _ends(tokens, root, Vocab), read, root, base)
 
 
-def _of_run(
-    run_dir: Path, *, step: int | None, dtype: Dtype | None, tokenizer: str | None, chat_date: str | None
-) -> FoundModel:
+def _of_run(run_dir: Path, step: int | None, dtype: Dtype | None, tokenizer: str | None) -> FoundModel:
     config = read_run_config(run_dir, step)
     if dtype is not None:
         config = replace(config, model=replace(config.model, compute_dtype=dtype))
     tokenizer = tokenizer or config.data.tokenizer
-    tokens = load_tokenizer(tokenizer, chat_date or config.data.chat_date or _today())
+    tokens = load_tokenizer(tokenizer, config.data.chat_date or str(datetime.date.today()))
     weights = None
     if config.trainer.streaming:
         state = state_shapes(config)
         weights = state.trained if config.lora is None else state.frozen
-    root, result = _base_folder(config), run_dir / "result.json"
+    root, result = None, run_dir / "result.json"
+    if config.initialize_from_hf is not None:
+        with contextlib.suppress(FileNotFoundError, WeightsError):
+            root = model_folder(config.initialize_from_hf, weights=False)
 
     def read(partitioning: Partitioning | None) -> Decoder:
         like = _like(run_dir, config, step, partitioning)
@@ -234,12 +222,7 @@ def _of_run(
 
 
 def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
-    """The resolved config of the run that wrote a checkpoint.
-
-    Raises:
-        FileNotFoundError: there is no such run or checkpoint.
-        ConfigError: the config in the checkpoint is not one of `models.train_lm`.
-    """
+    """The resolved config of the run that wrote a checkpoint."""
     folder = run_dir / _CHECKPOINTS
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -263,14 +246,7 @@ def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
 
 
 def restored_state(run_dir: Path, config: LmRunConfig, step: int | None = None) -> TrainState:
-    """The state of a run's checkpoint.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointMismatchError: it is of another model than its config says.
-
-    Cost: the state in memory; with adapters also the weights under them, which are read or made again.
-    """
+    """The state of a run's checkpoint; the weights under adapters are read or made again."""
     like = _like(run_dir, config, step, None)
     saved, rest = eqx.partition(like, saved_arrays(like))
     return eqx.combine(load_checkpoint(run_dir / _CHECKPOINTS, saved, step=step), rest)
@@ -287,22 +263,10 @@ def _like(
     return like
 
 
-def _base_folder(config: LmRunConfig) -> Path | None:
-    """The folder of the weights that training began with; None where there was none, or it is gone."""
-    if config.initialize_from_hf is not None:
-        with contextlib.suppress(FileNotFoundError, WeightsError):
-            return model_folder(config.initialize_from_hf, weights=False)
-    return None
-
-
 def _ends(tokenizer: Tokenizer, root: Path | None, Vocab: Axis) -> tuple[int, ...]:
     """The tokens that end a text: the tokenizer's, and more of them that the folder of a chat model names."""
     found = () if root is None else end_tokens(root, Vocab.size)
     return (tokenizer.end, *sorted({*found} - {tokenizer.end}))
-
-
-def _today() -> str:
-    return datetime.date.today().isoformat()
 
 
 def _mebibytes(num_bytes: int) -> str:

@@ -10,7 +10,6 @@ Takes the same config files as `models.train_lm`.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -29,14 +28,7 @@ from models.command import run_command, shown_on
 from models.plan_search import KEYS, Budget, divided, find_meshes, find_size, planned
 from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy
-from stacked_remat.memory import (
-    Comparison,
-    DoesNotFit,
-    Plan,
-    Trial,
-    find_target,
-    readable_bytes,
-)
+from stacked_remat.memory import Comparison, DoesNotFit, Plan, Trial, find_target, readable_bytes
 from stacked_remat.ops import backends_taken
 from stacked_remat.training import ConfigError, parse_config, remat_policy
 from stacked_remat.training.progress import lasting_console
@@ -80,8 +72,6 @@ class PlanLmConfig(LmRunConfig):
             the longest `context` (`data.seq_len`) or the largest `batch` (`data.batch_size`) for which one
             does; or what `trainer.mesh` of that many devices can be, with the policy that fits, by FLOPs and
             by what devices send.
-        cache: whether to keep what compilations find in the user's cache folder (`$XDG_CACHE_HOME` or
-            `~/.cache`), and to read it there.
         json: whether to print JSON in place of the table, in bytes, FLOPs and seconds.
     """
 
@@ -89,7 +79,6 @@ class PlanLmConfig(LmRunConfig):
     devices: int | None = None
     only: str | bool | None = None
     find: Literal["policy", "context", "batch", "mesh"] = "policy"
-    cache: bool = True
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -115,7 +104,8 @@ class PlanLmConfig(LmRunConfig):
     def candidate(self) -> Candidate:
         """The step to compile; only of a resolved config."""
         run = LmRunConfig(**{one.name: getattr(self, one.name) for one in dataclasses.fields(LmRunConfig)})
-        return Candidate(run, self.target, self.devices, _cache_folder() if self.cache else None)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return Candidate(run, self.target, self.devices, cache / "stacked_remat" / "reports")
 
 
 def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
@@ -129,7 +119,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
 
 
 def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
-    """A row a policy: memory, transfers, and matrix-product FLOPs as a multiple of those of `remat: true`."""
+    """A row a policy, with FLOPs of matrix products as a multiple of those of `remat: true`."""
     some = next(trial.report for trial in trials if trial.report is not None)
     own = next((name for name, policy in compared(config).items() if policy == config.policy), None)
     each = f"each of {some.devices} devices of " if some.devices > 1 else ""
@@ -174,7 +164,6 @@ def _plan(arguments: Sequence[str], console: Console) -> int:
 
 
 def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
-    """Finds what fits the budget and shows it."""
     step, found = config.candidate, {}
     if config.find in KEYS:
         size, step = find_size(step, config.find, budget)
@@ -205,13 +194,11 @@ def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
 
 def _on_mesh(plan: Plan, step: Candidate) -> Trial:
     """What was found on a mesh, as the row of a table."""
-    name = Trial(plan.policy, plan.report, streamed=plan.streamed).name
-    label = f"{divided(step.config.trainer.mesh)}: {name}"
-    return Trial(plan.policy, plan.report, streamed=plan.streamed, label=label)
+    row = Trial(plan.policy, plan.report, streamed=plan.streamed)
+    return dataclasses.replace(row, label=f"{divided(step.config.trainer.mesh)}: {row.name}")
 
 
 def _compare(config: PlanLmConfig, console: Console) -> None:
-    """Compiles the rows of the table and shows them."""
     rows = _rows(config)
     trials: list[Trial] = []
     errors: list[Exception] = []
@@ -235,18 +222,12 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
     console.print(policy_table(config, trials))
 
 
-def _cache_folder() -> Path:
-    """Where what compilations find is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stacked_remat" / "reports"
-
-
 def _row(trial: Trial, step: Candidate) -> dict[str, Any]:
     """A row of the JSON: its report, or why it was refused."""
     row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed}
-    row |= step.settings
-    if trial.report is None:
-        return row | {"refused": trial.failure}
-    return row | {"total": trial.report.total, **dataclasses.asdict(trial.report)}
+    report = trial.report
+    found = {"total": report.total, **dataclasses.asdict(report)} if report else {"refused": trial.failure}
+    return row | step.settings | found
 
 
 def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:
@@ -256,26 +237,21 @@ def _print_json(config: LmRunConfig, console: Console, **fields: Any) -> None:
 
 
 def _rows(config: PlanLmConfig) -> dict[str, Candidate]:
-    """What is compiled for each row of the table.
-
-    Raises:
-        ConfigError: `only` matches none.
-    """
+    """What is compiled for each row of the table."""
     step, policies = config.candidate, compared(config)
-    lean = [name for name in LEANER if name in policies]
-    rows: dict[str, Candidate] = {}
-    for name, policy in policies.items():
-        with contextlib.suppress(ValueError):  # one that trainer.streaming does not go with
-            rows[name] = step.having({}, policy)
-    for settings, name in itertools.product(step.leaner, lean):
-        own = step.having(settings, policies[name])
-        rows[name + own.label] = own
+    varied = [({}, [*policies]), *((settings, LEANER) for settings in step.leaner)]
     if step.can_stream:
         try:
             step.check()
         except ConfigError:  # with all weights on the device nothing fits
-            rows = {}
-        rows |= {f"{name}, streamed": step.having(STREAMED, policies[name]) for name in lean}
+            varied = []
+        varied.append((STREAMED, LEANER))
+    rows: dict[str, Candidate] = {}
+    for settings, names in varied:
+        for name in (name for name in names if name in policies):
+            with contextlib.suppress(ValueError):  # one that trainer.streaming does not go with
+                own = step.having(settings, policies[name])
+                rows[name + (own.label if settings else "")] = own
     chosen = {name: row for name, row in rows.items() if re.fullmatch(_only(config), name)}
     if not chosen:
         raise ConfigError(f"only = {config.only!r} leaves no row. There are: {'; '.join(rows)}.")
@@ -283,7 +259,7 @@ def _rows(config: PlanLmConfig) -> dict[str, Candidate]:
 
 
 def _only(config: PlanLmConfig) -> str:
-    """The regular expression of `only`, in which YAML takes the names `True` and `False` for booleans."""
+    # YAML takes the names `True` and `False` for booleans.
     return ".*" if config.only is None else str(config.only)
 
 

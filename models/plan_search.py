@@ -16,6 +16,7 @@ from stacked_remat.memory import (
     DoesNotFit,
     MemoryReport,
     Plan,
+    TargetError,
     Trial,
     find_target,
     parse_bytes,
@@ -43,17 +44,15 @@ class Budget:
     host: str | None = None
     show: Callable[[str], None] = lambda _: None
 
-    def holds_on_host(self, found: MemoryReport) -> bool:
-        """Whether what is on the host fits."""
-        return self.host is None or found.host.total <= parse_bytes(self.host)
+    def holds(self, found: MemoryReport | None, *, on_host_alone: bool = False) -> bool:
+        """Whether a step fits, or at least what it has on the host."""
+        if found is None or (self.host is not None and found.host.total > parse_bytes(self.host)):
+            return False
+        return on_host_alone or found.total <= parse_bytes(self.device)
 
-    def holds(self, found: MemoryReport) -> bool:
-        """Whether a step fits."""
-        return found.total <= parse_bytes(self.device) and self.holds_on_host(found)
-
-    def compiled(self, candidate: Candidate, name: str) -> MemoryReport | None:
+    def compiled(self, candidate: Candidate, size: str = "") -> MemoryReport | None:
         """What a step takes, which is shown; None if the compiler refuses it for want of memory."""
-        report = None
+        report, name = None, f"{size}{candidate.config.remat!r}{candidate.label}"
         try:
             report = candidate.report()
         except DoesNotFit:
@@ -61,10 +60,10 @@ class Budget:
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             error.add_note(f"while compiling {name}")
             raise
-        self.show_trial(name, report)
+        self.show_report(name, report)
         return report
 
-    def show_trial(self, name: str, found: MemoryReport | None) -> None:
+    def show_report(self, name: str, found: MemoryReport | None) -> None:
         """Shows what a policy takes, and whether that fits."""
         if found is None:
             return self.show(f"{name}: refused by the compiler")
@@ -74,35 +73,26 @@ class Budget:
 
 
 def planned(candidate: Candidate, budget: Budget) -> tuple[Plan, Candidate]:
-    """What fits the budget, and the step: as it is, or with the first of `leaner` with which something does.
+    """What fits the budget, and the step: as it is, or with the first of `leaner` with which any does."""
+    error = None
+    for step in (candidate, *map(candidate.having, candidate.leaner)):
 
-    Raises:
-        BudgetError: neither.
-    """
+        def show(trial: Trial, label: str = step.label) -> None:
+            budget.show_report(trial.name + label, trial.report)
 
-    def plan(step: Candidate) -> tuple[Plan, Candidate]:
-        def show(trial: Trial) -> None:
-            budget.show_trial(trial.name + step.label, trial.report)
-
-        return step.plan(budget=budget.device, host_budget=budget.host, show=show), step
-
-    try:
-        return plan(candidate)
-    except BudgetError as error:
-        for settings in candidate.leaner:
-            with contextlib.suppress(BudgetError):
-                return plan(candidate.having(settings))
-        raise error from None
+        try:
+            return step.plan(budget=budget.device, host_budget=budget.host, show=show), step
+        except BudgetError as refused:
+            error = error or refused
+    assert error is not None
+    raise error
 
 
 def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Candidate]:
-    """The longest `context` or the largest `batch` with which the step fits the budget.
+    """The longest `context` or the largest `batch` with which the step fits the budget, and the step with it.
 
     The policy that takes the least memory at the config's own size is compiled at other sizes, first doubled
     or halved, then by bisection, to about a thirty-second; only sizes that the mesh allows are tried.
-
-    Returns:
-        The size, and the step with it.
 
     Raises:
         BudgetError: the step fits with none of the sizes.
@@ -121,8 +111,7 @@ def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Can
 
     def fits(index: int) -> bool:
         step = lean.having({key: sizes[index]}, policy)
-        found = budget.compiled(step, f"{key} {sizes[index]:,}, {step.config.remat!r}")
-        return found is not None and budget.holds(found)
+        return budget.holds(budget.compiled(step, f"{key} {sizes[index]:,}, "))
 
     index = last_that_fits(fits, start, sizes)
     if index is None:
@@ -165,8 +154,8 @@ def _leanest(candidate: Candidate, budget: Budget) -> tuple[Candidate, ScanCheck
 
     def take(settings: Mapping[str, Any], policy: ScanCheckpointSpec) -> None:
         step = candidate.having(settings, policy)
-        report = budget.compiled(step, step.name)
-        if report is not None and budget.holds_on_host(report):
+        report = budget.compiled(step)
+        if report is not None and budget.holds(report, on_host_alone=True):
             found.append((report.total, len(found), step, policy))
 
     for policy in _LEAN:
@@ -190,12 +179,7 @@ def _rounded(unit: int, most: int) -> Iterator[int]:
 def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candidate]]:
     """What fits the budget on each mesh, as `planned`.
 
-    Returns:
-        Those that fit, the fewest FLOPs first (to two digits: padding differs); of equals, what sends less.
-
-    Raises:
-        BudgetError: none fits.
-        ConfigError: the model and the batch allow no mesh of so many devices.
+    The fewest FLOPs come first (to two digits: padding differs), and of equals what sends less.
     """
     found = []
     for mesh in meshes(candidate):
@@ -213,18 +197,16 @@ def find_meshes(candidate: Candidate, budget: Budget) -> list[tuple[Plan, Candid
 
 
 def meshes(candidate: Candidate) -> list[MeshConfig]:
-    """The config's own mesh and those of the documentation's table that the model and the batch allow.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The config's own mesh and those of the documentation's table that the model and the batch allow."""
     devices, data = candidate.devices, candidate.config.data
     assert devices is not None
     found: dict[str, MeshConfig] = {}
     for mesh in (candidate.config.trainer.mesh, *_documented(devices, candidate)):
-        if candidate.having({"trainer.mesh": mesh}).is_divided:
-            sized = replace(mesh, axes=mesh_sizes(mesh, devices))
-            found.setdefault(repr(sized), sized)
+        with contextlib.suppress(ConfigError, TargetError):
+            step = candidate.having({"trainer.mesh": mesh})
+            if step.shapes and step.partitioning.mesh.size == devices:
+                sized = replace(mesh, axes=mesh_sizes(mesh, devices))
+                found.setdefault(repr(sized), sized)
     if not found:
         raise ConfigError(
             f"no mesh of {devices} devices divides data.batch_size = {data.batch_size} (in "

@@ -24,7 +24,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from rich.console import Console
 
-from models.command import local_path, run_command, shown_on
+from models.command import command_parser, local_path, run_command, shown_on
 from models.lm import auxiliary_of_sums, example_losses, next_token_loss
 from models.loading import read_run_config, restored_state
 from models.run_config import LmRunConfig
@@ -61,7 +61,8 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     options = _parser().parse_args(arguments)
     check_one_process("models.replay_lm")
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
-    config, log = _checked(read_run_config(options.run_dir, first)), _log(options.run_dir, options.out)
+    config = _checked(read_run_config(options.run_dir, first))
+    log = ghost.ScoreLog(options.run_dir / "replay", resumed_after=0)  # without the rows of an earlier one
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_date)
     progress = ConsoleProgress(console)
     data = open_training_data(config.data, tokenizer, seed=config.trainer.seed, progress=progress)
@@ -95,36 +96,16 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.replay_lm", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command_parser("replay_lm", __doc__)
     add = parser.add_argument
     add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
     add("--from_step", type=int, help="of the checkpoint to begin with; the one before the latest by default")
     add("--batches", type=int, default=1, help="of held-out text (default 1)")
-    add("--out", type=local_path, help="folder of the log, a new one; `replay` in the run folder by default")
-    add("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
-def _log(run_dir: Path, out: Path | None) -> ghost.ScoreLog:
-    """The log to write: that of the run folder without the rows of an earlier replay, or a new one.
-
-    Raises:
-        ConfigError: the new one has rows.
-    """
-    try:
-        return ghost.ScoreLog(run_dir / "replay", resumed_after=0) if out is None else ghost.ScoreLog(out)
-    except ghost.ScoreLogError as error:
-        raise ConfigError(f"--out: {error}") from error
-
-
 def _span(folder: Path, first: int | None) -> tuple[int, int]:
-    """The steps of the checkpoint to begin with and of the latest.
-
-    Raises:
-        ConfigError: there is no earlier checkpoint.
-    """
+    """The steps of the checkpoint to begin with and of the latest."""
     steps = checkpoint_steps(folder)
     earlier = [step for step in steps[:-1] if first is None or step == first]
     if not earlier:
@@ -138,11 +119,7 @@ def _span(folder: Path, first: int | None) -> tuple[int, int]:
 
 
 def _checked(config: LmRunConfig) -> LmRunConfig:
-    """The config with attention that has second derivatives.
-
-    Raises:
-        ConfigError: it updates weights within the backward pass, or keeps them on the host.
-    """
+    """The config with attention that has second derivatives, if its steps have derivatives."""
     for key, is_set in (
         ("trainer.update.fused", config.trainer.update.fused),
         ("trainer.streaming", config.trainer.streaming),
@@ -159,7 +136,6 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
 
 
 def _batches(run_dir: Path, data: TrainingData, first: int, last: int) -> list[TokenBatch]:
-    """Those of the steps after the first up to the last."""
     data.training.set_state(checkpoint_run(run_dir / "checkpoints", step=first)["position"]["data"])
     return [jax.device_put(data.training.next()) for _ in range(last - first)]
 

@@ -9,7 +9,7 @@ from haliax import NamedArray
 from models.decoder.decoder import Decoder
 from models.lm import example_losses
 from models.run_config import LmRunConfig
-from stacked_remat.ghost import ScoreLog, ScoreLogError
+from stacked_remat.ghost import ScoreLog
 from stacked_remat.ghost.log import import_pyarrow
 from stacked_remat.training import (
     ConfigError,
@@ -26,12 +26,7 @@ from stacked_remat.training import (
 
 
 def check_scoring(config: LmRunConfig) -> None:
-    """Refuses a `ghost` section that this machine doesn't support.
-
-    Raises:
-        ConfigError: pyarrow is not installed, layers are cut into tiles, experts are divided over devices,
-            there are several processes, or for norms several devices.
-    """
+    """Raises ConfigError for a `ghost` section that this machine doesn't support."""
     if config.ghost is None:
         return
     if config.model.tiles > 1:
@@ -55,11 +50,7 @@ def check_scoring(config: LmRunConfig) -> None:
 
 
 def scored_against(config: LmRunConfig, data: TrainingData) -> tuple[ValidationBatch, ...]:
-    """The held-out batches that sequences are scored against; none without a `ghost` section.
-
-    Raises:
-        ConfigError: a held-out text is too short.
-    """
+    """The held-out batches that sequences are scored against; none without a `ghost` section."""
     if config.ghost is None:
         return ()
     return validation_batches(config.ghost.validation, data.held_out, data.held_out_by_source)
@@ -72,36 +63,19 @@ def run_scoring(
     folder: RunFolder,
     done: int,
 ) -> Scoring | None:
-    """The scoring of a run that has done so many steps; None without a `ghost` section.
-
-    Raises:
-        ConfigError: a file of the log is damaged.
-    """
+    """The scoring of a run that has done so many steps; None without a `ghost` section."""
     if config.ghost is None:
         return None
-    try:
-        log = ScoreLog(folder.scores, resumed_after=done)
-    except ScoreLogError as error:
-        raise ConfigError(str(error)) from error
     return Scoring(
         config.ghost,
         losses=functools.partial(_sequence_losses, z_loss=config.z_loss),
-        is_whole=not _has_auxiliary_losses(config),
+        is_whole=not config.model.has_auxiliary_losses,
         validation=validation,
         decode=tokenizer.decode,
-        log=log,
+        log=ScoreLog(folder.scores, resumed_after=done),
     )
 
 
 def _sequence_losses(model: Decoder, batch: TokenBatch, z_loss: float) -> tuple[NamedArray, Metrics]:
     (losses, _), metrics = example_losses(model, batch, z_loss)
     return losses, metrics
-
-
-def _has_auxiliary_losses(config: LmRunConfig) -> bool:
-    """Whether the model adds to the cross entropy."""
-    experts = config.model.sparse
-    if experts is None:
-        return False
-    weights = experts.load_balance_weight_used, experts.z_loss_weight
-    return config.model.balances_by_bias or any(weight > 0 for weight in weights)

@@ -255,6 +255,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     Attributes:
         block: what all layers of an architecture have alike.
+        embedding_scale: factor of the embedded tokens; None for none.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
         num_heads: query heads.
@@ -273,6 +274,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
     """
 
     block: ClassVar[LayerSpec] = LayerSpec()
+    embedding_scale: ClassVar[Any] = None
 
     hidden_dim: int = 128
     num_layers: int = 4
@@ -314,7 +316,8 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     @property
     def _internal_names(self) -> tuple[str, ...]:
-        return DENSE_NAMES
+        named = (SPARSE_NAMES if spec.sparse else DENSE_NAMES for spec in self.kinds)
+        return tuple(dict.fromkeys(name for names in named for name in names))
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -376,11 +379,6 @@ class DecoderConfig(draccus.ChoiceRegistry):
         """The experts of the layers that have some; None if no layer has."""
         return None
 
-    @property
-    def embedding_scale(self) -> float | None:
-        """Factor of the embedded tokens; None for none."""
-        return None
-
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""
         attention = self.attention
@@ -404,6 +402,13 @@ class DecoderConfig(draccus.ChoiceRegistry):
     def balances_by_bias(self) -> bool:
         """Whether the biases of routers follow the load of their experts; see `RouterSpec.bias`."""
         return any(spec.router.bias == "by_load" for spec in self.kinds)
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether routers add to the cross entropy."""
+        experts = self.sparse
+        weighted = experts is not None and (experts.load_balance_weight_used or experts.z_loss_weight)
+        return self.balances_by_bias or bool(weighted)
 
     @property
     def kinds(self) -> Mapping[LayerSpec, int]:
@@ -446,24 +451,12 @@ class SparseDecoderConfig(DecoderConfig):
 
     def _check_all_sparse(self) -> None:
         """Refuses what has no effect in an architecture with experts in every layer."""
-        odd = {
-            f"mlp_dim = {self.mlp_dim}": self.mlp_dim is not None,
-            f"experts.dense_layers = {list(self.experts.dense_layers)}": self.experts.dense_layers,
-            "experts.norm_topk_prob = false": not self.experts.norm_topk_prob,
-        }
-        for entry in (entry for entry, is_odd in odd.items() if is_odd):
+        if self.mlp_dim is not None or self.experts.dense_layers or not self.experts.norm_topk_prob:
             raise ValueError(
-                f"model.{entry} has no effect: in this architecture every layer has experts, of the width "
-                f"model.experts.intermediate_dim, and the weights of a token's experts sum to one. Leave it "
-                f"out."
+                "Leave out model.mlp_dim, model.experts.dense_layers and model.experts.norm_topk_prob, which "
+                "have no effect: in this architecture every layer has experts, of the width "
+                "model.experts.intermediate_dim, and the weights of a token's experts sum to one."
             )
-
-    @property
-    def _internal_names(self) -> tuple[str, ...]:
-        dense = len(self.experts.dense_layers)
-        if dense == 0:
-            return SPARSE_NAMES
-        return DENSE_NAMES if dense == self.num_layers else tuple(dict.fromkeys(DENSE_NAMES + SPARSE_NAMES))
 
     @property
     def sparse(self) -> ExpertsConfig | None:

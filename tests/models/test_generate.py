@@ -287,17 +287,12 @@ def folders(finished, exported, spoken, tmp_path_factory):
     return {**names, "refusing": refusing, "dated": dated, "thinking": thinking}
 
 
-def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(folders, asked, monkeypatch):
+def test_chats_have_the_date_of_the_run(folders, monkeypatch):
     config = read_run_config(folders["run"])
     config = replace(config, data=replace(config.data, chat_date="2025-06-28"), vocab_size=300)
     monkeypatch.setattr("models.loading.read_run_config", lambda *_: config)
-    for given, expected in ((None, "28a"), ("2025-06-30", "30a")):
-        found = find_model(str(folders["run"]), tokenizer=str(folders["dated"]), chat_date=given).tokenizer
-        assert found.decode(chat_prompt(found, [{"role": "user", "content": "a"}])) == expected
-    dated = ("--model", folders["dated"], "--chat", "--chat_date", "2025-06-30", "--prompt", "a")
-    assert generate(*dated)[0] == 0
-    (([prompt], _),) = asked
-    assert found.decode(prompt) == "30a"
+    found = find_model(str(folders["run"]), tokenizer=str(folders["dated"])).tokenizer
+    assert found.decode(chat_prompt(found, [{"role": "user", "content": "a"}])) == "28a"
 
 
 @pytest.mark.parametrize(
@@ -320,7 +315,6 @@ def test_chats_have_the_date_of_the_run_or_the_one_that_is_given(folders, asked,
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
         (("--model", "{spoken}", "--chat_template_kwargs", "{{a: 1}}", "--prompt", "a"), "no effect without"),
         (("--model", "{spoken}", "--chat", "--chat_template_kwargs", "[", "--prompt", "a"), "is no mapping"),
-        (("--model", "{dated}", "--chat", "--chat_date", "today", "--prompt", "a"), "must be a date such as"),
         (
             ("--model", "{refusing}", "--chat", "--prompt", "a"),
             "refusing does not take a user's message and an answer: never. Correct it (chat_template.jinja",

@@ -54,7 +54,7 @@ def test_the_published_config_is_read_and_written_without_its_quantization():
 
 @pytest.mark.parametrize("change", [{"dense_layers": (0,)}, {"norm_topk_prob": False}, {"mlp_dim": 8}])
 def test_what_a_gpt_oss_has_not_is_refused(change):
-    with pytest.raises(ValueError, match=f"{next(iter(change))} = .* has no effect"):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}.* have no effect"):
         if "mlp_dim" in change:
             dataclasses.replace(CONFIG, **change)
         dataclasses.replace(CONFIG, experts=dataclasses.replace(CONFIG.experts, **change))

@@ -66,13 +66,6 @@ def check(schedule: Schedule, length: int) -> None:
         assert sum(schedule.segments) == length
 
 
-def test_shrinking_48():
-    schedule = shrinking(48)
-    assert schedule.segments == (10, 9, 8, 7, 6, 5, 3)
-    assert schedule.slots == 10
-    assert schedule.replays <= 48 - 7
-
-
 @given(lengths)
 def test_shrinking(length: int):
     schedule = shrinking(length)
@@ -108,17 +101,6 @@ def test_bounded_is_optimal(length: int, carries: int):
     check(schedule, length)
     assert schedule.slots <= carries
     assert schedule.replays == fewest_replays(length, carries)
-
-
-def test_bounded_with_all_carries_replays_nothing():
-    assert bounded(48, max_carries=48).replays == 0
-    assert bounded(1, max_carries=1).replays == 0
-
-
-def test_bounded_needs_no_more_than_shrinking():
-    for length in range(1, 60):
-        one = shrinking(length)
-        assert bounded(length, max_carries=max(2, one.slots)).replays <= one.replays
 
 
 def test_long_sequences_are_cheap_to_cut():

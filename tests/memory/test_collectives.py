@@ -48,8 +48,8 @@ def test_a_collective_counts_once_for_each_trip_of_its_loop(each, bytes_a_layer)
     assert sent(lambda mesh: layers_of(mesh, each), (LAYERS, WIDTH)) == LAYERS * bytes_a_layer
 
 
-def sent_in_segments(around):
-    """Of loops of 3, 1 and 2 trips that gather weights, each within `around`, a loop of segments."""
+def test_what_a_conditional_may_send_counts_with_the_trips_of_a_loop_in_it():
+    """Loops of 3, 1 and 2 trips that gather weights, each in a conditional in a loop of segments."""
     lengths = jnp.array([3, 1, 2])
 
     def segments(mesh):
@@ -62,21 +62,13 @@ def sent_in_segments(around):
             with known_trips(LAYERS, len(lengths)):
                 return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x)
 
-        return lambda x: lax.scan(lambda x, length: (around(segment, x, length), None), x, lengths)[0]
+        def unless_negative(x, length):
+            return lax.cond(x.sum() > 0, segment, lambda x, _: x, x, length), None
 
-    return sent(segments, (1, WIDTH))
-
-
-def test_trips_that_only_a_name_says_count():
-    assert sent_in_segments(lambda segment, x, length: segment(x, length)) == LAYERS * RING
-
-
-def test_what_a_conditional_may_send_counts_with_the_trips_of_a_loop_in_it():
-    def unless_negative(segment, x, length):
-        return lax.cond(x.sum() > 0, segment, lambda x, _: x, x, length)
+        return lambda x: lax.scan(unless_negative, x, lengths)[0]
 
     of_choosing = 3 * 2 * 4 * (DEVICES - 1) // DEVICES  # for each segment a float summed over the devices
-    assert sent_in_segments(unless_negative) == LAYERS * RING + of_choosing
+    assert sent(segments, (1, WIDTH)) == LAYERS * RING + of_choosing
 
 
 @pytest.mark.parametrize("remat", ["nested", ScanCheckpointPolicy(max_carries=3)])

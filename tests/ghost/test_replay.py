@@ -2,9 +2,7 @@
 
 import functools
 
-import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,26 +13,16 @@ from haliax import Axis
 from stacked_remat import ScanCheckpointSpec, Stacked, fold, memory
 from stacked_remat.ghost import replay, weighted_step
 
-from ..blocks import assert_close
+from ..blocks import NamedBlock, assert_close
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam raises a float to an integer power
 
-Steps, Examples, Embed, Layers = Axis("steps", 7), Axis("batch", 4), Axis("embed", 6), Axis("layers", 3)
-
-
-class Block(eqx.Module):
-    map: hnn.Linear
-
-    @staticmethod
-    def init(key):
-        return Block(hnn.Linear.init(Embed, Embed.alias("out"), key=key))
-
-    def __call__(self, x):
-        return x + hax.tanh(self.map(x)).rename({"out": "embed"})
+Steps, Examples, Embed, Layers = Axis("steps", 7), Axis("batch", 4), Axis("hidden", 6), Axis("layers", 3)
 
 
 def network(remat: ScanCheckpointSpec = "nested"):
-    return Stacked.init(Layers, Block.init, remat=remat)(jax.random.split(jax.random.key(0), Layers.size))
+    keys = jax.random.split(jax.random.key(0), Layers.size)
+    return Stacked.init(Layers, NamedBlock, remat=remat)(Embed, key=keys)
 
 
 def losses(model, batch):
@@ -153,7 +141,7 @@ def test_mistakes_are_named():
         )
 
     def of_one_weight(model, batch):  # the others have no gradients
-        return losses(model, batch) * 0 + model.stacked.map.bias["layers", 0]["out", 0]
+        return losses(model, batch) * 0 + model.stacked.bias["layers", 0]["hidden", 0]
 
     with pytest.raises(RuntimeError, match="eps_root, such as 1e-30"):
         attempt(losses=of_one_weight, optimizer=optax.adam(0.1))

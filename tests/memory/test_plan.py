@@ -27,25 +27,16 @@ from stacked_remat.memory import (
 from stacked_remat.memory._call import TracedCall
 from stacked_remat.memory._search import Limits, Search
 
-Layers, Width = hax.Axis("layers", 16), hax.Axis("width", 64)
+from ..blocks import NamedBlock
+
+Layers, Width = hax.Axis("layers", 16), hax.Axis("hidden", 64)
 Tokens = hax.Axis("tokens", 512)
 LAYERS = Layers.size
 
 
-class Block(eqx.Module):
-    weight: hax.NamedArray
-
-    @staticmethod
-    def init(*, key):
-        return Block(hax.random.normal(key, (Width, Width.alias("width_out"))))
-
-    def __call__(self, x):
-        return x + hax.tanh(hax.dot(x, self.weight, axis=Width).rename({"width_out": "width"}))
-
-
 def blocks_and_input():
     keys = jax.random.split(jax.random.key(0), Layers.size)
-    blocks = eqx.filter_eval_shape(lambda: Stacked.init(Layers, Block)(key=keys))
+    blocks = eqx.filter_eval_shape(lambda: Stacked.init(Layers, NamedBlock)(Width, key=keys))
     return blocks, eqx.filter_eval_shape(lambda: hax.zeros((Tokens, Width)))
 
 

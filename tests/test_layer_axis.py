@@ -150,10 +150,6 @@ class TestMarks:
     @pytest.mark.parametrize("Stack", [Stacked, BlockSeq])
     def test_a_list_of_numbers(self, Stack):
         numbers = [0.1, 0.2, 0.3, 0.4]
-        with pytest.raises(
-            ValueError, match=r"weight is a list of 4 .*per_layer\(weight\).*shared\(weight\)"
-        ):
-            Stack.init(Layers, Recorder)(numbers)
         assert Stack.init(Layers, Recorder)(shared(numbers)).get_layer(0).weight == numbers
         split = Stack.init(Layers, Recorder)(per_layer(numbers))
         assert [float(layer.weight) for layer in split] == [float(jnp.float32(number)) for number in numbers]

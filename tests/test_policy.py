@@ -96,23 +96,6 @@ def test_integers_of_every_kind_are_integers(field, number):
     assert ScanCheckpointPolicy(nested=2, first_layers=number - 2) == ScanCheckpointPolicy(nested=2)
 
 
-@pytest.mark.parametrize(
-    "policy, carries, replays",
-    [
-        (ScanCheckpointPolicy(nested=True), 10, (48 - 3) - 6),
-        (ScanCheckpointPolicy(nested=True, save_carries="offload"), 12, None),
-        (ScanCheckpointPolicy(nested=7), 12, None),
-        (ScanCheckpointPolicy(max_carries=6), 6, None),
-        (ScanCheckpointPolicy(max_carries=100), 48, 0),
-    ],
-)
-def test_a_nested_policy_tells_its_costs_in_advance(policy, carries, replays):
-    """`nested=True` cuts 10, 9, 8, 7, 6, 5, 3; the last, and the last layer of each, are not replayed."""
-    schedule = policy.schedule(48)
-    assert schedule.slots == carries
-    assert replays is None or schedule.replays == replays
-
-
 @pytest.mark.parametrize("cut", [dict(nested=True), dict(nested=3), dict(max_carries=2)])
 def test_a_single_layer_has_nothing_to_cut(cut):
     policy = ScanCheckpointPolicy(**cut, save_block_internals=["a"])

@@ -86,10 +86,8 @@ def leaves(tree):
 
 
 def assert_close(found, expected):
-    assert len(leaves(found)) == len(leaves(expected)) > 0
-    for a, b in zip(leaves(found), leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert leaves(found)
+    close(leaves(found), leaves(expected), 2e-5, 2e-6)
 
 
 @functools.cache
@@ -208,35 +206,22 @@ def test_models_side_by_side_and_eager_calls():
     assert_close(step(models[0]), want[0])
 
 
-def test_a_frozen_layer_stays_as_it_is_and_only_what_is_asked_for_is_computed():
+def test_only_what_is_asked_for_is_computed():
     weights, x = matrices(layers=6), jnp.ones((2, 4))
 
     def carry_only(visit, state):
         return LayerResult(*visit.vjp("carry"))
-
-    def some(visit, state):
-        return jax.lax.cond(
-            visit.layer_index < 2,
-            lambda: LayerResult(visit.vjp("carry")[0], visit.layer),
-            lambda: sgd(visit, None),
-        )
 
     def products(visitor):
         def step(weights, x):
             y, sweep_back = fold_vjp(layer_fn, hax.Axis("layers", 6), remat=True)(x, weights)
             return sweep_back(jnp.ones_like(y), visitor)
 
-        return step, memory.report(step, weights, x).flops.matmul
+        return memory.count_flops(jax.make_jaxpr(step)(weights, x)).matmul
 
-    step, of_some = products(some)
-    new = jax.jit(step)(weights, x).layers
-    want = weights - 0.1 * gradient_of(weights, x)
-    assert new[:2].tolist() == weights[:2].tolist()
-    assert_close(new[2:], want[2:])
     product = 2 * 2 * 4 * 4
-    assert products(carry_only)[1] == 6 * 3 * product  # forward, the layer again, its input's cotangent
-    assert products(sgd)[1] == 6 * 4 * product  # and the weights'
-    assert of_some <= 6 * 4 * product
+    assert products(carry_only) == 6 * 3 * product  # forward, the layer again, its input's cotangent
+    assert products(sgd) == 6 * 4 * product  # and the weights'
 
 
 @pytest.mark.parametrize("remat", ["nested", "offload", ScanCheckpointPolicy(max_carries=3)])

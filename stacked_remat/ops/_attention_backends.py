@@ -119,6 +119,9 @@ def _why_not_cudnn(call: AttentionCall) -> str | None:
 
 
 def _why_not_tokamax(call: AttentionCall) -> str | None:
+    # Backward it computes 64 queries at a time; the weights of those that are missing overflow in float16.
+    if call.dtype == jnp.float16 and call.position // strips_among(call.among, call.position) % 64:
+        return f"in float16 a strip of queries must be a multiple of 64 positions, of {call.position} here"
     return _why_not_width(call, 256) or why_not_tokamax("its kernels", {9.0: "Hopper", 10.0: "Blackwell"})
 
 

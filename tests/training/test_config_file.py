@@ -1,47 +1,11 @@
 """Config files and command lines to configs, and the errors for mistakes in them."""
 
-from dataclasses import dataclass, field
-from typing import Literal
-
-import draccus
 import pytest
 import yaml
 
 from stacked_remat.training import ConfigError, config_as_dict, parse_config
 
-
-class Shape(draccus.ChoiceRegistry):
-    pass
-
-
-@dataclass(frozen=True)
-class Paint:
-    colour: Literal["red", "blue"] = "red"
-    layers: int = 1
-
-    def __post_init__(self):
-        if self.layers < 1:
-            raise ValueError(f"paint.layers must be at least 1, got {self.layers}.")
-
-
-@Shape.register_subclass("circle")
-@dataclass(frozen=True)
-class Circle(Shape):
-    radius: float = 1.0
-    paint: Paint = field(default_factory=Paint)
-
-
-@Shape.register_subclass("square")
-@dataclass(frozen=True)
-class Square(Shape):
-    side: int | None = None
-
-
-@dataclass(frozen=True)
-class Drawing:
-    shape: Shape = field(default_factory=Circle)
-    title: str | None = None
-    remat: bool | dict | str = True
+from .drawing import Circle, Drawing, Frame, Paint, Square
 
 
 def parse(tmp_path, text, *overrides):
@@ -93,19 +57,16 @@ def test_configs_round_trip(tmp_path):
 
 
 def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
-    @dataclass(frozen=True)
-    class Wall:
-        paint: Paint | None = None
-
-    assert parse_config(Wall, []) == parse_config(Wall, ["--paint", "null"]) == Wall(None)
-    assert parse_config(Wall, ["--paint.layers", "2"]) == Wall(Paint("red", 2))
-    assert config_as_dict(Wall(Paint())) == {"paint": {"colour": "red", "layers": 1}}
-    with pytest.raises(ConfigError, match=r"Unknown key `paint.layer` .* Did you mean `layers`"):
-        parse_config(Wall, ["--paint.layer", "2"])
-    with pytest.raises(ConfigError, match="`paint` on the command line is a section of keys, got 3"):
-        parse_config(Wall, ["--paint", "3"])
-    with pytest.raises(ConfigError, match="paint.layers must be at least 1, got 0"):
-        parse_config(Wall, ["--paint.layers", "0"])
+    assert parse_config(Drawing, []) == parse_config(Drawing, ["--paint", "null"]) == Drawing()
+    assert parse_config(Drawing, ["--paint.layers", "2"]).paint == Paint("red", 2)
+    assert config_as_dict(Drawing(paint=Paint()))["paint"] == {"colour": "red", "layers": 1}
+    for arguments, message in (
+        (["--paint.layer", "2"], r"Unknown key `paint.layer` .* Did you mean `layers`"),
+        (["--paint", "3"], "`paint` on the command line is a section of keys, got 3"),
+        (["--paint.layers", "0"], "paint.layers must be at least 1, got 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_config(Drawing, arguments)
 
 
 @pytest.mark.parametrize(
@@ -165,51 +126,30 @@ def test_the_error_for_a_bad_value_names_the_place_that_wrote_it(tmp_path):
         parse(tmp_path, bad, "--title", "a")
 
 
-@dataclass(frozen=True)
-class Layer:
-    files: tuple[str, ...]
-    weight: float = 1.0
-
-    def __post_init__(self):
-        if self.weight < 0:
-            raise ValueError("A weight is not negative.")
-
-
-@dataclass(frozen=True)
-class Map:
-    layers: dict[str, Layer] = field(default_factory=dict)
-    scale: int = 1
-    largest: int = 10
-
-    def __post_init__(self):
-        if self.scale > self.largest:
-            raise ValueError(f"scale = {self.scale} is more than largest = {self.largest}.")
-
-
 def test_named_sections(tmp_path):
-    assert parse_config(Map, ["--layers.a.files", "[1, x]", "--layers.a.weight", "1e-4"]) == Map(
-        {"a": Layer(("1", "x"), 1e-4)}
-    )
+    assert parse_config(Drawing, ["--frames.a.makers", "[1, x]", "--frames.a.weight", "1e-4"]).frames == {
+        "a": Frame(("1", "x"), 1e-4)
+    }
     for arguments, message in (
-        (["--layers.a.weight", "2"], r"`layers.a` on the command line lacks the key `files`"),
-        (["--layers.a.file", "[x]"], r"Unknown key `layers.a.file` .* Did you mean `files`"),
+        (["--frames.a.weight", "2"], r"`frames.a` on the command line lacks the key `makers`"),
+        (["--frames.a.maker", "[x]"], r"Unknown key `frames.a.maker` .* Did you mean `makers`"),
         (
-            ["--layers.a.files", "x"],
-            r"`layers.a.files` on the command line must be list.str., got 'x'. Write \[x\]",
+            ["--frames.a.makers", "x"],
+            r"`frames.a.makers` on the command line must be list.str., got 'x'. Write \[x\]",
         ),
         (
-            ["--layers.a.files", "[x, null]"],
-            r"`layers.a.files.1` on the command line must be str, got nothing",
+            ["--frames.a.makers", "[x, null]"],
+            r"`frames.a.makers.1` on the command line must be str, got nothing",
         ),
-        (["--layers", "[a]"], r"`layers` on the command line holds sections, each under its name"),
-        (["--layers.a", "{files: [x], weight: -1}"], r"\(of `layers.a`\): A weight is not negative"),
+        (["--frames", "[a]"], r"`frames` on the command line holds sections, each under its name"),
+        (["--frames.a", "{makers: [x], weight: -1}"], r"\(of `frames.a`\): A weight is not negative"),
     ):
         with pytest.raises(ConfigError, match=message):
-            parse_config(Map, arguments)
+            parse_config(Drawing, arguments)
 
 
 def test_the_error_for_two_values_names_both_places(tmp_path):
     path = tmp_path / "map.yaml"
-    path.write_text("largest: 5\nlayers: {a: {files: [x]}}")
+    path.write_text("largest: 5\nframes: {a: {makers: [x]}}")
     with pytest.raises(ConfigError, match=r"Bad config in .*map.yaml and on the command line: scale = 7"):
-        parse_config(Map, ["--config_path", str(path), "--scale", "7"])
+        parse_config(Drawing, ["--config_path", str(path), "--scale", "7"])

@@ -1,69 +1,39 @@
 """Config files that include others, and the errors for mistakes in them."""
 
-from dataclasses import dataclass, field
-
-import draccus
 import fsspec
 import pytest
 
 from stacked_remat.training import ConfigError, parse_config
 
-
-class Motor(draccus.ChoiceRegistry):
-    pass
-
-
-@Motor.register_subclass("petrol")
-@dataclass(frozen=True)
-class Petrol(Motor):
-    litres: float = 1.0
-    power: int = 50
-
-
-@Motor.register_subclass("electric")
-@dataclass(frozen=True)
-class Electric(Motor):
-    power: int = 80
-
-
-@dataclass(frozen=True)
-class Wheels:
-    count: int = 4
-    makers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Car:
-    motor: Motor = field(default_factory=Petrol)
-    wheels: Wheels = field(default_factory=Wheels)
-    name: str = "car"
+from .drawing import Circle, Drawing, Marker, Paint, Square
 
 
 def parse(folder, files, *overrides, main="main.yaml"):
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    return parse_config(Car, ["--config_path", str(folder / main), *overrides])
+    return parse_config(Drawing, ["--config_path", str(folder / main), *overrides])
 
 
 PARTS = {
-    "main.yaml": "motor: !include parts/motor.yaml\nwheels: {makers: !include parts/makers.yaml}",
-    "parts/motor.yaml": "type: electric\npower: !include power.yaml",
-    "parts/power.yaml": "90",
-    "parts/makers.yaml": '["a", "b"]',
+    "main.yaml": "shape: !include parts/shape.yaml\npen: {type: marker, inks: !include parts/inks.yaml}",
+    "parts/shape.yaml": "type: square\nside: !include side.yaml",
+    "parts/side.yaml": "90",
+    "parts/inks.yaml": '["a", "b"]',
 }
-BASE = {"base.yaml": "name: base\nmotor: {type: petrol, litres: 2}\nwheels: {count: 6, makers: [a]}"}
-OVER_BASE = BASE | {"main.yaml": "name: mine\n<<: !include base.yaml\nwheels: {count: 3}"}
+BASE = {"base.yaml": "title: base\nshape: {type: circle, radius: 2}\npaint: {layers: 6, colour: blue}"}
+OVER_BASE = BASE | {"main.yaml": "title: mine\n<<: !include base.yaml\npaint: {layers: 3}"}
 SEVERAL = {
-    "main.yaml": "wheels:\n  <<: [!include a.yaml, !include b.yaml, {makers: [c]}]",
-    "a.yaml": "<<: !include deep.yaml\ncount: 1",
-    "deep.yaml": "{count: 9, makers: [deep]}",
-    "b.yaml": "{count: 2, makers: [b]}",
+    "main.yaml": "paint:\n  <<: [!include a.yaml, !include b.yaml, {colour: red}]",
+    "a.yaml": "<<: !include deep.yaml\nlayers: 1",
+    "deep.yaml": "{layers: 9, colour: blue}",
+    "b.yaml": "{layers: 2, colour: red}",
 }
 ANCHORS = {
-    "main.yaml": "wheels: &w {<<: !include count.yaml}\nmotor: &m\n  <<: {power: 4}\n  type: electric",
-    "count.yaml": "count: 3",
+    "main.yaml": "paint: &p {<<: !include layers.yaml}\nshape: &s\n  <<: {side: 4}\n  type: square",
+    "layers.yaml": "layers: 3",
 }
+CIRCLE, BLUE = Circle(2.0, Paint(layers=7)), Paint("blue", 6)
 
 
 def over_base(text):
@@ -73,15 +43,15 @@ def over_base(text):
 @pytest.mark.parametrize(
     ("files", "overrides", "expected"),
     [
-        (PARTS, [], Car(Electric(90), Wheels(makers=("a", "b")))),
-        (OVER_BASE, [], Car(Petrol(2.0), Wheels(3, ("a",)), "mine")),
-        (OVER_BASE, ["--motor.power", "70"], Car(Petrol(2.0, 70), Wheels(3, ("a",)), "mine")),
-        (over_base("motor: {type: electric}"), [], Car(Electric(), Wheels(6, ("a",)), "base")),
-        (over_base("motor: {type: petrol, power: 8}"), [], Car(Petrol(2.0, 8), Wheels(6, ("a",)), "base")),
-        (over_base("wheels: {}"), [], Car(Petrol(2.0), Wheels(), "base")),
-        (SEVERAL, [], Car(wheels=Wheels(1, ("deep",)))),
-        (SEVERAL | {"a.yaml": "count: 1"}, [], Car(wheels=Wheels(1, ("b",)))),
-        (ANCHORS, [], Car(Electric(4), Wheels(3))),
+        (PARTS, [], Drawing(Square(90), pen=Marker(inks=("a", "b")))),
+        (OVER_BASE, [], Drawing(Circle(2.0), "mine", paint=Paint("blue", 3))),
+        (OVER_BASE, ["--shape.paint.layers", "7"], Drawing(CIRCLE, "mine", paint=Paint("blue", 3))),
+        (over_base("shape: {type: square}"), [], Drawing(Square(), "base", paint=BLUE)),
+        (over_base("shape: {type: circle, paint: {layers: 7}}"), [], Drawing(CIRCLE, "base", paint=BLUE)),
+        (over_base("paint: {}"), [], Drawing(Circle(2.0), "base", paint=Paint())),
+        (SEVERAL, [], Drawing(paint=Paint("blue", 1))),
+        (SEVERAL | {"a.yaml": "layers: 1"}, [], Drawing(paint=Paint("red", 1))),
+        (ANCHORS, [], Drawing(Square(4), paint=Paint(layers=3))),
     ],
 )
 def test_included_files_are_merged_key_by_key(tmp_path, files, overrides, expected):
@@ -91,28 +61,28 @@ def test_included_files_are_merged_key_by_key(tmp_path, files, overrides, expect
 
 def test_the_command_line_includes_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = {"main.yaml": "name: a", "three.yaml": "count: 3"}
-    assert parse(tmp_path, files, "--wheels", "!include three.yaml").wheels.count == 3
+    files = {"main.yaml": "title: a", "three.yaml": "layers: 3"}
+    assert parse(tmp_path, files, "--paint", "!include three.yaml").paint == Paint(layers=3)
 
 
 def test_urls_are_read_and_their_includes_are_relative_to_them():
     memory = fsspec.filesystem("memory")
-    memory.pipe("/configs/main.yaml", b"<<: !include ../shared/base.yaml\nname: url")
-    memory.pipe("/shared/base.yaml", b"wheels: {count: 8}")
-    assert parse_config(Car, ["--config_path", "memory://configs/main.yaml"]) == Car(
-        wheels=Wheels(8), name="url"
+    memory.pipe("/configs/main.yaml", b"<<: !include ../shared/base.yaml\ntitle: url")
+    memory.pipe("/shared/base.yaml", b"paint: {layers: 8}")
+    assert parse_config(Drawing, ["--config_path", "memory://configs/main.yaml"]) == Drawing(
+        title="url", paint=Paint(layers=8)
     )
     with pytest.raises(ConfigError, match="Can't read the config file memory://none.yaml"):
-        parse_config(Car, ["--config_path", "memory://none.yaml"])
+        parse_config(Drawing, ["--config_path", "memory://none.yaml"])
     with pytest.raises(ConfigError, match="Can't read the config file nosuch://a.yaml"):
-        parse_config(Car, ["--config_path", "nosuch://a.yaml"])
+        parse_config(Drawing, ["--config_path", "nosuch://a.yaml"])
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         (
-            {"main.yaml": "\n<<: !include a.yaml", "a.yaml": "wheels: !include gone.yaml"},
+            {"main.yaml": "\n<<: !include a.yaml", "a.yaml": "paint: !include gone.yaml"},
             r"gone.yaml, included by .*a.yaml line 1, included by .*main.yaml line 2: No such file .* Check",
         ),
         (
@@ -120,15 +90,15 @@ def test_urls_are_read_and_their_includes_are_relative_to_them():
             r"can't include itself: .*main.yaml, included by .*a.yaml line 1, included by .*main.yaml line 1",
         ),
         (
-            {"main.yaml": "wheels: !include a.yaml", "a.yaml": "cuont: 3"},
-            r"Unknown key `wheels.cuont` in .*main.yaml. Did you mean `count`",
+            {"main.yaml": "paint: !include a.yaml", "a.yaml": "layer: 3"},
+            r"Unknown key `paint.layer` in .*main.yaml. Did you mean `layers`",
         ),
         (
             {"main.yaml": "<<: !include a.yaml", "a.yaml": "[1]"},
             r"`<<` in .*main.yaml merges 1; it must be a mapping",
         ),
         (
-            {"main.yaml": "wheels: !include a.yaml", "a.yaml": "a: ["},
+            {"main.yaml": "paint: !include a.yaml", "a.yaml": "a: ["},
             r"Can't read the config file .*a.yaml, inc",
         ),
     ],

@@ -2,8 +2,7 @@
 
 import dataclasses
 import re
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
 
 import draccus
 import pytest
@@ -12,89 +11,7 @@ from models.plan_lm import PlanLmConfig
 from models.run_config import LmRunConfig
 from stacked_remat.training import config_reference, parse_config
 
-
-class Shape(draccus.ChoiceRegistry):
-    pass
-
-
-@dataclass(frozen=True)
-class Paint:
-    """What covers it.
-
-    Attributes:
-        colour: how it looks, which
-            takes two lines.
-        layers: how thick.
-    """
-
-    layers: int
-    colour: Literal["red", "blue"] = "red"
-
-
-@Shape.register_subclass("circle")
-@dataclass(frozen=True)
-class Circle(Shape):
-    radius: float = 1.0
-
-
-@Shape.register_subclass("square")
-@dataclass(frozen=True)
-class Square(Shape):
-    """Four sides.
-
-    Attributes:
-        side: of any of the four.
-    """
-
-    side: int | None = None
-
-
-@dataclass(frozen=True)
-class Pen(draccus.ChoiceRegistry):
-    """What is drawn with.
-
-    Attributes:
-        width: of a line.
-    """
-
-    width: float = 1.0
-
-
-@Pen.register_subclass("quill")
-@dataclass(frozen=True)
-class Quill(Pen):
-    pass
-
-
-@Pen.register_subclass("marker")
-@dataclass(frozen=True)
-class Marker(Pen):
-    inks: tuple[str, ...] = ("red",)
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A drawing of one shape.
-
-    This paragraph is shown and wrapped at 80 columns; the one below it is indented, and so
-    it is shown as it is.
-
-        draw --config_path FILE
-          then paint
-
-    Attributes:
-        shape: by `type`.
-        paint: null for none.
-        remat: anything.
-        pen: by `type`.
-        frames: around it.
-    """
-
-    shape: Shape = field(default_factory=lambda: Circle(2.5))
-    paint: Paint | None = None
-    remat: bool | dict[str, Any] | str = True
-    pen: Pen = field(default_factory=Quill)
-    frames: dict[str, Paint] = field(default_factory=dict)
+from .drawing import Drawing, Paint
 
 
 def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
@@ -110,20 +27,27 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
         "    draw --config_path FILE\n      then paint",
     ]
     assert paragraphs[4:] == [
+        "- `title` str|null, default `null`: below it.",
         "- `remat` bool|dict[str,Any]|str, default `true`: anything.",
+        "- `scale` int, default `1`: of it.",
+        "- `largest` int, default `10`: that is allowed.",
         "## `shape`",
         "By `type`.",
         "`shape.type` is one of `circle`, `square`; `circle` if the section is left out.",
         "#### `shape`, `type: circle`",
-        "- `shape.radius` float, default `2.5`",
+        "- `shape.radius` float, default `1.0`",
+        "### `shape.paint`",
+        "What covers it.",
+        "- `shape.paint.colour` red|blue, default `red`: how it looks, which takes two\n  lines.",
+        "- `shape.paint.layers` int, default `1`: how thick.",
         "#### `shape`, `type: square`",
         "Four sides.",
         "- `shape.side` int|null, default `null`: of any of the four.",
         "## `paint`",
         "What covers it.",
         "Left out by default.",
-        "- `paint.layers` int, required: how thick.",
         "- `paint.colour` red|blue, default `red`: how it looks, which takes two lines.",
+        "- `paint.layers` int, default `1`: how thick.",
         "## `pen`",
         "By `type`.",
         "`pen.type` is one of `quill`, `marker`; `quill` if the section is left out.",
@@ -131,9 +55,9 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
         "#### `pen`, `type: marker`",
         '- `pen.inks` list[str], default `["red"]`',
         "### `frames.NAME`",
-        "What covers it.",
-        "- `frames.NAME.layers` int, required: how thick.",
-        "- `frames.NAME.colour` red|blue, default `red`: how it looks, which takes two\n  lines.\n",
+        "What is around it.",
+        "- `frames.NAME.makers` list[str], required: who made it.",
+        "- `frames.NAME.weight` float, default `1.0`: in kilograms.\n",
     ]
 
 
@@ -156,8 +80,7 @@ def test_what_some_types_have_is_described_once():
 
     for name, keys in (("bicycle", ["gears"]), ("car", ["gears", "paint"]), ("lorry", ["load", "paint"])):
         fields = [
-            (key, Paint, field(default_factory=lambda: Paint(1))) if key == "paint" else (key, int, 1)
-            for key in keys
+            (key, Paint, field(default_factory=Paint)) if key == "paint" else (key, int, 1) for key in keys
         ]
         Vehicle.register_subclass(name)(dataclasses.make_dataclass(name, fields, bases=(Vehicle,)))
     car = Vehicle.get_known_choices()["car"]

@@ -1,9 +1,8 @@
-"""Tests of the programs of the benchmark of memory, and of the memory that it recorded."""
+"""Tests of the memory that the benchmark recorded; `test_stack_time.py` compares its programs."""
 
 import functools
 import json
 
-import jax
 import pytest
 
 from benchmarks.record import RESULTS
@@ -12,22 +11,6 @@ from stacked_remat import memory
 from tests.recorded_on import ON_H200, ON_V5P, h200
 
 GIB = 2**30
-
-
-@pytest.mark.parametrize("name", list(variants()))
-def test_every_variant_is_the_same_program(name, standard_promotion):
-    """Two products per layer forward, four backward, and at most four more of recomputation."""
-    fn, args = variants()[name](Sizes(layers=8, tokens=64, width=16, inner=16))
-    layer = 2 * 64 * 16 * 16
-    found = memory.count_flops(jax.make_jaxpr(fn)(*args))
-    assert found.exact
-    frozen = "frozen" in name
-    least = 8 * (4 if frozen else 6) * layer
-    assert least <= found.matmul <= least + 8 * 4 * layer
-    expected = {"lax.scan": 6, "haliax True": 7, "stacked_remat False": 6, "stacked_remat True": 7}
-    assert found.matmul == expected.get(name, found.matmul / (8 * layer)) * 8 * layer
-    sizes = sorted(leaf.size for leaf in jax.tree.leaves(args))
-    assert sizes == [64 * 16, 8 * 16 * 16, 8 * 16 * 16]
 
 
 def measured(name, target, **sizes):

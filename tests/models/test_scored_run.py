@@ -2,9 +2,9 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
-import yaml
 
 from models.loading import read_run_config, restored_state
 from stacked_remat.ghost.log import read_scores
@@ -26,39 +26,15 @@ def numbers_of(folder):
     return {name: [line[name] for line in lines] for name in ("loss", "grad_norm", "load_balance")}
 
 
-def assert_same_numbers(found, expected):
-    for name, values in numbers_of(expected).items():
-        np.testing.assert_allclose(numbers_of(found)[name], values, rtol=2e-6, err_msg=name)
-
-
-def test_biases_by_load_are_updated_as_without_scores(workplace):
-    model = {"type": "deepseek_v3", "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
-    model |= {"bias": "by_load", "initializer_range": 0.1}
-    model["latent"] = {
-        "query_rank": None,
-        "key_value_rank": 4,
-        "plain_dim": 4,
-        "rotary_dim": 2,
-        "value_dim": 4,
-    }
-    model["experts"] = {"num_experts": 3, "experts_per_token": 1, "intermediate_dim": 8}
-    model["experts"] |= {"load_balance_weight": 0.0, "router_dtype": "float32"}
-    text = (workplace / "config.yaml").read_text().partition("vocab_size")[2]
-    entries = yaml.safe_load("vocab_size" + text) | {"model": model}
-    (workplace / "config.yaml").write_text(yaml.safe_dump(entries))
-    few, found = ("--trainer.num_steps", "3"), []
-    for run, options in (("plain", ()), ("run", ghost())):
-        assert train(workplace, *few, *options, run=run) == 0
-        state = restored_state(workplace / run, read_run_config(workplace / run))
-        found.append(state.trained.layers.stacked.mlp.bias.array)
-    assert np.any(found[0])
-    np.testing.assert_allclose(found[1], found[0], rtol=2e-6)
-    assert read_scores(workplace / "run" / "ghost", ["score"]).num_rows
-
-
 OTHER = "{{paths: ['{0}/text/1*.txt'], held_out: ['{0}/other.txt'], weight: 0.5}}"
 SOURCES = {"validation": {"sources": {"text": 1.0, "other": 3.0}}, "token_mean": "example", "norms": True}
 PARTS = ("--trainer.update.microbatches", "2")
+BY_LOAD = {
+    **{"type": "deepseek_v3", "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
+    "latent": {"key_value_rank": 4, "plain_dim": 4, "rotary_dim": 2, "value_dim": 4},
+    "bias": "by_load",
+    "experts": {"num_experts": 3, "load_balance_weight": 0.0, "router_dtype": "float32"},
+}
 
 
 @pytest.mark.deep
@@ -66,16 +42,22 @@ PARTS = ("--trainer.update.microbatches", "2")
     ("settings", "options"),
     [
         pytest.param(SOURCES, (*PARTS, "--lora.rank", "2"), id="adapters, two sources, per example"),
-        pytest.param({}, ("--trainer.mesh.axes.data", "4"), id="four devices"),
+        pytest.param(
+            {}, ("--trainer.mesh.axes.data", "4", "--model", json.dumps(BY_LOAD)), id="four devices, biases"
+        ),
     ],
 )
-def test_a_scored_run_reports_what_one_without_scores_does(workplace, settings, options):
+def test_a_scored_run_reports_and_learns_what_one_without_scores_does(workplace, settings, options):
     (workplace / "other.txt").write_text("dcba" * 30)
     few = (*options, "--trainer.num_steps", "3", "--data.sources.other", OTHER.format(workplace))
-    assert train(workplace, *few, run="plain") == 0
-    assert train(workplace, *few, *ghost(**settings)) == 0
-    assert_same_numbers(workplace / "run", workplace / "plain")
-
+    states = []
+    for run, scored in (("plain", ()), ("run", ghost(**settings))):
+        assert train(workplace, *few, *scored, run=run) == 0
+        states.append(restored_state(workplace / run, read_run_config(workplace / run)).trained)
+    for name, values in numbers_of(workplace / "plain").items():
+        np.testing.assert_allclose(numbers_of(workplace / "run")[name], values, rtol=2e-6, err_msg=name)
+    for found, expected in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
     rows = read_scores(workplace / "run" / "ghost", ["step", "norm"])
     assert set(rows["step"].to_pylist()) == {1, 2, 3}
     assert rows["norm"].null_count == (0 if settings.get("norms") else len(rows))

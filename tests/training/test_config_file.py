@@ -56,100 +56,63 @@ def test_configs_round_trip(tmp_path):
     }
 
 
-def test_a_section_may_be_left_out_and_is_checked_where_it_is_not():
+def test_a_section_may_be_left_out_and_others_have_names():
     assert parse_config(Drawing, []) == parse_config(Drawing, ["--paint", "null"]) == Drawing()
     assert parse_config(Drawing, ["--paint.layers", "2"]).paint == Paint("red", 2)
     assert config_as_dict(Drawing(paint=Paint()))["paint"] == {"colour": "red", "layers": 1}
-    for arguments, message in (
-        (["--paint.layer", "2"], r"Unknown key `paint.layer` .* Did you mean `layers`"),
-        (["--paint", "3"], "`paint` on the command line is a section of keys, got 3"),
-        (["--paint.layers", "0"], "paint.layers must be at least 1, got 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            parse_config(Drawing, arguments)
+    frames = ["--frames.a.makers", "[1, x]", "--frames.a.weight", "1e-4"]
+    assert parse_config(Drawing, frames).frames == {"a": Frame(("1", "x"), 1e-4)}
+
+
+def layers(text):
+    return f"shape: {{type: circle, paint: {{layers: {text}}}}}"
+
+
+IN_FILE = [
+    ("titel: x", r"Unknown key `titel` in .*drawing.yaml. Did you mean `title`\? Valid: shape, title"),
+    ("shape: {type: circle, paint: {layer: 2}}", r"Unknown key `shape.paint.layer` in .*mean `layers`"),
+    ("shape: {type: circle, side: 2}", r"Unknown key `shape.side`.*Valid: radius, paint"),
+    ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
+    ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
+    ("paint: {colour: green}", r"`paint.colour` in .* must be red.blue"),
+    (layers("1e3"), r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
+    ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),
+    ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
+    ("title: yes", r"`title` in .* must be str.null, got True. Put it in quotes; on .* kinds: \"'True'\""),
+    ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
+    ("", r"drawing.yaml is empty; it must hold a mapping"),
+    ("shape: {type: circle, radius: 0x" + "f" * 9999 + "}", r"must be float, got .0xf+\.\.\.f+"),
+    (b"title: \xff", r"drawing.yaml: 'utf-8' codec can't decode byte 0xff in position 7"),
+    ("title: &a [*a]", r"(?s)drawing.yaml: found unconstructable recursive node.*line 1, column 8"),
+]
+ON_THE_COMMAND_LINE = [
+    (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
+    (["--config", "a.yaml"], r"Unknown key `config` on the command line. Did you mean `config_path`"),
+    (["--title"], r"`--title` on the command line has no value"),
+    (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
+    (["--title", "!!bool abc"], r"`--title` on the command line is not YAML: 'abc'"),
+    (["--paint.layer", "2"], r"Unknown key `paint.layer` .* Did you mean `layers`"),
+    (["--paint", "3"], "`paint` on the command line is a section of keys, got 3"),
+    (["--frames.a.weight", "2"], r"`frames.a` on the command line lacks the key `makers`"),
+    (["--frames.a.maker", "[x]"], r"Unknown key `frames.a.maker` .* Did you mean `makers`"),
+    (["--frames.a.makers", "x"], r"`frames.a.makers` on .* must be list.str., got 'x'. Write \[x\]"),
+    (["--frames.a.makers", "[x, null]"], r"`frames.a.makers.1` on .* must be str, got nothing"),
+    (["--frames", "[a]"], r"`frames` on the command line holds sections, each under its name"),
+    (["--frames.a", "{makers: [x], weight: -1}"], r"\(of `frames.a`\): A weight is not negative"),
+]
+BAD_VALUE = "paint.layers must be at least 1, got 0"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "arguments", "message"),
     [
-        ("titel: x", r"Unknown key `titel` in .*drawing.yaml. Did you mean `title`\? Valid: shape, title"),
-        (
-            "shape: {type: circle, paint: {layer: 2}}",
-            r"Unknown key `shape.paint.layer` in .*Did you mean `layers`",
-        ),
-        ("shape: {type: circle, side: 2}", r"Unknown key `shape.side`.*Valid: radius, paint"),
-        ("shape: {type: circel}", r"`shape.type` in .* is 'circel'. Did you mean `circle`"),
-        ("shape: {type: circle, radius: }", r"`shape.radius` in .* must be float, got nothing .null."),
-        (
-            "shape: {type: circle, paint: {colour: green}}",
-            r"`shape.paint.colour` in .* must be red.blue",
-        ),
-        ("shape: {type: circle, paint: {layers: 1e3}}", r"`shape.paint.layers` in .* got '1e3'. Write 1000"),
-        ("shape: {type: circle, side: 2}", r"`shape.side` in .* It is one of `type: square`"),
-        ("colour: red", r"Unknown key `colour` in .* Did you mean `shape.paint.colour`"),
-        (
-            "title: yes",
-            r"`title` in .* must be str.null, got True. Put it in quotes; on .* kinds: \"'True'\"",
-        ),
-        ("{title: a, title: b}", r"(?s)the key 'title' is given twice: line 1.*line 1, column 12"),
-        ("", r"drawing.yaml is empty; it must hold a mapping"),
-        ("shape: {type: circle, radius: 0x" + "f" * 9999 + "}", r"must be float, got .0xf+\.\.\.f+"),
-        (b"title: \xff", r"drawing.yaml: 'utf-8' codec can't decode byte 0xff in position 7"),
-        ("title: &a [*a]", r"(?s)drawing.yaml: found unconstructable recursive node.*line 1, column 8"),
+        *((text, [], message) for text, message in IN_FILE),
+        *(("title: a", arguments, message) for arguments, message in ON_THE_COMMAND_LINE),
+        (layers(3), ["--shape.paint.layers", "0"], f"Bad config on the command line: {BAD_VALUE}"),
+        (layers(0), ["--title", "a"], f"Bad config in .*drawing.yaml: {BAD_VALUE}"),
+        ("largest: 5", ["--scale", "7"], "Bad config in .*drawing.yaml and on the command line: scale = 7"),
     ],
 )
-def test_mistakes_in_the_file_are_named(tmp_path, text, message):
+def test_mistakes_are_named_with_the_place_that_has_them(tmp_path, text, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        parse(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shape.type", "square", "--shape.sid", "3"], r"`shape.sid` on the command line.*`side`"),
-        (["--config", "a.yaml"], r"Unknown key `config` on the command line. Did you mean `config_path`"),
-        (["--title"], r"`--title` on the command line has no value"),
-        (["title", "x"], r"Expected `--key value` on the command line, got 'title'"),
-        (["--title", "!!bool abc"], r"`--title` on the command line is not YAML: 'abc'"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_named(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_config(Drawing, arguments)
-
-
-def test_the_error_for_a_bad_value_names_the_place_that_wrote_it(tmp_path):
-    good, bad = "shape: {type: circle, paint: {layers: 3}}", "shape: {type: circle, paint: {layers: 0}}"
-    with pytest.raises(ConfigError, match="Bad config on the command line: paint.layers must be at least 1"):
-        parse(tmp_path, good, "--shape.paint.layers", "0")
-    with pytest.raises(ConfigError, match="Bad config in .*drawing.yaml: paint.layers must be at least 1"):
-        parse(tmp_path, bad, "--title", "a")
-
-
-def test_named_sections(tmp_path):
-    assert parse_config(Drawing, ["--frames.a.makers", "[1, x]", "--frames.a.weight", "1e-4"]).frames == {
-        "a": Frame(("1", "x"), 1e-4)
-    }
-    for arguments, message in (
-        (["--frames.a.weight", "2"], r"`frames.a` on the command line lacks the key `makers`"),
-        (["--frames.a.maker", "[x]"], r"Unknown key `frames.a.maker` .* Did you mean `makers`"),
-        (
-            ["--frames.a.makers", "x"],
-            r"`frames.a.makers` on the command line must be list.str., got 'x'. Write \[x\]",
-        ),
-        (
-            ["--frames.a.makers", "[x, null]"],
-            r"`frames.a.makers.1` on the command line must be str, got nothing",
-        ),
-        (["--frames", "[a]"], r"`frames` on the command line holds sections, each under its name"),
-        (["--frames.a", "{makers: [x], weight: -1}"], r"\(of `frames.a`\): A weight is not negative"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            parse_config(Drawing, arguments)
-
-
-def test_the_error_for_two_values_names_both_places(tmp_path):
-    path = tmp_path / "map.yaml"
-    path.write_text("largest: 5\nframes: {a: {makers: [x]}}")
-    with pytest.raises(ConfigError, match=r"Bad config in .*map.yaml and on the command line: scale = 7"):
-        parse_config(Drawing, ["--config_path", str(path), "--scale", "7"])
+        parse(tmp_path, text, *arguments)

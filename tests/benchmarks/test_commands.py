@@ -22,6 +22,7 @@ COMMANDS = [
     (f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2", "qwen3_moe_65k_cpu_tiles_local", 1),
     (f"qwen3_context longest {CONTEXT} --step 64 --limit 64", "qwen3_moe_65k_cpu_longest_local", 2),
     ("streaming --target local --depths 2 --tokens 32 --width 16 --inner 24", "streaming_local", 4),
+    ("planted_examples --examples 400 --steps 60 --every 5", "planted_examples", 1),
     ("ghost --target local --tokens 64 --examples 1", "ghost_memory_local", 2),
     (
         "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4 --chosen 2",
@@ -45,6 +46,7 @@ def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch,
     adapted.write_text(CONFIG.with_name("qwen3_moe_65k_cpu.yaml").read_text() + "lora: {rank: 2}\n")
     monkeypatch.setattr("benchmarks.ghost.CONFIG", adapted)
     monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters")])
+    monkeypatch.chdir(tmp_path)
     module, *arguments = command.split(" ")
     path = importlib.import_module(f"benchmarks.{module}").main([*arguments, "--out", str(tmp_path)])
     found = json.loads(path.read_text())

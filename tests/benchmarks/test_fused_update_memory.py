@@ -20,6 +20,7 @@ SGD = optax.sgd(0.01)
 ADAMW = in_float32(optax.adamw(1e-3))
 CASES = {
     "clipped by layer": ("nested", SGD, {"max_grad_norm": 1.0, "clip": "layer"}, 0),
+    "clipped by global norm": ("nested", SGD, {"max_grad_norm": 1.0}, 0),
     "adamw": ("nested", ADAMW, {"gradient_dtype": jnp.float32}, 4 * STACK),
     "offload": (ScanCheckpointPolicy(nested=True, save_carries="offload"), SGD, {}, 0),
     "max_carries": (ScanCheckpointPolicy(max_carries=6), SGD, {}, 0),
@@ -57,16 +58,9 @@ def test_no_gradient_of_the_stack_exists_and_all_is_updated_in_place(target, nam
     report = fused_report(target, optimizer, options, remat)
     record_testsuite_property(f"{target}, {name}: GiB", report.total / GIB)
     assert report.aliased >= STACK + state
-    assert report.total < MOST + state
+    kept_again = 13 * 0.25 * GIB if name == "clipped by global norm" else 0  # at most thirteen carries
+    assert report.total < MOST + state + kept_again
     if name == "adamw":
         two_steps = two_steps_report(target, optimizer)
         record_testsuite_property(f"{target}, {name}, two steps: GiB", two_steps.total / GIB)
         assert two_steps.total > report.total + 0.9 * STACK  # the gradient
-
-
-@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
-def test_clipping_by_the_global_norm_keeps_what_the_policy_keeps_twice(target, record_testsuite_property):
-    report = fused_report(target, SGD, {"max_grad_norm": 1.0})
-    record_testsuite_property(f"{target}, clipped by global norm: GiB", report.total / GIB)
-    assert report.aliased >= STACK
-    assert report.total < MOST + 13 * 0.25 * GIB  # at most thirteen carries more

@@ -22,7 +22,7 @@ from models.lm import next_token_loss
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from models.run_config import LmRunConfig
 from models.run_state import initial_state, run_optimizer, state_shapes
-from stacked_remat.lora import LoraConfig, merge_lora
+from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
     AdamWConfig,
     ConsoleProgress,
@@ -131,12 +131,6 @@ def test_a_streamed_step_equals_a_resident_one(case):
     expected_parts = {"trained", "optimizer_state"} if options.get("update", FUSED).fused else set()
     assert parts == expected_parts | ({"frozen"} if "lora" in options else set())
     assert set(kinds(expected).values()) == {"device"}
-    if "lora" in options:
-        merged = [merge_lora(one.model, donate=True) for one in (found, expected)]
-        for array in jax.tree.leaves(merged[0].layers):
-            assert array.sharding.memory_kind == ("pinned_host" if array.ndim > 2 else "device")
-        for a, b in zip(*map(jax.tree.leaves, merged), strict=True):
-            assert_same(a, b)
 
 
 RUN = ("--trainer.num_steps", "6", "--trainer.checkpoint.every_steps", "3")

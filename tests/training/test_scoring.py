@@ -24,7 +24,7 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.scoring import StepScorer
 
-from .next_byte import NextByte, next_byte, next_byte_loss
+from .next_byte import NextByte, next_byte, next_byte_loss, token_losses
 from .token_batches import held_out_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -34,9 +34,7 @@ OPTIMIZER = build_optimizer(SgdConfig(learning_rate=0.1, warmup=0), 10)
 
 
 def example_losses(model, batch):
-    log_probs = jax.nn.log_softmax(model.table[batch.tokens.array])
-    picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
-    parts = jnp.sum(picked * batch.weights.array, axis=1) / jnp.sum(batch.weights.array)
+    parts = jnp.sum(token_losses(model, batch), axis=1) / jnp.sum(batch.weights.array)
     named = hax.named(parts, batch.tokens.resolve_axis("batch"))
     return named, {"loss": jnp.sum(parts)}
 

@@ -18,7 +18,7 @@ from stacked_remat.training import (
     UpdateConfig,
 )
 
-from .next_byte import NextByte, next_byte, next_byte_loss
+from .next_byte import NextByte, next_byte, next_byte_loss, token_losses
 from .token_batches import held_out_of
 
 BATCHES = held_out_of(np.random.default_rng(0).integers(0, 5, 200).astype(np.uint16), 8, 4)
@@ -46,9 +46,7 @@ def uneven(batch):
 
 def summed_loss(model, batch):
     """The mean of the weights, also of a batch without any, and an auxiliary loss that is a mean of rows."""
-    log_probs = jax.nn.log_softmax(model.table[batch.tokens.array])
-    picked = -jnp.take_along_axis(log_probs, batch.targets.array[..., None], axis=-1)[..., 0]
-    loss = jnp.sum(picked * batch.weights.array) / jnp.maximum(jnp.sum(batch.weights.array), 1.0)
+    loss = jnp.sum(token_losses(model, batch)) / jnp.maximum(jnp.sum(batch.weights.array), 1.0)
     auxiliary = 0.3 * jnp.mean(jnp.sum(model.table[batch.tokens.array] ** 2, axis=(1, 2)))
     return loss + auxiliary, {"loss": loss, "auxiliary": auxiliary, "rows": jnp.ones(2) * auxiliary}
 

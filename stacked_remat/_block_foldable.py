@@ -12,14 +12,14 @@ from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_ambiguous
-from ._scan.checks import describe
+from ._scan.arguments import Caller, argument_namer, check_ambiguous, check_no_lists
+from ._scan.checks import describe, layers_axis
 from ._scan.layer_axis import NamedPattern
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
 from ._scan.marks import applied, changed, check_unmarked, stored
 from ._scan.step import Call, Verb
-from ._stacked_methods import check_options
+from ._stacked_methods import InitOf, block_builder, check_options, init_policy
 from ._state_dict import layers_to_state_dict
 from ._static import PyTree
 
@@ -54,6 +54,51 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         Layers: eqx.AbstractVar[Axis]
         """The axis of the layers."""
         remat: eqx.AbstractVar[ScanCheckpointPolicy]
+
+    if TYPE_CHECKING:
+        init = InitOf()
+    else:
+
+        @classmethod
+        def init(
+            cls: Any,
+            Layers: Axis | int,
+            Block: Any,
+            *,
+            remat: ScanCheckpointSpec | None = None,
+            gradient_checkpointing: ScanCheckpointSpec | None = None,
+        ) -> Callable[..., Any]:
+            """Build the layers: of a `Stacked` all at once, of a `BlockSeq` one after the other.
+
+            Args:
+                Layers: the axis to stack along; a number is an axis of this size named `layers`.
+                Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style),
+                    or any function that returns a module.
+                remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
+                gradient_checkpointing: another name for `remat`.
+
+            Returns:
+                A function of the block's arguments, which returns layers of this class. Named arrays with
+                the axis and plain arrays of at least one dimension are split over the layers, keys among
+                them; the rest is shared. `shared` and `per_layer` choose for one argument.
+
+            Raises:
+                ValueError: for an argument of another length than the axis, and for a key that was neither
+                    split nor marked as shared; for a list with a Python value for each layer that is not
+                    marked.
+                TypeError: for what is no axis or number, for a block instead of its class, and for a block
+                    that is no module.
+            """
+            what = f"{cls.__name__}.init"
+            axis, policy = layers_axis(Layers, what), init_policy(remat, gradient_checkpointing)
+            build = block_builder(Block, what)
+            caller = Caller(what, argument_namer(build, skip=0))
+
+            def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
+                check_no_lists(args, kwargs, axis, caller)
+                return cls(cls._build_all(build, axis, caller, args, kwargs), axis, policy)
+
+            return build_layers
 
     @property
     def Block(self) -> Axis:

@@ -1,7 +1,7 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -10,40 +10,17 @@ from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
 
-from ._block_foldable import B, BlockFoldable, M
-from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._block_foldable import BlockFoldable, M
+from ._policy import ScanCheckpointPolicy, resolve_policy
 from ._scan.arguments import Caller
 from ._scan.checks import layers_axis
 from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
 from ._scan.layers import Loop, scan_unrolled
 from ._scan.marks import changed, is_array
-from ._stacked_methods import (
-    AnyLayers,
-    BuiltByInit,
-    InitOf,
-    P,
-    PolicyOptions,
-    check_layer_index,
-    check_modules,
-    layers_builder,
-)
+from ._stacked_methods import check_layer_index, check_modules
 from ._state_dict import layers_from_state_dict
 from ._static import PyTree
-
-if TYPE_CHECKING:
-    _AnyLayers: TypeAlias = "BlockSeq[AnyLayers]"
-
-    class _Init(Protocol):
-        @overload
-        def __call__(
-            self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
-        ) -> "Callable[P, BlockSeq[B]]": ...
-
-        @overload
-        def __call__(
-            self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
-        ) -> "Callable[P, BlockSeq[B]]": ...
 
 
 class BlockSeq(BlockFoldable[M]):
@@ -79,21 +56,12 @@ class BlockSeq(BlockFoldable[M]):
                 "given."
             )
 
-    if TYPE_CHECKING:
-        init = InitOf[_AnyLayers, _Init]()
-    else:
-
-        @classmethod
-        def init(
-            cls,
-            Layers: Axis | int,
-            Block: Any,
-            *,
-            remat: ScanCheckpointSpec | None = None,
-            gradient_checkpointing: ScanCheckpointSpec | None = None,
-        ) -> Callable[..., Self]:
-            """Build the layers, one after the other. Arguments and errors as in `Stacked.init`."""
-            return layers_builder(cls, _one_by_one, Layers, Block, remat, gradient_checkpointing)
+    @classmethod
+    def _build_all(
+        cls, build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+    ) -> list[PyTree]:
+        calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
+        return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]
 
     def _own_part(self, state: State, what: str) -> State:
         return part_of(state, self.blocks, self.Layers, what, whole=of_one_layer(self.blocks))
@@ -149,10 +117,3 @@ class BlockSeq(BlockFoldable[M]):
         """This sequence with its arrays read from `prefix.0.key`, …, with errors as in `Stacked`."""
         layers = layers_from_state_dict(self.blocks, state_dict, prefix)
         return eqx.tree_at(lambda sequence: list(sequence.blocks), self, layers)
-
-
-def _one_by_one(
-    build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
-) -> list[PyTree]:
-    calls = map(layer_getter((args, kwargs), Layers, caller), range(Layers.size))
-    return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]

@@ -7,7 +7,7 @@ scan: the block is traced and compiled once, however deep the stack. What a scan
 import abc
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
+from typing import Any, Self
 
 import equinox as eqx
 import haliax.nn
@@ -31,17 +31,7 @@ from ._scan.stacking import number_of_layers, stack_layers, take_layers, with_ax
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import sweep_forward
-from ._stacked_methods import (
-    AnyLayers,
-    BuiltByInit,
-    InitOf,
-    P,
-    PolicyOptions,
-    check_layer_index,
-    check_modules,
-    layers_builder,
-    no_module,
-)
+from ._stacked_methods import check_layer_index, check_modules, no_module
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
 from ._sweep.store import at_least_one
@@ -136,11 +126,7 @@ class StackedKinds(BlockFoldable[M]):
 
         A linear layer of several axes, for example, becomes one with a matrix.
         """
-
-        def flat(_: str, stack: "Stacked[M]") -> M:
-            return _map_blocks(flatten_modules_for_export, stack, ("stacked",), stack.stacked)
-
-        return self._with_blocks(self._per_kind(flat))
+        return self._mapped(flatten_modules_for_export, stacked=self)
 
     def unflatten_from_export(self, template: Self) -> Self:
         """The inverse of `flatten_for_export`.
@@ -148,14 +134,17 @@ class StackedKinds(BlockFoldable[M]):
         Args:
             template: a stack with the axes of the result; only its structure is read.
         """
-        templates = template._stacks
+        return self._mapped(unflatten_modules_from_export, stacked=self, template=template)
 
-        def restored(name: str, stack: "Stacked[M]") -> M:
-            names = ("stacked", "template.stacked")
-            blocks = stack.stacked, templates[name].stacked
-            return _map_blocks(unflatten_modules_from_export, stack, names, *blocks)
+    def _mapped(self, fn: Callable[..., Any], **given: "StackedKinds") -> Self:
+        """These layers with `fn` of the layers that are given, layer by layer."""
 
-        return self._with_blocks(self._per_kind(restored))
+        def of_kind(name: str, stack: "Stacked[M]") -> M:
+            blocks = tuple(stored(each._stacks[name].stacked) for each in given.values())
+            caller = Caller(fn.__name__, argument_namer(fn, len(given), tuple(given)))
+            return map_layers(fn, *split_tree((blocks, {}), stack.Layers, caller), caller.what)
+
+        return self._with_blocks(self._per_kind(of_kind))
 
     @property
     @abc.abstractmethod
@@ -206,27 +195,6 @@ def name_in_stack(path: KeyPath) -> str:
     return f"stacked{jtu.keystr(path)}"
 
 
-def _map_blocks(fn: Callable[..., Any], stack: PyTree, names: tuple[str, ...], *blocks: PyTree) -> PyTree:
-    caller = Caller(fn.__name__, argument_namer(fn, len(names), names))
-    split = split_tree((tuple(map(stored, blocks)), {}), stack.Layers, caller)
-    return map_layers(fn, *split, caller.what)
-
-
-if TYPE_CHECKING:
-    _AnyLayers: TypeAlias = "Stacked[AnyLayers]"
-
-    class _Init(Protocol):
-        @overload
-        def __call__(
-            self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
-        ) -> "Callable[P, Stacked[B]]": ...
-
-        @overload
-        def __call__(
-            self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
-        ) -> "Callable[P, Stacked[B]]": ...
-
-
 class Stacked(StackedKinds[M]):
     """Layers of one kind, applied one after the other (`fold`, `scan`) or in parallel (`vmap`).
 
@@ -267,42 +235,6 @@ class Stacked(StackedKinds[M]):
             check_stacked(stacked, self.Layers, Caller(what, name_in_stack))
         except ValueError as error:
             raise ValueError(f"{error} Build the stack by {what}.init(Layers, Block)(...).") from None
-
-    if TYPE_CHECKING:
-        init = InitOf[_AnyLayers, _Init]()
-    else:
-
-        @classmethod
-        def init(
-            cls,
-            Layers: Axis | int,
-            Block: Any,
-            *,
-            remat: ScanCheckpointSpec | None = None,
-            gradient_checkpointing: ScanCheckpointSpec | None = None,
-        ) -> Callable[..., Self]:
-            """Build the layers, all at once.
-
-            Args:
-                Layers: the axis to stack along; a number is an axis of this size named `layers`.
-                Block: a module class, with a static `init` (Haliax style) or a constructor (Equinox style),
-                    or any function that returns a module.
-                remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
-                gradient_checkpointing: another name for `remat`.
-
-            Returns:
-                A function of the block's arguments, which returns a stack of this class. Named arrays with
-                the axis and plain arrays of at least one dimension are split over the layers, keys among
-                them; the rest is shared. `shared` and `per_layer` choose for one argument.
-
-            Raises:
-                ValueError: for an argument of another length than the axis, and for a key that was neither
-                    split nor marked as shared; for a list with a Python value for each layer that is not
-                    marked.
-                TypeError: for what is no axis or number, for a block instead of its class, and for a block
-                    that is no module.
-            """
-            return layers_builder(cls, _all_at_once, Layers, Block, remat, gradient_checkpointing)
 
     @classmethod
     def of(
@@ -364,6 +296,15 @@ class Stacked(StackedKinds[M]):
             stacked = stack_layers(marked_alike(layers), axis, what)
         return build(stacked, axis, resolve_policy(remat))
 
+    @classmethod
+    def _build_all(
+        cls, build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
+    ) -> PyTree:
+        def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return arrays_in_indices(build(*args, **kwargs))
+
+        return map_layers(build_one, *split_tree((args, kwargs), Layers, caller), caller.what)
+
     def get_layer(self, index: Any) -> M:
         """One layer as a module of its own.
 
@@ -398,15 +339,6 @@ class Stacked(StackedKinds[M]):
 
     def _layer_getter(self) -> Callable[[Any], M]:
         return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, name_in_stack))
-
-
-def _all_at_once(
-    build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
-) -> PyTree:
-    def build_one(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        return arrays_in_indices(build(*args, **kwargs))
-
-    return map_layers(build_one, *split_tree((args, kwargs), Layers, caller), caller.what)
 
 
 # Haliax's maps of trees, quantization and state dicts go layer by layer through what is such a stack for

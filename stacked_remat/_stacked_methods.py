@@ -3,7 +3,7 @@
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 from equinox.nn import State
@@ -11,16 +11,19 @@ from haliax import Axis
 from jax.core import Tracer
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_no_lists, parameters_of
-from ._scan.checks import describe, layers_axis
+from ._scan.arguments import parameters_of
+from ._scan.checks import describe
 from ._scan.marks import is_array
 from ._static import PyTree
 
+if TYPE_CHECKING:
+    from ._block_seq import BlockSeq
+    from ._stacked import Stacked
+
 B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
-I_co = TypeVar("I_co", covariant=True)
-L = TypeVar("L")
-S = TypeVar("S")
 P = ParamSpec("P")
+B = TypeVar("B", bound=eqx.Module)
+S = TypeVar("S")
 
 
 class BuiltByInit(Protocol[P, B_co]):
@@ -43,38 +46,37 @@ class AnyLayers(eqx.Module):
     """No layers: for type checkers, a stack of these is a class that does not say what its layers are."""
 
 
-class InitOf(Generic[L, I_co]):
-    """For type checkers: `init` of a class `L`, and of a subclass, `class Tower(Stacked[Block])`."""
+class _InitStacked(Protocol):
+    @overload
+    def __call__(
+        self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
+    ) -> "Callable[P, Stacked[B]]": ...
 
     @overload
-    def __get__(self, layers: object, cls: type[L]) -> I_co: ...
+    def __call__(
+        self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
+    ) -> "Callable[P, Stacked[B]]": ...
+
+
+class _InitBlockSeq(Protocol):
+    def __call__(
+        self, Layers: Axis | int, Block: Callable[..., B], **options: Unpack[PolicyOptions]
+    ) -> "Callable[..., BlockSeq[B]]": ...
+
+
+class InitOf:
+    """For type checkers: `init` of a class of layers, and of a subclass, `class Tower(Stacked[Block])`."""
+
+    @overload
+    def __get__(self, layers: object, cls: "type[Stacked[AnyLayers]]") -> _InitStacked: ...
+
+    @overload
+    def __get__(self, layers: object, cls: "type[BlockSeq[AnyLayers]]") -> _InitBlockSeq: ...
 
     @overload
     def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
 
     def __get__(self, layers: object, cls: Any) -> Any: ...
-
-
-def layers_builder(
-    cls: Any,
-    build_all: Callable[[Any, Axis, Caller, Any, Any], Any],
-    Layers: Axis | int,
-    Block: Any,
-    remat: ScanCheckpointSpec | None,
-    gradient_checkpointing: ScanCheckpointSpec | None,
-) -> Callable[..., Any]:
-    """The `init` of a class of layers, which `build_all` makes from what builds one and its arguments."""
-    what = f"{cls.__name__}.init"
-    axis = layers_axis(Layers, what)
-    policy = init_policy(remat, gradient_checkpointing)
-    build = block_builder(Block, what)
-    caller = Caller(what, argument_namer(build, skip=0))
-
-    def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        check_no_lists(args, kwargs, axis, caller)
-        return cls(build_all(build, axis, caller, args, kwargs), axis, policy)
-
-    return build_layers
 
 
 def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy:

@@ -42,18 +42,13 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     slices_its_own_layers: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # a type checker takes abstract variables for fields that come first
+    if TYPE_CHECKING:  # `eqx.AbstractVar` is a field, which comes first, for a type checker
 
         @property
         def Layers(self) -> Axis: ...
 
         @property
         def remat(self) -> ScanCheckpointPolicy: ...
-
-    else:
-        Layers: eqx.AbstractVar[Axis]
-        """The axis of the layers."""
-        remat: eqx.AbstractVar[ScanCheckpointPolicy]
 
     if TYPE_CHECKING:
         init = InitOf()

@@ -18,7 +18,7 @@ from ._scan.arguments import argument_namer, is_unsplit_key
 from ._scan.checks import describe
 from ._scan.marks import is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
-from ._static import PyTree
+from ._static import PyTree, Static
 from ._sweep.gradient import merge, pick
 from ._sweep.store import varying_alike
 from ._sweep.trace import kept
@@ -116,13 +116,6 @@ class _Caller(NamedTuple):
         return None if isinstance(self.axis, int) and self.reduce == "sum" else self.dimension(leaf)
 
 
-class Traced(NamedTuple):
-    """`fn` on tiles of one length, or on all positions: its jaxpr, and its result with types of arrays."""
-
-    closed: ClosedJaxpr
-    result: PyTree
-
-
 def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     entries, tree = take_marks_off(arguments)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named)
@@ -176,15 +169,12 @@ def _plan(
 ) -> tuple[PyTree, Tiling, list[PyTree]]:
     """The result of `fn` for all positions, in types, and what runs it tile by tile."""
     cut = Cut(size, parts, -(-(size // parts) // caller.tiles))
-    whole, *traced = (_trace(caller, fn, cut, n, given, dims) for n in (None, *cut.lengths))
-    for one, n in zip(traced, cut.lengths, strict=True):
-        _check_part(caller, one.result, n * parts, whole.result, size)
-    outputs = [
-        caller.output(leaf)
-        for leaf in jax.tree.leaves(whole.result, is_leaf=is_named)
-        if _is_type(raw_array(leaf))
-    ]
-    return whole.result, *Tiling.of(cut, [one.closed for one in traced], dims, outputs)
+    (whole, _), *tiles = (_trace(fn, cut, n, given, dims) for n in (None, *cut.lengths))
+    for (part, _), n in zip(tiles, cut.lengths, strict=True):
+        _check_part(caller, part, n * parts, whole, size)
+    results = jax.tree.leaves(whole, is_leaf=is_named)
+    outputs = [caller.output(leaf) for leaf in results if _is_type(raw_array(leaf))]
+    return whole, *Tiling.of(cut, [closed for _, closed in tiles], dims, outputs)
 
 
 def _check_mesh(caller: _Caller, leaves: Sequence[PyTree]) -> None:
@@ -256,20 +246,17 @@ def _common_size(caller: _Caller, entries: Sequence[PyTree], dims: Sequence[int 
 
 
 def _trace(
-    caller: _Caller,
     fn: Callable[[Sequence[PyTree]], Any],
     cut: Cut,
     length: int | None,
     given: Sequence[PyTree],
     dims: Sequence[int | None],
-) -> Traced:
-    """`fn` on tiles of `length` positions of each device; with None, on all."""
-    rest: PyTree = None
+) -> tuple[PyTree, ClosedJaxpr]:
+    """`fn` on tiles of `length` positions of each device, with None on all: types of its result and jaxpr."""
 
-    def of_tile(tile: Sequence[PyTree]) -> PyTree:
-        nonlocal rest
+    def of_tile(tile: Sequence[PyTree]) -> tuple[PyTree, Static]:
         arrays, rest = eqx.partition(fn(tile), is_array)
-        return arrays
+        return arrays, Static(rest)
 
     def tile_of(arrays: Sequence[PyTree]) -> list[PyTree]:
         if length is None:
@@ -277,8 +264,8 @@ def _trace(
         return [cut.read(array, dim, 0, length) for array, dim in zip(arrays, dims, strict=True)]
 
     tile = jax.make_jaxpr(tile_of)(list(given)).out_avals  # with the axes over which they vary
-    closed, types = jax.make_jaxpr(of_tile, return_shape=True)(tile)
-    return Traced(closed, eqx.combine(types, rest))
+    closed, (types, rest) = jax.make_jaxpr(of_tile, return_shape=True)(tile)
+    return eqx.combine(types, rest.value), closed
 
 
 def _is_type(leaf: Any) -> bool:

@@ -82,7 +82,6 @@ def _is_in(atom: object, variables: set[core.Var]) -> bool:
 
 
 def has_rules(jaxpr: core.Jaxpr) -> bool:
-    """Tell whether something in a jaxpr has derivative rules of its own."""
     return any(
         equation.primitive.name in ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
         or any(map(has_rules, core.jaxprs_in_params(equation.params)))
@@ -124,7 +123,6 @@ def expansion(equation: core.JaxprEqn, fn: Callable | None = None) -> Any:
 
 
 def programs_in(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The jaxprs, open, that an equation evaluates."""
     expanded = expansion(equation)
     return [*core.jaxprs_in_params(equation.params)] if expanded is None else [expanded.jaxpr]
 

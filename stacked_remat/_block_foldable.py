@@ -78,11 +78,10 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 them; the rest is shared. `shared` and `per_layer` choose for one argument.
 
             Raises:
-                ValueError: for an argument of another length than the axis, and for a key that was neither
-                    split nor marked as shared; for a list with a Python value for each layer that is not
-                    marked.
-                TypeError: for what is no axis or number, for a block instead of its class, and for a block
-                    that is no module.
+                ValueError: for an argument of another length than the axis, and for a key, or a list with a
+                    Python value for each layer, that is neither split nor marked.
+                TypeError: for what is no axis or number, and if `Block` is an instance, or doesn't build an
+                    `eqx.Module`.
             """
             what = f"{cls.__name__}.init"
             axis, policy = layers_axis(Layers, what), init_policy(remat, gradient_checkpointing)

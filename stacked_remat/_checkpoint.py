@@ -41,12 +41,11 @@ def checkpoint(
     y = checkpoint(block, save=jax.checkpoint_policies.dots_saveable)(x, mask)  # but for matrix products
     ```
 
-    Values and derivatives are those of `fun`, of any order and in both modes. Without derivatives it costs
-    nothing more: outside of JAX's transformations `fun` itself is called, and within them the compiled
-    program is that of `fun`. It is `jax.checkpoint` for functions of anything: arguments and results are
-    trees of plain and named arrays, modules, functions, strings and other Python values. Within
-    transformations the arrays are traced, NumPy's too; the rest, Python numbers too, reaches `fun` as it is.
-    No array is kept alive after the call.
+    Values and derivatives are those of `fun`, of any order and in both modes; without derivatives it costs
+    nothing more. It is `jax.checkpoint` for functions of anything: arguments and results are trees of plain
+    and named arrays, modules, functions, strings and other Python values. Within transformations the arrays
+    are traced, NumPy's too; the rest, Python numbers too, reaches `fun` as it is. No array is kept alive
+    after the call.
 
     Args:
         fun: a function or a module. Arrays that it closes over, traced or not, get their gradients too.
@@ -54,9 +53,6 @@ def checkpoint(
             names that `checkpoint_name` gives inside `fun`, one of `jax.checkpoint_policies`, or `True` for
             all that the backward pass reads.
         offload: names of those that are moved to host memory until then, as `offload_block_internals`.
-
-    Returns:
-        The function, with the signature of `fun`.
 
     Raises:
         TypeError: for arguments of a wrong type; where values are offloaded and `fun` has ordered effects.
@@ -99,9 +95,9 @@ def checkpoint_sequential(
     y = checkpoint_sequential([stem, *blocks, head], x, remat=ScanCheckpointPolicy(max_carries=4))
     ```
 
-    Each layer runs again in the backward pass, from its input, and those inputs that are not kept are found
-    again too. What goes from layer to layer may change its shape and structure. Where layers are alike, a
-    `Stacked` compiles one of them instead of all: `blocks.fold(x, remat="nested")`.
+    Each layer runs again in the backward pass, from its input, which is found again where it is not kept.
+    What goes from layer to layer may change its shape and structure. Where layers are alike, a `Stacked`
+    compiles one of them instead of all: `blocks.fold(x, remat="nested")`.
 
     Args:
         layers: an `eqx.nn.Sequential`, or functions and modules of one argument.
@@ -184,13 +180,10 @@ def saving_internals(names: Iterable[str] | Literal[True]) -> contextlib.Abstrac
 def internals_are_saved(name: str | None = None) -> bool:
     """Whether the scans around a layer keep its internals for the backward pass; called while it is traced.
 
-    A block may then choose what it computes: where layers are recomputed, an intermediate result that would
-    save the backward pass some work is not kept. `False` within `checkpoint` too, unless it has `save=True`.
-    `True` elsewhere. A `jax.checkpoint` around a scan is not seen.
-
-    Args:
-        name: asks for the internals of this checkpoint name, which may be kept, or moved to the host, where
-            the rest is not. A policy of JAX (`dots_saveable`, ...) keeps none by name.
+    A block may then choose what it computes: where layers are recomputed, a result that would save the
+    backward pass work is not kept. `False` within `checkpoint` too, unless it has `save=True`; a
+    `jax.checkpoint` around a scan is not seen. With a `name` it asks for the internals of this checkpoint
+    name, which may be kept where the rest is not; a policy of JAX (`dots_saveable`, ...) keeps none by name.
     """
     saved = _saved_internals.value
     return saved is True or (name is not None and name in saved)
@@ -233,15 +226,8 @@ def _without_ordered_effects(fun: Callable[[PyTree], PyTree], arrays: PyTree) ->
 def checkpoint_name(tree: T, name: str) -> T:
     """Name the arrays of a tree, so that `save_block_internals=[name]` and the like can pick them.
 
-    The identity in value and gradient. What is kept is the value that comes out of here, so use it, not the
-    argument.
-
-    Args:
-        tree: named arrays, plain arrays and anything else; leaves that are not arrays pass through.
-        name: the checkpoint name. Several values may share one.
-
-    Returns:
-        The tree, with the same structure, shapes and dtypes.
+    The identity in value and gradient; leaves that are not arrays pass through. What is kept is the value
+    that comes out of here, so use it, not the argument. Several values may share a name.
     """
     if not isinstance(name, str):
         raise TypeError(

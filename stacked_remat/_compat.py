@@ -65,7 +65,6 @@ def as_residual(flags: Sequence[bool]) -> np.ndarray:
 
 
 def of_residual(residual: Any) -> tuple[bool, ...]:
-    """The flags of a residual that `as_residual` made."""
     _, count, *digits = residual.shape
     return tuple(bool(digits[place // 24] >> place % 24 & 1) for place in range(count))
 
@@ -119,7 +118,6 @@ def cudnn_attention_gradients(
     scale: float,
     window: int | None,
 ) -> Sequence[jax.Array]:
-    """The gradients of query, key and value."""
     fused: Any = jax._src.cudnn.fused_attention_stablehlo
     newer = inspect.signature(fused.dot_product_attention).parameters
     return fused._dot_product_attention_bwd_p_wrapper.bind(
@@ -236,7 +234,6 @@ def nothing_is_traced() -> bool:
 
 
 def named_axes(effects: Iterable[Any]) -> set[Any]:
-    """The named axes over which a program with these effects has collectives."""
     return {found.name for found in effects if isinstance(found, jax._src.core.NamedAxisEffect)}
 
 

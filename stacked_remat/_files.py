@@ -87,7 +87,6 @@ def written_safetensors(folder: Path) -> Iterator[None]:
 
 
 def import_safetensors() -> Any:
-    """The package, which is optional."""
     try:
         import safetensors.numpy
     except ImportError as error:

@@ -43,12 +43,10 @@ _notes = jax.make_user_context(default_value=None)
 
 
 def noting(notes: Notes) -> contextlib.AbstractContextManager[None]:
-    """A context in which `noted` calls of what is traced are noted."""
     return _notes(notes)
 
 
 def is_noting() -> bool:
-    """Whether `noted` calls are noted here."""
     return _notes.value is not None
 
 

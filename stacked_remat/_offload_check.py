@@ -33,16 +33,12 @@ class OffloadError(RuntimeError):
 def check_offload(device: Any = None) -> None:
     """Make sure that a device computes the same gradients with offloading as without.
 
-    Runs a stack of 8 layers of 128 x 128 under the policies that offload, once per process and device. Call
-    it before training with a policy that offloads.
-
-    Args:
-        device: one of this process's devices; the default one (`jax.default_device`) if not given.
+    Runs a stack of 8 layers of 128 x 128 under the policies that offload, once per process and device (the
+    default one if not given). Call it before training with a policy that offloads.
 
     Raises:
         TypeError: `device` is not a device.
-        OffloadError: they differ, or the compiler refuses the program. Names the policies, and says
-            what to use instead.
+        OffloadError: they differ, or the compiler refuses the program; says what to use instead.
 
     Cost: four small compilations, and 6 MiB of device memory.
     """

@@ -13,12 +13,10 @@ from jax.core import Tracer
 
 
 def to_host(tree: Any) -> Any:
-    """Move every array of `tree` to host memory, keeping its sharding."""
     return jax.device_put(tree, jax.memory.Space.Host)
 
 
 def to_device(tree: Any) -> Any:
-    """Move every array of `tree` to device memory, keeping its sharding."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
@@ -66,7 +64,6 @@ def on_several_devices(tree: Any) -> bool:
 
 
 def has_host_arrays(tree: Any) -> bool:
-    """Whether some arrays of a tree are in host memory."""
     return any(map(is_on_host, jax.tree.leaves(tree)))
 
 

@@ -40,28 +40,25 @@ class ScanCheckpointPolicy:
     Policies are frozen, hashable and compare by value. Contradictory settings are refused when one is built.
 
     Attributes:
-        save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host in
-            the forward pass and fetches it in the backward pass. `False` keeps none: the
-            backward pass first replays the stack, from its input and the internals that were saved.
+        save_carries: `True` keeps the carry that goes into each layer. `"offload"` moves it to the host until
+            the backward pass. `False` keeps none: the backward pass first replays the stack, from its input
+            and the internals that were saved.
         save_block_internals: names given by `checkpoint_name` inside the block that are kept, or `True` for
-            everything that the backward pass reads: no checkpointing at all (carries are kept exactly where
-            a derivative reads them). With `nested`, they are kept for the segment being reversed, and
-            `save_carries="offload"` still moves the boundaries. One of `jax.checkpoint_policies`
-            (`dots_saveable`, ...), or any function of that kind, chooses by operation; `JAX_REMAT3=1` takes
-            only those that go by names, and others are then refused.
+            everything that the backward pass reads: no checkpointing at all. With `nested`, they are kept for
+            the segment being reversed. One of `jax.checkpoint_policies` (`dots_saveable`, ...), or any
+            function of that kind, chooses by operation; `JAX_REMAT3=1` takes only those that go by names.
         offload_block_internals: names that are moved to the host instead.
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
             replay, √(2N); or, where the boundaries are offloaded, into √N of one length. `k` cuts into k
-            segments of one length, at most one a layer. Every number of layers works, primes included.
+            segments of one length, at most one a layer.
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
         first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
             the other settings, which then cut, offload or keep carries. It uses the memory that the rest
             leaves free: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
-            internals k·I, and the FLOPs are 2·k·F fewer. As many as there are layers, or more: all of
-            them follow `first_policy`.
+            internals k·I, and the FLOPs are 2·k·F fewer.
         first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
             only those names, and `True` only their carries.
 
@@ -171,7 +168,6 @@ class ScanCheckpointPolicy:
 
     @property
     def kept(self) -> Kept:
-        """The internals that are kept of each layer after the first ones."""
         internals: Any = self.save_block_internals or ()
         return Kept(internals, tuple(self.offload_block_internals))
 
@@ -182,7 +178,6 @@ class ScanCheckpointPolicy:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is moved to the host."""
         return self.save_carries == OFFLOAD or bool(self.offload_block_internals)
 
     @property
@@ -228,7 +223,6 @@ ScanCheckpointSpec: TypeAlias = (
 
 
 def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
-    """The policy for a `remat=` argument."""
     if isinstance(spec, ScanCheckpointPolicy):
         return spec
     if callable(spec) and not isinstance(spec, type):
@@ -296,18 +290,14 @@ def _internals(field: str, value: Any) -> bool | tuple[str, ...] | JaxPolicy:
 
 def _names(field: str, value: Any) -> tuple[str, ...]:
     """Checkpoint names that a user wrote for `field`, sorted."""
-    if isinstance(value, str):
-        raise TypeError(f"{field} is a list of checkpoint names; got {value!r}. Write {field}=[{value!r}].")
-    if not isinstance(value, Iterable):
+    names: set[Any] = {*value} if isinstance(value, Iterable) and not isinstance(value, str) else {None}
+    if not all(isinstance(name, str) for name in names):
+        write = value if isinstance(value, str) else "name"
         raise TypeError(
-            f"{field} is a list of checkpoint names; got {value!r}. Leave it out to name none, or write "
-            f"{field}=[names], with names that checkpoint_name gives inside the block."
+            f"{field} is a list of names that checkpoint_name gives inside the block; got {value!r}. Write "
+            f"{field}=[{write!r}]."
         )
-    names = tuple(value)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"{field} is a list of checkpoint names; {name!r} is not a string.")
-    return tuple(sorted(set(names)))
+    return tuple(sorted(names))
 
 
 ALIASES: dict[bool | str, ScanCheckpointPolicy] = {

@@ -77,7 +77,6 @@ class Remat:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is moved to the host."""
         return self.carries == "host" or bool(self.kept.offloaded or self.first_kept.offloaded)
 
     @property
@@ -122,7 +121,6 @@ def _joined_policy(internals: JaxPolicy, saved: tuple[str, ...], offloaded: tupl
 
 
 def _goes_by_names(policy: JaxPolicy) -> bool:
-    """Whether a policy is one of those that JAX makes from names."""
     made_by = getattr(policy, "__qualname__", type(policy).__name__).split(".")[0]
     return made_by.lower().replace("_", "") in (
         "saveonlythesenames",

@@ -43,7 +43,6 @@ class Run:
 
     @property
     def replays(self) -> int:
-        """How many layers the run evaluates forward."""
         return self.top - self.start
 
     @property
@@ -216,7 +215,6 @@ def _split(size: int, slots: int) -> int:
 
 
 def _cut_into(sizes: Sequence[int]) -> Schedule:
-    """Segments of the given sizes."""
     slots = max(before + size for before, size in enumerate(sizes))
     return Schedule(sum(sizes), slots, tuple(sizes))
 

@@ -6,6 +6,7 @@ scan: the block is traced and compiled once, however deep the stack. What a scan
 
 import abc
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -137,7 +138,6 @@ class StackedKinds(BlockFoldable[M]):
         return self._mapped(unflatten_modules_from_export, stacked=self, template=template)
 
     def _mapped(self, fn: Callable[..., Any], **given: "StackedKinds") -> Self:
-        """These layers with `fn` of the layers that are given, layer by layer."""
 
         def of_kind(name: str, stack: "Stacked[M]") -> M:
             blocks = tuple(stored(each._stacks[name].stacked) for each in given.values())
@@ -146,6 +146,32 @@ class StackedKinds(BlockFoldable[M]):
 
         return self._with_blocks(self._per_kind(of_kind))
 
+    def get_layer(self, index: Any) -> M:
+        """One layer as a module of its own.
+
+        Args:
+            index: counts from the end where negative, as in a list. In a `Stacked` it may be traced; the
+                nearest layer is taken for one outside of the stack, as always in JAX.
+
+        Raises:
+            IndexError: for an index outside of the stack.
+        """
+        name, place = self._places[check_layer_index(index, self.Layers)]
+        return self._stacks[name]._layer_getter()(place)
+
+    def __iter__(self) -> Iterator[M]:
+        getters = {name: stack._layer_getter() for name, stack in self._stacks.items()}
+        return (getters[name](place) for name, place in self._places)
+
+    def _layers(self, rows: slice) -> Self:
+        chosen, stacks = self._places[rows], {}
+        for name, stack in self._stacks.items():
+            check_stacked(stack.stacked, stack.Layers, Caller(type(stack).__name__, name_in_stack))
+            places = [place for other, place in chosen if other == name]
+            stacked, Layers = take_layers(stack.stacked, stack.Layers, places)
+            stacks[name] = changed(stack, stacked=stacked, Layers=Layers)
+        return self._with(stacks, tuple(name for name, _ in chosen))
+
     @property
     @abc.abstractmethod
     def _stacks(self) -> dict[str, "Stacked[M]"]:
@@ -153,12 +179,23 @@ class StackedKinds(BlockFoldable[M]):
 
     @property
     @abc.abstractmethod
-    def _kind_of_each(self) -> tuple[str, ...]:
-        """The kind of each layer."""
+    def _kind_of_each(self) -> tuple[str, ...]: ...
+
+    @property
+    def _places(self) -> list[tuple[str, int]]:
+        """The kind of each layer, and its number among those of its kind."""
+        numbers = {name: itertools.count() for name in self._stacks}
+        return [(name, next(numbers[name])) for name in self._kind_of_each]
 
     @abc.abstractmethod
+    def _with(self, stacks: "dict[str, Stacked[M]]", kind_of_each: tuple[str, ...]) -> Self:
+        """The same with other layers."""
+
     def _with_blocks(self, blocks: PyTree) -> Self:
         """The same with other blocks, as `_per_kind` gives them."""
+        given = blocks.values if self._pattern else {"": blocks}
+        stacks = {name: changed(stack, stacked=given[name]) for name, stack in self._stacks.items()}
+        return self._with(stacks, self._kind_of_each)
 
     def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> PyTree:
         """`fn` of each kind, as an argument of a loop."""
@@ -191,7 +228,6 @@ def layer_types(stack: "Stacked[M]") -> M:
 
 
 def name_in_stack(path: KeyPath) -> str:
-    """How to call a leaf of the blocks, for errors."""
     return f"stacked{jtu.keystr(path)}"
 
 
@@ -258,14 +294,13 @@ class Stacked(StackedKinds[M]):
             remat: the checkpoint policy. See `ScanCheckpointPolicy`.
 
         Returns:
-            A stack of this class, with copies of the arrays of a list. Python numbers that are equal in all
-            layers stay as they are. Those that differ become an array with a number for each layer, so a
-            block can compute with them and not decide by them (`if self.rate > 0`).
+            A stack of this class, with copies of the arrays of a list. Python numbers that differ between
+            layers become an array with one for each, so a block can compute with them and not decide by
+            them (`if self.rate > 0`).
 
         Raises:
-            ValueError: for another number of layers than the axis has; for layers that differ in the shape,
-                axes or dtype of an array, in their structure, in a bool, a string or a function, or in a
-                static field: names the path and both values.
+            ValueError: for another number of layers than the axis has; for layers that differ otherwise than
+                in numbers: names the path and both values.
             TypeError: for anything but a sequence of modules, or one with the number of layers.
         """
         what = f"{cls.__name__}.of"
@@ -306,25 +341,7 @@ class Stacked(StackedKinds[M]):
         return map_layers(build_one, *split_tree((args, kwargs), Layers, caller), caller.what)
 
     def get_layer(self, index: Any) -> M:
-        """One layer as a module of its own.
-
-        Args:
-            index: counts from the end where negative, as in a list. It may be traced; the nearest layer is
-                taken for one outside of the stack, as always in JAX.
-
-        Raises:
-            IndexError: for an index outside of the stack.
-        """
-        place = index if isinstance(index, Tracer) else check_layer_index(index, self.Layers)
-        return self._layer_getter()(place)
-
-    def __iter__(self) -> Iterator[M]:
-        return map(self._layer_getter(), range(self.Layers.size))
-
-    def _layers(self, rows: slice) -> Self:
-        check_stacked(self.stacked, self.Layers, Caller(type(self).__name__, name_in_stack))
-        stacked, Layers = take_layers(self.stacked, self.Layers, range(self.Layers.size)[rows])
-        return changed(self, stacked=stacked, Layers=Layers)
+        return self._layer_getter()(index) if isinstance(index, Tracer) else super().get_layer(index)
 
     @property
     def _stacks(self) -> dict[str, Any]:
@@ -334,8 +351,8 @@ class Stacked(StackedKinds[M]):
     def _kind_of_each(self) -> tuple[str, ...]:
         return ("",) * self.Layers.size
 
-    def _with_blocks(self, blocks: M) -> Self:
-        return changed(self, stacked=blocks)
+    def _with(self, stacks: dict[str, Any], kind_of_each: tuple[str, ...]) -> Self:
+        return stacks[""]
 
     def _layer_getter(self) -> Callable[[Any], M]:
         return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, name_in_stack))

@@ -30,9 +30,7 @@ class BuiltByInit(Protocol[P, B_co]):
     """A module class with a static `init`, as is usual with Haliax."""
 
     @property
-    def init(self) -> Callable[P, B_co]:
-        """What builds a module."""
-        ...
+    def init(self) -> Callable[P, B_co]: ...
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -145,7 +143,6 @@ def check_options(blocks: Iterable[PyTree], verb: str, options: dict[str, Any]) 
 
 
 def check_modules(layers: PyTree, what: str, name: str = "layers") -> None:
-    """Refuse anything but a sequence of modules."""
     takes = f"{what} holds a list of modules, one for each layer"
     if isinstance(layers, eqx.Module):
         raise TypeError(f"{takes}; got {type(layers).__name__}.")
@@ -174,7 +171,6 @@ def no_module(value: Any) -> str:
 
 
 def is_of_nnx(kind: type) -> bool:
-    """Whether a class is that of a module of Flax NNX."""
     return any(base.__module__.startswith("flax.nnx") for base in kind.__mro__)
 
 

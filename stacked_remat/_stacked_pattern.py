@@ -1,6 +1,6 @@
 """`StackedPattern`: layers of several kinds, each kind a `Stacked`, applied in one scan."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import equinox as eqx
@@ -11,10 +11,9 @@ from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_no_lists
 from ._scan.checks import layers_axis
 from ._scan.layer_axis import NamedPattern, divide
-from ._scan.marks import PerKind, changed
-from ._scan.stacking import take_layers
+from ._scan.marks import changed
 from ._stacked import Stacked, StackedKinds
-from ._stacked_methods import BuiltByInit, block_builder, check_layer_index, init_policy
+from ._stacked_methods import BuiltByInit, block_builder, init_policy
 from ._static import PyTree
 
 
@@ -34,10 +33,9 @@ class StackedPattern(StackedKinds[M]):
     y = blocks.fold(x)
     ```
 
-    `fold` and `scan` equal `for block in blocks: carry = block(carry, ...)`. What the backward pass keeps is
-    chosen layer by layer, as for a `Stacked`, whatever the pattern. Program size and compile time grow with
-    the number of kinds and not with that of layers, except under policies that drop carries, which
-    unroll the layers.
+    `fold` and `scan` equal `for block in blocks: carry = block(carry, ...)`, under every policy. Program size
+    and compile time grow with the number of kinds and not with that of layers, except under policies that
+    drop carries, which unroll the layers.
 
     All kinds take the same carry and the same arguments (`per_kind` gives each its own). Outputs may differ:
     `scan` returns a dict with those of each kind, stacked over the layers of this kind.
@@ -64,12 +62,6 @@ class StackedPattern(StackedKinds[M]):
     def __check_init__(self):
         what = type(self).__name__
         _check_kinds(self.stacks, what)
-        for name, stack in self.stacks.items():
-            if not isinstance(stack, Stacked):
-                raise TypeError(
-                    f"{what} holds a Stacked for each kind of layers; stacks[{name!r}] is a "
-                    f"{type(stack).__name__}. Build them by {what}.init(Layers, kinds, pattern)(...)."
-                )
         _check_pattern(self.pattern, self.stacks, what)
         if len(self.pattern) != self.Layers.size:
             raise ValueError(
@@ -78,10 +70,11 @@ class StackedPattern(StackedKinds[M]):
             )
         for name, stack in self.stacks.items():
             wanted = self.Layers.resize(self.pattern.count(name))
-            if stack.Layers != wanted:
+            found = stack.Layers if isinstance(stack, Stacked) else type(stack).__name__
+            if found != wanted:
                 raise ValueError(
-                    f"By the pattern {wanted.size} layers of `{wanted.name}` are of the kind {name!r}; "
-                    f"stacks[{name!r}] has {stack.Layers.size} of `{stack.Layers.name}`."
+                    f"By the pattern stacks[{name!r}] is a Stacked of {wanted}; got {found}. Build them by "
+                    f"{what}.init(Layers, kinds, pattern)(...)."
                 )
 
     @classmethod
@@ -145,33 +138,13 @@ class StackedPattern(StackedKinds[M]):
     def _kind_of_each(self) -> tuple[str, ...]:
         return self.pattern
 
-    def _with_blocks(self, blocks: PerKind) -> Self:
-        stacks = {name: changed(stack, stacked=blocks.values[name]) for name, stack in self.stacks.items()}
-        return changed(self, stacks=stacks)
+    def _with(self, stacks: dict[str, Stacked[M]], kind_of_each: tuple[str, ...]) -> Self:
+        Layers = self.Layers.resize(len(kind_of_each))
+        return changed(self, stacks=stacks, pattern=kind_of_each, Layers=Layers)
 
     @property
     def _pattern(self) -> NamedPattern:
         return NamedPattern.of(self.pattern, self.stacks)
-
-    def get_layer(self, index: Any) -> M:
-        """One layer; negative indices count from the end, and one outside is an `IndexError`."""
-        index = check_layer_index(index, self.Layers)
-        name = self.pattern[index]
-        return self.stacks[name].get_layer(self.pattern[:index].count(name))
-
-    def __iter__(self) -> Iterator[M]:
-        layers = {name: iter(stack) for name, stack in self.stacks.items()}
-        return (next(layers[name]) for name in self.pattern)
-
-    def _layers(self, rows: slice) -> Self:
-        chosen = range(self.Layers.size)[rows]
-        stacks = {}
-        for name, stack in self.stacks.items():
-            of_kind = [self.pattern[:i].count(name) for i in chosen if self.pattern[i] == name]
-            stacked, Layers = take_layers(stack.stacked, stack.Layers, of_kind)
-            stacks[name] = changed(stack, stacked=stacked, Layers=Layers)
-        pattern = tuple(self.pattern[i] for i in chosen)
-        return changed(self, stacks=stacks, pattern=pattern, Layers=self.Layers.resize(len(chosen)))
 
 
 def _check_kinds(kinds: Any, what: str) -> None:

@@ -58,18 +58,15 @@ def tiled(
 
     Raises:
         ValueError: nothing to split, arguments of different sizes, a single random key that is not marked
-            `shared`, or results of a tile that are not a part of those of all positions: without the axis and
-            without `reduce`, of another shape, or numbers that depend on the size of a tile.
+            `shared`, or results of a tile that are not a part of those of all positions.
 
     Cost: `fn` once forward, and in the backward pass once more and its products. Memory: arguments, outputs
-    and their cotangents, the gradients of shared arguments in float32, and the internals of one tile. Every
-    loop is rolled; a smaller last tile is compiled beside it. An axis that Haliax's axis mapping divides over
-    devices is cut within each device's part, so that every device has a part of every tile.
-    On a CPU a smaller last tile has its internals beside those of the loop. `fn` is traced for all positions
-    too, to compare its results. Random keys in closures and in `shared(...)` give every tile the same
-    numbers. All derivatives work, each computed tile by tile; meshes with `AxisType.Explicit` do not. Names
-    given inside `fn` by `checkpoint_name` are not seen by policies outside. The method is that of ALST
-    (Bekman et al. 2025).
+    and their cotangents, the gradients of shared arguments in float32, and the internals of one tile, on a
+    CPU also of a smaller last one, which is compiled beside the rolled loop. An axis that Haliax's axis
+    mapping divides over devices is cut within each device's part. `fn` is traced for all positions too, to
+    compare its results. Random keys in closures and in `shared(...)` give every tile the same numbers. All
+    derivatives work, each computed tile by tile; meshes with `AxisType.Explicit` do not. Policies outside do
+    not see names given inside `fn` by `checkpoint_name`. The method is that of ALST (Bekman et al. 2025).
     """
     if not callable(fn):
         raise TypeError(f"tiled takes a function and then an axis; got {describe(fn)}.")

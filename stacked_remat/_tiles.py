@@ -186,8 +186,6 @@ Derived = tuple[Tiling, Arrays]
 
 
 class Tiles(Differentiable):
-    """The loop over tiles."""
-
     tiling: Tiling
 
     def __init__(self, tiling: Tiling, types: Sequence[ShapedArray]) -> None:

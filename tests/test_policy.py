@@ -72,8 +72,8 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(nested=2.0), "number of segments .an int.; got 2.0"),
         (dict(max_carries=True), "max_carries.*an int.*got True"),
         (dict(offload_block_internals="attention"), r"Write offload_block_internals=\['attention'\]"),
-        (dict(offload_block_internals=True), "offload_block_internals is a list.*got True. Leave it out"),
-        (dict(save_block_internals=None), "save_block_internals is a list.*got None. Leave it out"),
+        (dict(offload_block_internals=True), "offload_block_internals is a list.*got True. Write"),
+        (dict(save_block_internals=None), "save_block_internals is a list.*got None. Write"),
         (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
         (dict(first_layers=1.5), "got 1.5"),
         (

@@ -27,9 +27,7 @@ class Follower(Protocol):
     def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
         """Take what sweeps back, and which arrays of `(init, args, kwargs)` have cotangents."""
 
-    def __call__(self, cotangent: PyTree) -> SweepResult:
-        """Sweep back from the cotangent of what the fold returned."""
-        ...
+    def __call__(self, cotangent: PyTree) -> SweepResult: ...
 
 
 class FollowedFold(HiPrim):
@@ -98,25 +96,21 @@ class FollowedStack(eqx.Module):
 
     @property
     def Block(self) -> Axis:
-        """The axis of the layers."""
         return self._stack.Layers
 
     Layers = Block
 
     @property
     def remat(self) -> ScanCheckpointPolicy:
-        """The stack's policy."""
         return self._stack.remat
 
     def __len__(self) -> int:
         return len(self._stack)
 
     def fold(self, init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """As `Stacked.fold`."""
         return self._apply("fold", init, args, kwargs)
 
     def scan(self, init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """As `Stacked.scan`."""
         return self._apply("scan", init, args, kwargs)
 
     def _apply(self, verb: str, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
@@ -141,11 +135,8 @@ class FollowedStack(eqx.Module):
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
 
-    def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(self._lacks("layers by index"))
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(self._lacks("layers one by one"))
+    def __getitem__(self, index: object) -> NoReturn:  # iteration calls it too
+        raise TypeError(self._lacks("single layers"))
 
     def _lacks(self, what: str) -> str:
         return (

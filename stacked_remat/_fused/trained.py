@@ -139,7 +139,6 @@ class Trained:
 
     @property
     def weights(self) -> list[PyTree]:
-        """The stacks with None in the place of what is not trained."""
         return [self.trained[i] for i in self.followed]
 
     def layer_mask(self, number: int) -> list[bool]:
@@ -210,7 +209,6 @@ class Trained:
 
 
 def _folded(model: PyTree, paths: list[KeyPath]) -> list[FoldedLayers]:
-    """What is folded, given the paths of the stacks that are trained."""
     found = []
     for path, node in jtu.tree_leaves_with_path(model, is_leaf=_is_folded):
         stacks = {

@@ -25,13 +25,9 @@ from .trained import Trained, masked, replaced, state_of_layers
 class Optimizer(Protocol):
     """An `optax.GradientTransformation`."""
 
-    def init(self, params: PyTree, /) -> PyTree:
-        """The state before the first step."""
-        ...
+    def init(self, params: PyTree, /) -> PyTree: ...
 
-    def update(self, updates: PyTree, state: PyTree, params: PyTree = None, /) -> tuple[PyTree, PyTree]:
-        """From gradients to updates and the next state."""
-        ...
+    def update(self, updates: PyTree, state: PyTree, params: PyTree = None, /) -> tuple[PyTree, PyTree]: ...
 
 
 class FusedState(NamedTuple):
@@ -87,17 +83,15 @@ def fused_update(
     state are donated. What is not in a stack is updated at the end of the same step.
 
     The optimizer sees one layer at a time, in a tree like the model in which all else is None, so that masks
-    and labels by path work. What a transformation computes of a whole array it computes of a layer's array:
-    Adafactor's rows, columns and root mean squares, for one. Its counts, hyperparameters and random numbers
-    exist once for each layer.
+    and labels by path work. What a transformation computes of a whole array it computes of a layer's array,
+    such as Adafactor's root mean squares. Its counts and random numbers exist once for each layer.
 
     Args:
         loss: returns a scalar. It may call `fold` or `scan` of each stack (a `Stacked` or a
-            `StackedPattern`) once, directly or inside of `jax.jit`, and cannot use the weights of a stack
-            otherwise.
+            `StackedPattern`) once, directly or inside of `jax.jit`, and cannot use its weights otherwise.
         optimizer: an `optax.GradientTransformation` that updates every layer by its own gradient.
-        trainable: which arrays are trained, a predicate of leaves or a tree of bools like the model. A stack
-            without trained arrays is folded as it is.
+        trainable: which arrays are trained: a filter spec, as in `eqx.filter`. A stack without trained arrays
+            is folded as it is.
         has_aux: whether `loss` returns a pair, of the scalar and anything else.
         max_grad_norm: gradients with a larger norm are scaled down to it.
         clip: which norm that is: of all gradients, or of each layer's and of the rest's.
@@ -176,7 +170,6 @@ class FusedUpdate:
         return state_of_layers(leaves, self._layer_state(trained, number), stack.Layers)
 
     def _layer_state(self, trained: Trained, number: int) -> PyTree:
-        """The types of the state of one layer."""
         return jax.eval_shape(self.optimizer.init, trained.only_layer(number, trained.layer_types(number)))
 
     def __call__(self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree) -> FusedResult:
@@ -212,7 +205,6 @@ class FusedUpdate:
         return [jnp.where(norm < most, leaf, leaf / norm.astype(leaf.dtype) * most) for leaf in gradients]
 
     def _cast(self, gradients: list[PyTree]) -> list[PyTree]:
-        """The gradients in `gradient_dtype`."""
         dtype = self.gradient_dtype
         return gradients if dtype is None else [leaf.astype(dtype) for leaf in gradients]
 

@@ -42,13 +42,8 @@ def arguments_on_host(
     ```
 
     Args:
-        to_host: returns its arguments with some arrays moved to the host, or their shapes. It is traced, not
-            run.
-        args: its arguments: arrays, shapes, and anything else.
-
-    Returns:
-        Its results with shapes in place of arrays. If they are trees like the arguments, arrays keep their
-        shardings, as shapes do.
+        to_host: returns its arguments with some arrays moved to the host, or their shapes. It is traced.
+        args: its arguments: arrays, shapes, and anything else. In results like them arrays keep shardings.
 
     Raises:
         TargetError: for arrays on several devices whose compiler knows no host memory without them.
@@ -127,7 +122,6 @@ class Placement:
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
     def place(self, call: PyTree) -> PyTree:
-        """Replace every array by its shape on the target."""
 
         def shape(path: Any, leaf: Any) -> Any:
             if not is_array_or_shape(leaf):

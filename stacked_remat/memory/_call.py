@@ -23,8 +23,6 @@ from ._targets import Target, find_target, target_of_device
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """A call that is traced and not compiled yet."""
-
     placement: Placement
     traced: Any
     flops: Flops
@@ -69,15 +67,13 @@ def report(
         donate: names of the arguments whose buffers may be reused for results, or `"all"` (with the
             arrays in `fn`).
         cache: folder for what compilations find, which the same program, target and versions then need not
-            repeat; `compile_seconds` is of the first. None to compile.
-        **kwargs: keyword arguments of `fn`, but not `target`, `donate` and `cache`: if `fn` takes arguments
-            of these names, pass them by position.
+            repeat; `compile_seconds` is of the first.
+        **kwargs: keyword arguments of `fn`; those with names of the above go by position.
 
-    If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`).
-
-    Arguments in host memory, by their sharding's memory kind, are in host memory for `fn` too. Without a GPU,
-    XLA takes none for one: there the program makes them first, so they count as temporaries of the host, or
-    as outputs where they are updated in place. Making them is not among the transfers.
+    If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`). Those
+    in host memory, by their sharding's memory kind, are there for `fn` too. Without a GPU, XLA takes none for
+    one: there the program makes them first, so they count as temporaries of the host, or as outputs where
+    they are updated in place. Making them is not among the transfers.
 
     Returns:
         The report. Library workspaces and autotuning may differ on the device itself.

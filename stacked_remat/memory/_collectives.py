@@ -70,7 +70,6 @@ def _sent_in(kind: str, starts: bool, size: int, group: int) -> float:
 
 
 def _group(text: str, devices: int) -> int:
-    """How many devices a collective is among."""
     found = _GROUPS.search(text)
     if found is None:
         return devices

@@ -45,7 +45,6 @@ def computations_in(text: str) -> tuple[Computations, str]:
 
 
 def bytes_of(types: Sequence[str]) -> int:
-    """The bytes of arrays of these types."""
     bits = 0
     for kind, width, sizes in _SIZES.findall(" ".join(types)):
         bits += (8 if kind == "pred" else int(width)) * math.prod(

@@ -114,19 +114,17 @@ def compare(
     Args:
         fn_of_policy: makes the function to compile from a policy, for example
             `lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)`.
-        *args: its arguments, as for `report`.
+        *args: its arguments; these, `target`, `donate` and `**kwargs` as for `report`.
         candidates: the policies, in the order they are compiled and shown.
-        target: as for `report`.
-        donate: as for `report`.
+        target: what to compile for.
+        donate: which arguments may be reused.
         **kwargs: its keyword arguments.
 
     Returns:
         A trial for each candidate, with the compiler's message for one that it refuses.
 
     Raises:
-        jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
-            reason than memory; a note names the policy.
-        TypeError: as `plan`.
+        jax.errors.JaxRuntimeError, TypeError: as `plan`.
 
     Cost: one compilation a candidate.
     """
@@ -155,39 +153,34 @@ def plan(
 
     FLOPs are those of matrix products, found by tracing; of equals, the policy that moves fewer bytes
     between device and host comes first. A larger budget never plans more of them, for the same place of the
-    weights. Give `host_budget=0` to leave the host out.
+    weights.
 
-    With `layers`, also every candidate but `max_carries` with as many `first_layers` as fit is considered:
-    they keep their internals, or, where carries are cut or offloaded, their carries. So are, for a candidate
-    with `nested=True`, cuts that keep the internals of a segment while it is reversed (`nested=k,
-    save_block_internals=True`): then no layer runs more than twice. `k` follows from the sizes of a carry
-    and of a layer's internals, which three compiled policies tell. For layers that are alike, the plan takes
-    at most 1.05 times the FLOPs of any order of the same operations where such a cut fits, and up to 1.2
-    times below that.
+    With `layers`, also every candidate but `max_carries` with as many `first_layers` as fit is considered,
+    and, for one with `nested=True`, cuts that keep the internals of a segment while it is reversed
+    (`nested=k, save_block_internals=True`): then no layer runs more than twice. For layers that are alike,
+    the plan takes at most 1.05 times the FLOPs of any order of the same operations where such a cut fits, and
+    up to 1.2 times below that.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
             run: the whole training step, with its optimizer state and donation.
-        *args: its arguments, as for `report`.
+        *args: its arguments; these, `target`, `donate`, `cache` and `**kwargs` as for `report`.
         budget: memory of each device, arguments and results included: bytes, or text such as `"80GiB"` or
-            `"80GB"`. Allow for what the compiler does not count (fragmentation, library workspaces, other
-            programs): nine tenths of the device is a usual figure.
-        host_budget: the same for the host memory that one device uses; None for no limit.
+            `"80GB"`. The compiler does not count all (fragmentation, library workspaces, other programs):
+            nine tenths of the device is a usual figure.
+        host_budget: the same for the host memory that one device uses; 0 to leave the host out, None for no
+            limit.
         candidates: the policies, in any order.
-        target: as for `report`.
-        donate: as for `report`.
-        layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts; None
-            for no search.
+        target: what to compile for.
+        donate: which arguments may be reused.
+        layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts.
         streamed: from the arguments to the same arguments, or their shapes, with weights on the host, such as
             `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
-            these; the table says whether the transfers hide behind compute at the target's peak, or how long
-            they take (see `TimeBound`). It is traced, not run.
-        cache: as for `report`.
+            these; the table says whether the transfers hide behind compute (see `TimeBound`). It is traced,
+            not run.
+        cache: folder for what compilations find.
         show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
-
-    Returns:
-        The plan.
 
     Raises:
         BudgetError: no candidate fits; shows all of them and the smallest.
@@ -200,8 +193,7 @@ def plan(
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
     and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice
-    that. With `layers` up to three more, and `log2(layers)` for each way to keep first layers, most of which
-    end sooner, once what is left to try has no fewer FLOPs than the best.
+    that. With `layers` up to three more, and at most `log2(layers)` for each way to keep first layers.
     """
     most = parse_bytes(budget)
     limits = Limits(most) if host_budget is None else Limits(most, parse_bytes(host_budget))

@@ -70,10 +70,9 @@ class MemoryReport(Tabular):
         least_time: of one call, by its FLOPs and its transfers; None where the device's peak or link is
             not known.
         sent: bytes that a device sends to others in collectives, if each goes round a ring. Divided experts
-            (`over` of `grouped_experts`) count as with an even routing; other loops whose trips depend on
-            data count once.
-        largest: the largest buffers in device memory beside the arguments. They are those of the whole
-            program, not of its peak: a compiler does not say when each is alive.
+            (`over` of `grouped_experts`) count as with an even routing, other unknown trip counts as one.
+        largest: the largest buffers in device memory beside the arguments, in the whole program, not at its
+            peak: a compiler does not say when each is alive.
     """
 
     target: str

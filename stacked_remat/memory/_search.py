@@ -51,13 +51,10 @@ def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bytes on a device and on the host."""
-
     device: float = math.inf
     host: float = math.inf
 
     def hold(self, trial: Trial) -> bool:
-        """Whether a policy fits."""
         found = trial.report
         return found is not None and found.total <= self.device and found.host.total <= self.host
 
@@ -79,7 +76,6 @@ class Search:
     traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(default_factory=dict, init=False)
 
     def trial(self, policy: ScanCheckpointSpec) -> Trial:
-        """Compile the program under a policy, if it wasn't yet."""
         for known in self._own():
             if resolve_policy(known.policy) == resolve_policy(policy):
                 return known

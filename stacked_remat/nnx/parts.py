@@ -17,7 +17,7 @@ TAG = "stacked_remat.nnx.remat_scan"
 
 
 def is_node(x: PyTree) -> bool:
-    """Whether a value is a module, another graph node or a variable, and not an array."""
+    """Whether a value is a module, another graph node or a variable."""
     return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
 
 

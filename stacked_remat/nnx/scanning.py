@@ -67,8 +67,7 @@ def remat_scan(
 
     Raises:
         ValueError: for axes that contradict each other, arguments of different lengths, a negative length, a
-            carry that changes, a bound method, and where `stacked_remat.scan` does; an unknown policy when
-            decorating.
+            carry that changes, a bound method, and where `stacked_remat.scan` does.
         TypeError: for a keyword-only argument, and axes of another kind.
 
     Cost: as `stacked_remat.scan`. What a layer does not change is not copied, but all of a carried module is
@@ -108,7 +107,6 @@ class _Axes:
 
     @property
     def name(self) -> str:
-        """Of the layers' axis."""
         return str(self.metadata.get(nnx.PARTITION_NAME) or "layers")
 
     def take_carry(self, result: PyTree) -> tuple[Any, tuple[PyTree, ...]]:
@@ -133,13 +131,11 @@ class _Axes:
 
 
 def _carry_of(axes: Any) -> int | None:
-    """Which argument or result is the carry."""
     entries = axes if isinstance(axes, tuple) else (axes,)
     return next((number for number, axis in enumerate(entries) if axis is nnx.Carry), None)
 
 
 def _replaced(values: tuple[PyTree, ...], index: int, value: PyTree) -> tuple[PyTree, ...]:
-    """The tuple with another entry at `index`."""
     return (*values[:index], value, *values[index + 1 :])
 
 

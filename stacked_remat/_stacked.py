@@ -193,7 +193,7 @@ class StackedKinds(BlockFoldable[M]):
 
     def _with_blocks(self, blocks: PyTree) -> Self:
         """The same with other blocks, as `_per_kind` gives them."""
-        given = blocks.values if self._pattern else {"": blocks}
+        given = self._by_kind(blocks)
         stacks = {name: changed(stack, stacked=given[name]) for name, stack in self._stacks.items()}
         return self._with(stacks, self._kind_of_each)
 
@@ -201,6 +201,10 @@ class StackedKinds(BlockFoldable[M]):
         """`fn` of each kind, as an argument of a loop."""
         found = {name: fn(name, stack) for name, stack in self._stacks.items()}
         return per_kind(found) if self._pattern else found[""]
+
+    def _by_kind(self, found: PyTree) -> dict[str, Any]:
+        """What an argument, or a result, has of each kind."""
+        return found.values if self._pattern else {"": found}
 
     @property
     def _kinds(self) -> list[M]:

@@ -6,7 +6,6 @@ from typing import Any, NoReturn, Protocol
 
 import equinox as eqx
 import jax
-from haliax import Axis
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
@@ -15,7 +14,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._activity import CALLS, name_of, programs_in
 from .._block_foldable import BlockFoldable
 from .._compat import HiPrim, without_constants
-from .._policy import ScanCheckpointPolicy
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import SweepResult
 from .._static import PyTree, Static
@@ -24,7 +22,7 @@ from .._static import PyTree, Static
 class Follower(Protocol):
     """Sweeps back over the layers of a fold, and keeps what it finds."""
 
-    def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
+    def begin(self, sweep_back: SweepBack, wanted: Any) -> None:
         """Take what sweeps back, and which arrays of `(init, args, kwargs)` have cotangents."""
 
     def __call__(self, cotangent: PyTree) -> SweepResult: ...
@@ -57,7 +55,7 @@ class FollowedFold(HiPrim):
             raise _refusal(self.name, "a derivative that the loss takes")
         stack, *given = eqx.combine(arrays, self.static.value)
         y, sweep_back = self.call("_vjp", stack, *given)
-        self.follower.begin(sweep_back, stack, nonzero[1:])
+        self.follower.begin(sweep_back, nonzero[1:])
         return eqx.filter(y, eqx.is_array), None
 
     def vjp_bwd(self, residuals: None, cotangents: PyTree, *sums: PyTree) -> None:
@@ -94,16 +92,6 @@ class FollowedStack(eqx.Module):
     _stack: BlockFoldable
     _name: str = eqx.field(static=True)
 
-    @property
-    def Block(self) -> Axis:
-        return self._stack.Layers
-
-    Layers = Block
-
-    @property
-    def remat(self) -> ScanCheckpointPolicy:
-        return self._stack.remat
-
     def __len__(self) -> int:
         return len(self._stack)
 
@@ -132,7 +120,9 @@ class FollowedStack(eqx.Module):
         params = {"name": self._name, "call": call, "static": Static(static), "follower": None}
         return eqx.combine(FollowedFold(*jax.tree.map(jax.typeof, (arrays, types)), **params)(*arrays), rest)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name in ("Block", "Layers", "remat"):
+            return getattr(self._stack, name)
         raise AttributeError(name if name.startswith("__") else self._lacks(repr(name)))
 
     def __getitem__(self, index: object) -> NoReturn:  # iteration calls it too
@@ -149,12 +139,7 @@ class FollowedStack(eqx.Module):
 def followed(
     closed: ClosedJaxpr, weights: Sequence[Sequence[Var]], names: Sequence[str], followers: Sequence[Follower]
 ) -> Callable[..., list[PyTree]]:
-    """A loss as a function of its inputs, in whose reverse pass each stack has its follower.
-
-    Raises:
-        ValueError: a stack is not folded exactly once, or its weights are used otherwise.
-        TypeError: it is folded inside of a loop or another transformation.
-    """
+    """A loss as a function of its inputs, in whose reverse pass each stack has its follower."""
     jaxpr, constants = without_constants(closed)
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     same: dict[Var, Any] = {}

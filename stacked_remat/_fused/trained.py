@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,25 +11,19 @@ import jax
 import jax.tree_util as jtu
 from haliax import Axis, NamedArray
 from haliax.util import is_named_array
-from jax.tree_util import KeyPath
 from jaxtyping import DTypeLike
 
 from .._activity import active_variables
 from .._messages import axes_text, shortened
 from .._scan.checks import describe
 from .._scan.marks import is_split, raw_array
-from .._stacked import Stacked, layer_types
-from .._stacked_pattern import StackedPattern
+from .._stacked import StackedKinds, layer_types
 from .._static import PyTree
 from .folds import FollowedStack, leaves_or_none
 
 
-def _is_stack(node: PyTree) -> bool:
-    return isinstance(node, Stacked)
-
-
 def _is_folded(node: PyTree) -> bool:
-    return isinstance(node, Stacked | StackedPattern)
+    return isinstance(node, StackedKinds)
 
 
 def _is_none(node: PyTree) -> bool:
@@ -51,136 +46,124 @@ def replaced(tree: PyTree, mask: Iterable[bool], new: Iterable[PyTree]) -> PyTre
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class FoldedLayers:
-    """What a loss folds: the numbers of a pattern's stacks that are trained, by kind; None for one stack."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Folded:
+    """Layers that a loss folds, and the same with None in the place of what is not trained.
+
+    By the name of each kind that is trained, one for a `Stacked`, `masks` say which leaves of a layer are,
+    None being one.
+    """
 
     name: str
-    path: KeyPath
-    stacks: dict[str | None, int]
+    layers: StackedKinds
+    trained: StackedKinds
+
+    @functools.cached_property
+    def masks(self) -> dict[str, list[bool]]:
+        leaves = {kind: leaves_or_none(stack) for kind, stack in self.trained._stacks.items()}
+        masks = {kind: [leaf is not None for leaf in own] for kind, own in leaves.items()}
+        return {kind: mask for kind, mask in masks.items() if any(mask)}
+
+    def layer_types(self, kind: str) -> PyTree:
+        return masked(layer_types(self.layers._stacks[kind]), self.masks[kind])
+
+    def with_layers(self, layers: dict[str, PyTree]) -> PyTree:
+        """These with a layer in the place of the stacks of some kinds, and None in that of other arrays."""
+        none, new = eqx.filter(self.layers, False), [*layers.values()]
+        return eqx.tree_at(
+            lambda it: [it._stacks[kind].stacked for kind in layers], none, new, is_leaf=_is_none
+        )
+
+    def check(self) -> None:
+        for kind, stack in self.trained._stacks.items():
+            for path, leaf in jtu.tree_leaves_with_path(stack, is_leaf=is_named_array):
+                if raw_array(leaf) is not None and not is_split(leaf, stack.Layers):
+                    name = self.name + (f".stacks[{kind!r}]" if kind else "") + jtu.keystr(path)
+                    shape = axes_text(leaf.axes) if is_named_array(leaf) else describe(leaf)
+                    raise ValueError(
+                        f"{name} ({shape}) is shared by all layers, so a fused update cannot update it with "
+                        "one of them. Give it the layers' axis, keep it outside of the stack, or leave it "
+                        "out of trainable."
+                    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
     """What of a model is trained, and how the optimizer sees it.
 
-    The nodes are the model's leaves, each stack being one, and `trained` the same with None in the place of
-    arrays that are not. Those `followed` are stacks with trained arrays, which the loss folds.
+    The nodes are the model's leaves, what is folded being one, and `trained` the same with None in the place
+    of arrays that are not. `folds` are those with trained arrays, by their numbers among the nodes.
     """
 
-    model: PyTree
+    structure: Any
     nodes: list[PyTree]
     trained: list[PyTree]
-    followed: list[int]
-    names: list[str]
-    folded: list[FoldedLayers]
+    folds: dict[int, Folded]
 
     @staticmethod
     def of(model: PyTree, trainable: Any) -> "Trained":
-        trained = eqx.filter(model, trainable)
-        paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_stack)
-        nodes = structure.flatten_up_to(trained)
-        followed = [i for i, node in enumerate(nodes) if _is_stack(node) and jax.tree.leaves(node)]
-        paths = [paths_and_nodes[i][0] for i in followed]
-        found = Trained(
-            model,
-            [node for _, node in paths_and_nodes],
-            nodes,
-            followed,
-            [f"model{jtu.keystr(path)}" for path in paths],
-            _folded(model, paths),
-        )
+        paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_folded)
+        nodes = structure.flatten_up_to(eqx.filter(model, trainable))
+        folds = {
+            i: Folded(f"model{jtu.keystr(path)}", node, own)
+            for i, ((path, node), own) in enumerate(zip(paths_and_nodes, nodes, strict=True))
+            if _is_folded(node) and jax.tree.leaves(own)
+        }
+        found = Trained(structure, [node for _, node in paths_and_nodes], nodes, folds)
         found._check()
         return found
 
     def _check(self) -> None:
-        if not self.followed:
+        if not self.folds:
             raise ValueError(
                 "The model has no Stacked with trained arrays, so there is nothing to fuse. Let its layers "
                 "be a Stacked, check trainable, or use jax.value_and_grad and optimizer.update."
             )
-        for path, leaf in jtu.tree_leaves_with_path(self._tree(self.trained)):
+        for path, leaf in jtu.tree_leaves_with_path(self.structure.unflatten(self.trained)):
             if not eqx.is_inexact_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ValueError(
                     f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a floating-point array. "
                     "Leave it out of trainable."
                 )
-        for name, i in zip(self.names, self.followed, strict=True):
-            Layers = self.nodes[i].Layers
-            for path, leaf in jtu.tree_leaves_with_path(self.trained[i], is_leaf=is_named_array):
-                if raw_array(leaf) is not None and not is_split(leaf, Layers):
-                    shape = axes_text(leaf.axes) if is_named_array(leaf) else describe(leaf)
-                    raise ValueError(
-                        f"{name}{jtu.keystr(path)} ({shape}) is shared by all layers, so a "
-                        "fused update cannot update it with one of them. Give it the layers' axis, keep it "
-                        "outside of the stack, or leave it out of trainable."
-                    )
+        for folded in self.folds.values():
+            folded.check()
 
     @property
-    def stacks(self) -> list[Stacked]:
-        return [self.nodes[i] for i in self.followed]
-
-    def _tree(self, nodes: list[PyTree]) -> PyTree:
-        return jax.tree.unflatten(jax.tree.structure(self.model, is_leaf=_is_stack), nodes)
+    def kinds(self) -> list[tuple[int, str]]:
+        """The kinds of layers that are trained, each with the number of what is folded."""
+        return [(i, kind) for i, folded in self.folds.items() for kind in folded.masks]
 
     def in_loss(self, rest: PyTree, weights: Sequence[PyTree]) -> PyTree:
         """The model with other trained arrays, and a `FollowedStack` in the place of what is folded."""
-        stacks = [
-            replaced(stack, self.layer_mask(number), jax.tree.leaves(new))
-            for number, (stack, new) in enumerate(zip(self.stacks, weights, strict=True))
-        ]
-        names = {folded.path: folded.name for folded in self.folded}
-
-        def follow(path: KeyPath, node: PyTree) -> PyTree:
-            return FollowedStack(node, names[path]) if path in names else node
-
-        model = self.updated(stacks, jax.tree.leaves(rest))
-        return jtu.tree_map_with_path(follow, model, is_leaf=_is_folded)
+        pairs = zip(self.folds.values(), weights, strict=True)
+        stacks = [FollowedStack(eqx.combine(new, folded.layers), folded.name) for folded, new in pairs]
+        return self.updated(stacks, rest)
 
     @property
     def weights(self) -> list[PyTree]:
-        return [self.trained[i] for i in self.followed]
+        return [folded.trained for folded in self.folds.values()]
 
-    def layer_mask(self, number: int) -> list[bool]:
-        """For each leaf of a layer, None among them, whether it is trained."""
-        return [leaf is not None for leaf in leaves_or_none(self.trained[self.followed[number]])]
-
-    def _nothing(self) -> list[PyTree]:
-        return [eqx.filter(node, False) if _is_stack(node) else None for node in self.nodes]
-
-    def layer_types(self, number: int) -> PyTree:
-        """The types of one layer of a stack, with None in the place of each leaf that is not trained."""
-        return masked(layer_types(self.nodes[self.followed[number]]), self.layer_mask(number))
-
-    def only_layer(self, number: int, layer: PyTree) -> PyTree:
+    def only_layer(self, number: int, kind: str, layer: PyTree) -> PyTree:
         """The model with this layer in the place of a stack, and None in the place of all other arrays."""
-        nodes = self._nothing()
-        i = self.followed[number]
-        nodes[i] = _with_layer(nodes[i], layer)
-        return self._tree(nodes)
+        nodes = [eqx.filter(node, False) for node in self.nodes]
+        nodes[number] = self.folds[number].with_layers({kind: layer})
+        return self.structure.unflatten(nodes)
 
     def only_rest(self) -> PyTree:
         """The model with None in the place of all that is not trained, or in a stack that is."""
-        nodes = self._nothing()
-        return self._tree(
-            [
-                old if i in self.followed else new
-                for i, (old, new) in enumerate(zip(nodes, self.trained, strict=True))
-            ]
+        pairs = enumerate(self.trained)
+        return self.structure.unflatten([eqx.filter(own, i not in self.folds) for i, own in pairs])
+
+    def updated(self, folded: Iterable[PyTree], rest: PyTree) -> PyTree:
+        """The model with others in the place of what is folded, and with the arrays of `rest`."""
+        given = iter(folded)
+        parts = enumerate(zip(self.structure.flatten_up_to(rest), self.nodes, strict=True))
+        return self.structure.unflatten(
+            [next(given) if i in self.folds else eqx.combine(new, node) for i, (new, node) in parts]
         )
 
-    def updated(self, stacks: Iterable[PyTree], rest: list[PyTree]) -> PyTree:
-        """The model with other stacks, and with other arrays in the place of those of `only_rest`."""
-        nodes = list(self.nodes)
-        for i, stack in zip(self.followed, stacks, strict=True):
-            nodes[i] = stack
-        return eqx.combine(jax.tree.unflatten(jax.tree.structure(self.only_rest()), rest), self._tree(nodes))
-
     def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
-        """Refuse an optimizer that needs the gradients of several parts of the model at once.
-
-        `dtype` is that of the gradients, None for that of the arrays.
-        """
+        """Refuse an optimizer that needs the gradients of several parts of the model at once."""
         found = coupling(optimizer, *self._with_layers(1), dtype)
         if found is None:
             # A second layer finds what reads all arrays, such as a norm; an optimizer that knows arrays
@@ -190,35 +173,23 @@ class Trained:
         if found is not None:
             raise ValueError(found)
 
-    def _with_layers(self, count: int) -> tuple[PyTree, list[tuple[int, int]]]:
+    def _with_layers(self, count: int) -> tuple[PyTree, list[Any]]:
         """The model with the types of one layer in each stack, and the part that each type belongs to.
 
         With a `count` of layers a tuple, of a type for each of them, is in the place of a type.
         """
         nodes, owners = list(self.trained), []
-        for i, node in enumerate(self.nodes):
-            if i not in self.followed:
-                owners += [(-1, 0)] * len(jax.tree.leaves(nodes[i]))
+        for i, node in enumerate(nodes):
+            if i not in self.folds:
+                owners += [(-1, "", 0)] * len(jax.tree.leaves(node))
                 continue
-            number = self.followed.index(i)
-            layer = self.layer_types(number)
-            owners += [(number, k) for k in range(count)] * len(jax.tree.leaves(layer))
-            layers = layer if count == 1 else jax.tree.map(lambda leaf: (leaf,) * count, layer)
-            nodes[i] = _with_layer(node, layers)
-        return self._tree(nodes), owners
-
-
-def _folded(model: PyTree, paths: list[KeyPath]) -> list[FoldedLayers]:
-    found = []
-    for path, node in jtu.tree_leaves_with_path(model, is_leaf=_is_folded):
-        stacks = {
-            other[-1].key if isinstance(node, StackedPattern) else None: number
-            for number, other in enumerate(paths)
-            if other[: len(path)] == path
-        }
-        if stacks:
-            found.append(FoldedLayers(f"model{jtu.keystr(path)}", path, stacks))
-    return found
+            layers = {kind: self.folds[i].layer_types(kind) for kind in self.folds[i].masks}
+            for kind, layer in layers.items():
+                owners += [(i, kind, k) for k in range(count)] * len(jax.tree.leaves(layer))
+            if count > 1:
+                layers = jax.tree.map(lambda leaf: (leaf,) * count, layers)
+            nodes[i] = self.folds[i].with_layers(layers)
+        return self.structure.unflatten(nodes), owners
 
 
 def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTree:
@@ -238,13 +209,7 @@ def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTr
     return jax.tree.map(with_axis, state, is_leaf=is_named_array)
 
 
-def _with_layer(stack: PyTree, layer: PyTree) -> PyTree:
-    return eqx.tree_at(lambda stack: stack.stacked, stack, layer, is_leaf=_is_none)
-
-
-def coupling(
-    optimizer: Any, params: PyTree, owners: Sequence[tuple[int, int]], dtype: DTypeLike | None
-) -> str | None:
+def coupling(optimizer: Any, params: PyTree, owners: Sequence[Any], dtype: DTypeLike | None) -> str | None:
     """How an optimizer updates one part by the gradient of another; refuses a state whose types change.
 
     Traces its update of all parts at once and follows the data, through the state to later steps too. Nothing

@@ -13,7 +13,6 @@ from jaxtyping import Array, DTypeLike, Float
 from .._placement import has_host_arrays, moves_to_host, to_host
 from .._scan.api import scan
 from .._scan.checks import describe
-from .._scan.layer_axis import per_kind
 from .._scan.marks import PerKind
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
@@ -152,25 +151,27 @@ class FusedUpdate:
         return self._first_state(trained)
 
     def _first_state(self, trained: Trained) -> FusedState:
-        stacks = tuple(self._state_of(trained, number) for number in range(len(trained.stacks)))
+        stacks = tuple(self._state_of(trained, number, kind) for number, kind in trained.kinds)
         return FusedState(stacks, self.optimizer.init(trained.only_rest()))
 
-    def _state_of(self, trained: Trained, number: int) -> PyTree:
-        stack, mask = trained.stacks[number], trained.layer_mask(number)
+    def _state_of(self, trained: Trained, number: int, kind: str) -> PyTree:
+        stack, mask = trained.folds[number].layers._stacks[kind], trained.folds[number].masks[kind]
         on_host = has_host_arrays(masked(stack.stacked, mask))
 
         def init(_: None, layer: PyTree) -> tuple[None, list[PyTree]]:
-            leaves = jax.tree.leaves(self.optimizer.init(trained.only_layer(number, masked(layer, mask))))
+            tree = trained.only_layer(number, kind, masked(layer, mask))
+            leaves = jax.tree.leaves(self.optimizer.init(tree))
             return None, [
                 to_host(leaf) if on_host and moves_to_host(leaf.shape, leaf.dtype) else leaf
                 for leaf in leaves
             ]
 
         _, leaves = scan(init, stack.Layers)(None, stack.stacked)
-        return state_of_layers(leaves, self._layer_state(trained, number), stack.Layers)
+        return state_of_layers(leaves, self._layer_state(trained, number, kind), stack.Layers)
 
-    def _layer_state(self, trained: Trained, number: int) -> PyTree:
-        return jax.eval_shape(self.optimizer.init, trained.only_layer(number, trained.layer_types(number)))
+    def _layer_state(self, trained: Trained, number: int, kind: str) -> PyTree:
+        types = trained.folds[number].layer_types(kind)
+        return jax.eval_shape(self.optimizer.init, trained.only_layer(number, kind, types))
 
     def __call__(self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
@@ -184,7 +185,7 @@ class FusedUpdate:
         like = jax.eval_shape(lambda: self._first_state(trained))
         if _shapes(state) != _shapes(like):
             raise ValueError(
-                f"The state is not that of this model, which trains {len(trained.stacks)} stacks and "
+                f"The state is not that of this model, which trains {len(trained.kinds)} stacks and "
                 f"{len(jax.tree.leaves(trained.only_rest()))} other arrays, and optimizer. Make it by its "
                 "init."
             )
@@ -208,12 +209,11 @@ class FusedUpdate:
         dtype = self.gradient_dtype
         return gradients if dtype is None else [leaf.astype(dtype) for leaf in gradients]
 
-    def _updated(self, gradients: list[PyTree], state: PyTree, params: PyTree) -> tuple[list[PyTree], Any]:
-        """The trained leaves of `params` after an update by their gradients, and the next state."""
-        leaves, structure = jax.tree.flatten(params)
-        updates, state = self.optimizer.update(jax.tree.unflatten(structure, gradients), state, params)
-        steps = jax.tree.leaves(updates)
-        return [_added(leaf, step) for leaf, step in zip(leaves, steps, strict=True)], state
+    def _updated(self, gradients: list[PyTree], state: PyTree, params: PyTree) -> tuple[PyTree, Any]:
+        """`params` after an update by their gradients, and the next state."""
+        gradients = jax.tree.unflatten(jax.tree.structure(params), gradients)
+        updates, state = self.optimizer.update(gradients, state, params)
+        return jax.tree.map(_added, params, updates), state
 
 
 def _shapes(state: FusedState) -> list[list[tuple[int, ...]]]:
@@ -237,24 +237,22 @@ def _sum_of_squares(leaves: list[Array]) -> Array:
 class _Layers:
     """The layers of a fold in a step: a `Follower`, which updates them too.
 
-    By kind there are the numbers of their stacks, their states, and the updated layers; a `Stacked` has no
-    kinds. `wanted` says which arrays of `(init, args, kwargs)` have cotangents.
+    There is a state for each kind that is trained. `wanted` says which arrays of `(init, args, kwargs)` have
+    cotangents.
     """
 
     fused: FusedUpdate
     trained: Trained
-    stacks: dict[str | None, int]
-    states: dict[str | None, Any]
-    layers: dict[str | None, Any] = dataclasses.field(default_factory=dict)
+    number: int
+    states: dict[str, Any]
+    layers: PyTree = None
     squares: Any = None
     cotangent: PyTree = None
     sweep_back: SweepBack = dataclasses.field(init=False)
     wanted: Any = dataclasses.field(init=False)
-    kinds: list[str] = dataclasses.field(init=False)
 
-    def begin(self, sweep_back: SweepBack, stack: PyTree, wanted: Any) -> None:
+    def begin(self, sweep_back: SweepBack, wanted: Any) -> None:
         self.sweep_back, self.wanted = sweep_back, wanted
-        self.kinds = [] if None in self.stacks else [*stack.stacks]
 
     def __call__(self, cotangent: PyTree) -> SweepResult:
         self.cotangent = cotangent
@@ -264,23 +262,20 @@ class _Layers:
 
     def sweep(self, norm: Any, *, updates: bool) -> SweepResult:
         """Sweep back, and update the layers by this norm, or by each layer's own."""
-
-        def leaves(kind: str | None) -> list[PyTree]:
-            return jax.tree.leaves(self.states.get(kind)) if updates else []
-
-        given = per_kind({kind: leaves(kind) for kind in self.kinds}) if self.kinds else leaves(None)
+        folded = self.trained.folds[self.number].layers
+        given = folded._per_kind(lambda kind, _: jax.tree.leaves(self.states.get(kind)) if updates else [])
         result = self.sweep_back(self.cotangent, self._visitor(norm, updates), jnp.zeros(()), given)
-        for kind, state in self.states.items() if updates else ():
-            after = result.layer_state if kind is None else result.layer_state.values[kind]
-            self.states[kind] = jax.tree.unflatten(jax.tree.structure(state), after)
-            self.layers[kind] = result.layers if kind is None else result.layers.stacks[kind]
+        if updates:
+            after, self.layers = folded._by_kind(result.layer_state), result.layers
+            for kind, state in self.states.items():
+                self.states[kind] = jax.tree.unflatten(jax.tree.structure(state), after[kind])
         return result
 
     def _visitor(self, norm: Any, updates: bool) -> Callable[[LayerVisit, Any], LayerResult]:
         fused, trained = self.fused, self.trained
+        masks_of_layers = trained.folds[self.number].masks
         structures = {
-            kind: jax.tree.structure(fused._layer_state(trained, number))
-            for kind, number in self.stacks.items()
+            kind: jax.tree.structure(fused._layer_state(trained, self.number, kind)) for kind in self.states
         }
         # With a norm it is the second sweep, and these are known.
         names: tuple[_Further, ...] = ("args", "kwargs") if norm is None else ()
@@ -290,17 +285,17 @@ class _Layers:
         }
 
         def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
-            is_trained = visit.kind in self.stacks
+            kind = visit.kind or ""
+            is_trained = kind in self.states
             of_layer: list[Any] = ["layer"] if is_trained else []
             carry, *others = visit.vjp("carry", *further, *of_layer)
             pairs = zip(further.items(), others, strict=False)
             cotangents = {
-                name: masked(tree, leaves_or_none(_of_kind(mask, visit.kind))) for (name, mask), tree in pairs
+                name: masked(tree, leaves_or_none(_of_kind(mask, kind))) for (name, mask), tree in pairs
             }
             if not is_trained:
                 return LayerResult(carry, **cotangents)
-            number = self.stacks[visit.kind]
-            mask = trained.layer_mask(number)
+            mask = masks_of_layers[kind]
             # Without the barrier XLA holds a layer's internals until the optimizer is done.
             gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(others[-1], mask))))
             own = _sum_of_squares(gradients)
@@ -308,10 +303,10 @@ class _Layers:
             if not updates:
                 return result
             gradients = fused._scaled(gradients, jnp.sqrt(own) if norm is None else norm)
-            params = trained.only_layer(number, masked(visit.layer, mask))
-            before = jax.tree.unflatten(structures[visit.kind], visit.layer_state)
+            params = trained.only_layer(self.number, kind, masked(visit.layer, mask))
+            before = jax.tree.unflatten(structures[kind], visit.layer_state)
             new, after = fused._updated(gradients, before, params)
-            layer = replaced(visit.layer, mask, new)
+            layer = replaced(visit.layer, mask, jax.tree.leaves(new))
             return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
 
         return visit_layer
@@ -320,7 +315,7 @@ class _Layers:
 _Further: TypeAlias = Literal["args", "kwargs"]
 
 
-def _of_kind(masks: PyTree, kind: str | None) -> PyTree:
+def _of_kind(masks: PyTree, kind: str) -> PyTree:
     """The part of a mask of the arguments of all layers that is for those of one kind."""
     return jax.tree.map(
         lambda node: node.values[kind] if kind and isinstance(node, PerKind) else node,
@@ -341,12 +336,12 @@ def _step(
 
     inputs = trained.only_rest(), trained.weights
     closed, struct, static = eqx.filter_make_jaxpr(loss)(*inputs)
-    names = [folded.name for folded in trained.folded]
+    names = [folded.name for folded in trained.folds.values()]
     variables = jax.tree.unflatten(jax.tree.structure(inputs), closed.jaxpr.invars)[1]
-    weights = [jax.tree.leaves([variables[n] for n in folded.stacks.values()]) for folded in trained.folded]
+    weights, states = [*map(jax.tree.leaves, variables)], iter(state.stacks)
     folds = [
-        _Layers(fused, trained, folded.stacks, {kind: state.stacks[n] for kind, n in folded.stacks.items()})
-        for folded in trained.folded
+        _Layers(fused, trained, number, {kind: next(states) for kind in folded.masks})
+        for number, folded in trained.folds.items()
     ]
     run = followed(closed, weights, names, folds)
 
@@ -371,9 +366,9 @@ def _step(
             fold.sweep(norm, updates=True)
     gradients = fused._scaled(gradients, norm if fused.sweeps_twice else jnp.sqrt(own))
     new, of_rest = fused._updated(gradients, state.rest, trained.only_rest())
-    after = {n: (fold.layers[kind], fold.states[kind]) for fold in folds for kind, n in fold.stacks.items()}
-    layers, states = zip(*(after[n] for n in range(len(after))), strict=True)
-    return FusedResult(trained.updated(layers, new), FusedState(states, of_rest), returned, norm)
+    stacks = tuple(after for fold in folds for after in fold.states.values())
+    model = trained.updated([fold.layers for fold in folds], new)
+    return FusedResult(model, FusedState(stacks, of_rest), returned, norm)
 
 
 def _check_scalar(value: PyTree, has_aux: bool) -> None:

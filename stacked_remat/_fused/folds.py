@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -14,37 +14,27 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._activity import CALLS, name_of, programs_in
 from .._block_foldable import BlockFoldable
 from .._compat import HiPrim, without_constants
-from .._scan.sweep_back import SweepBack
-from .._scan.visitor import SweepResult
 from .._static import PyTree, Static
-
-
-class Follower(Protocol):
-    """Sweeps back over the layers of a fold, and keeps what it finds."""
-
-    def begin(self, sweep_back: SweepBack, wanted: Any) -> None:
-        """Take what sweeps back, and which arrays of `(init, args, kwargs)` have cotangents."""
-
-    def __call__(self, cotangent: PyTree) -> SweepResult: ...
 
 
 class FollowedFold(HiPrim):
     """A fold, `(stack, init, args, kwargs) -> result`, of the arrays in these.
 
-    Its reverse pass is that of a follower, which there is none of while the loss is traced, and gives no
-    cotangents of the stack.
+    Its reverse pass is that of a follower, which there is none of while the loss is traced: it begins with
+    what sweeps back and which arrays of `(init, args, kwargs)` have cotangents, and is called with the
+    cotangent of the result. There are none of the stack.
     """
 
     name: str
     call: Callable
     static: Static
-    follower: Follower | None
+    follower: Any
 
     def __init__(self, in_types: PyTree, out_types: PyTree, **params: Any) -> None:
         self.in_avals, self.out_aval, self.params = in_types, out_types, params
         super().__init__()
 
-    def followed(self, follower: Follower) -> "FollowedFold":
+    def followed(self, follower: Any) -> "FollowedFold":
         return FollowedFold(self.in_avals, self.out_aval, **{**self.params, "follower": follower})
 
     def expand(self, *arrays: PyTree) -> PyTree:
@@ -59,7 +49,6 @@ class FollowedFold(HiPrim):
         return eqx.filter(y, eqx.is_array), None
 
     def vjp_bwd(self, residuals: None, cotangents: PyTree, *sums: PyTree) -> None:
-        assert self.follower is not None
         leaves = map(ad.instantiate_zeros, self.out_tree.flatten_up_to(cotangents))
         result = self.follower(self.out_tree.unflatten(leaves))
         found = leaves_or_none((result.carry, result.args, result.kwargs))
@@ -137,7 +126,7 @@ class FollowedStack(eqx.Module):
 
 
 def followed(
-    closed: ClosedJaxpr, weights: Sequence[Sequence[Var]], names: Sequence[str], followers: Sequence[Follower]
+    closed: ClosedJaxpr, weights: Sequence[Sequence[Var]], names: Sequence[str], followers: Sequence[Any]
 ) -> Callable[..., list[PyTree]]:
     """A loss as a function of its inputs, in whose reverse pass each stack has its follower."""
     jaxpr, constants = without_constants(closed)

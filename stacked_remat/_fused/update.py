@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -19,14 +19,6 @@ from .._scan.visitor import LayerResult, LayerVisit, SweepResult
 from .._static import PyTree
 from .folds import followed, leaves_or_none
 from .trained import Trained, masked, replaced, state_of_layers
-
-
-class Optimizer(Protocol):
-    """An `optax.GradientTransformation`."""
-
-    def init(self, params: PyTree, /) -> PyTree: ...
-
-    def update(self, updates: PyTree, state: PyTree, params: PyTree = None, /) -> tuple[PyTree, PyTree]: ...
 
 
 class FusedState(NamedTuple):
@@ -130,7 +122,7 @@ class FusedUpdate:
     """The step of `fused_update`."""
 
     loss: Callable[..., Any]
-    optimizer: Optimizer
+    optimizer: Any
     trainable: Any
     has_aux: bool
     max_grad_norm: float | None
@@ -235,7 +227,7 @@ def _sum_of_squares(leaves: list[Array]) -> Array:
 
 @dataclasses.dataclass(eq=False)
 class _Layers:
-    """The layers of a fold in a step: a `Follower`, which updates them too.
+    """The layers of a fold in a step: a follower of the fold, which updates them too.
 
     There is a state for each kind that is trained. `wanted` says which arrays of `(init, args, kwargs)` have
     cotangents.

@@ -33,7 +33,7 @@ from .store import empty_stack, on_mesh, read_before_writes, settle, write
 def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
     """Run all layers, with nothing kept."""
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
-        return spec.plain(init, xs, shared)
+        return spec.plain(None, init, xs, shared)
     state = (init, _outputs(spec), spec.fetch(xs, 0))
     step = _forward_step(spec, xs, shared, [range(spec.length)])
     (carry, ys, _), _ = run_layers(spec.length, step, state, spec.unroll, spec.stops)

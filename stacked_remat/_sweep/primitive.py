@@ -24,7 +24,7 @@ from .._compat import batch_jaxpr, broadcast, is_concrete, stacked_type
 from .._placement import is_on_host
 from .._static import PyTree, Static
 from .forward import forward, primal
-from .gradient import Mask, Perturbed, merge, pick, scatter_leaves, write_gradients, write_tangents
+from .gradient import Mask, Perturbed, merge, pick, write_gradients, write_tangents
 from .reverse import pull_back
 from .rules import (
     Bound,
@@ -41,7 +41,7 @@ from .rules import (
     types_of,
 )
 from .slots import Arrays, Carry, Checkpoints
-from .spec import Checkpoint, SweepSpec, by_rules, tangent_sweep
+from .spec import Checkpoint, SweepSpec, by_rules
 from .trace import TracedLayer, kinds_of, without_passed_on
 
 
@@ -161,13 +161,10 @@ class Sweep(Differentiable):
         return (*perturbed.carry, *self.spec.active_outputs(perturbed))
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        perturbed, masks = self._perturbed(nonzero)
-        perturbed = replace(perturbed, ys=self.spec.active_outputs(perturbed))
-        parts = self.in_tree.unflatten(scatter_leaves(tangents, nonzero))
-        given = [pick(part, mask) for part, mask in zip(parts, masks, strict=True)]
-        spec, args = tangent_sweep(self.spec, perturbed, primals, given)
-        carry, ys = sweep_of(spec, *args)
-        return [*carry[len(primals[0]) :], *ys]
+        fn, reference = (Bound("sweep", run, (self.spec,)) for run in (primal, SweepSpec.reference))
+        active = self.active(nonzero)
+        every = (True,) * sum(active)
+        return _tangents(fn, reference, floats(self.in_avals), every, nonzero, active, primals, tangents)
 
 
 def sweep_of(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
@@ -179,15 +176,9 @@ def plain_scan(
     spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
 ) -> tuple[Carry, Arrays]:
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
-    run = Bound("scan", _plain, (spec, checkpoint))
+    run = Bound("scan", SweepSpec.plain, (spec, checkpoint))
     is_eager = all(map(is_concrete, (*init, *xs, *shared)))
     return (compiled(run) if is_eager else run)(init, xs, shared)
-
-
-def _plain(
-    spec: SweepSpec, checkpoint: Checkpoint, init: Carry, xs: Arrays, shared: Arrays
-) -> tuple[Carry, Arrays]:
-    return spec.plain(init, xs, shared, checkpoint)
 
 
 def _mapped_layers(
@@ -278,34 +269,33 @@ class Rule(Differentiable):
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
     def active(self, nonzero: Mask) -> Mask:
-        depends = _depends(self.fn, self.in_tree.unflatten(nonzero), self.out_aval)
-        every = zip(floats(self.out_aval), depends, strict=True)
-        return tuple(any(nonzero) and is_ and of_ for is_, of_ in every)
+        return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        active = self.active(nonzero)
-        functions = _for_tangents(self.fn), self.reference
-        fn, reference = (Bound("tangent", tangent_of, (fn, nonzero, active)) for fn in functions)
+        fn, active = _for_tangents(self.fn), self.active(nonzero)
         gives = tuple(pick(self.gives, active))
-        return Rule.of(
-            fn, reference, (*self.reads, *pick(self.reads, nonzero)), lambda _: gives, primals, tangents
-        )(primals, tangents)
+        return _tangents(fn, self.reference, self.reads, gives, nonzero, active, primals, tangents)
+
+
+def _tangents(
+    fn: Bound,
+    reference: Bound,
+    reads: Mask,
+    gives: Mask,
+    nonzero: Mask,
+    active: Mask,
+    primals: PyTree,
+    tangents: Arrays,
+) -> Arrays:
+    """The tangents of the active outputs of `fn`, by its loops; in reverse mode by those of `reference`."""
+    fn, reference = (Bound("tangent", tangent_of, (run, nonzero, active)) for run in (fn, reference))
+    reads = (*reads, *pick(reads, nonzero))
+    return Rule.of(fn, reference, reads, lambda _: gives, primals, tangents)(primals, tangents)
 
 
 def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
     dims, tree = flat.value
     return mapped(fn, axis, tree.unflatten(dims))(*args)
-
-
-def _depends(fn: Bound, masks: PyTree, out_types: PyTree) -> Sequence[bool]:
-    """Which outputs of a function of a sweep, or one that calls it, depend on the inputs in the masks."""
-    if fn.fn is _mapped:
-        return _depends(fn.bound[0], masks, out_types)
-    if fn.fn is not forward:
-        return [True] * len(jax.tree.leaves(out_types))
-    spec = fn.bound[0]
-    found = spec.perturbed(*map(tuple, masks), ys=())
-    return [*found.carry, *spec.active_outputs(found), *out_types[2].of_carry(found.carry)]
 
 
 def _for_tangents(fn: Bound) -> Bound:

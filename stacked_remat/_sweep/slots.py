@@ -1,6 +1,6 @@
 """Carries kept in numbered slots, and rolled loops whose trip counts come from a schedule's tables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -54,14 +54,6 @@ class Checkpoints(NamedTuple):
         """Which of the arrays `first()` reads."""
         nothing = jax.tree.map(lambda _: False, self)
         return eqx.tree_at(Checkpoints.source, nothing, [True] * len(self.source()))
-
-    def of_carry(self, mask: Sequence[bool]) -> list[bool]:
-        """Which of the arrays hold the carry's leaves in the mask; residuals may be of any."""
-        every = jax.tree.map(lambda _: True, self)
-        carries = {name: [*mask] for name in ("slots", "boundaries", "origin") if getattr(self, name)}
-        if self.first_layers is not None:
-            carries["first_layers"] = every.first_layers._replace(carries=[*mask])
-        return jax.tree.leaves(every._replace(**carries))
 
     def from_first(self, first: Carry) -> "Checkpoints":
         """Arrays like these from which `first()` reads `first`; placeholders for the others."""

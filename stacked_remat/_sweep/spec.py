@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr
 
 from .._activity import active_carry, active_outputs
 from .._compat import without_constants
@@ -116,14 +115,10 @@ class SweepSpec:
         return read_ahead(xs, self.layer_index(number))
 
     def plain(
-        self,
-        init: Carry,
-        xs: Arrays,
-        shared: Arrays,
-        checkpoint: Checkpoint = lambda layer: layer,
+        self, checkpoint: Checkpoint | None, init: Carry, xs: Arrays, shared: Arrays
     ) -> tuple[Carry, Arrays]:
         """Scan plainly over layers, one at a time, each `checkpoint`ed."""
-        layers = [checkpoint(kind.layer) for kind in self.kinds]
+        layers = [checkpoint(kind.layer) if checkpoint else kind.layer for kind in self.kinds]
         whole, sliced = [*map(at_least_one, xs)], [not is_ for is_ in self.unsliced]
         options: Any = {"reverse": self.reverse, "unroll": self.unroll}
         if self.pattern is not None:
@@ -138,7 +133,7 @@ class SweepSpec:
 
     def reference(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Do the same by the plain checkpointed scan, which has all derivatives."""
-        return self.plain(init, xs, shared, self.remat.kept.checkpoint)
+        return self.plain(self.remat.kept.checkpoint, init, xs, shared)
 
     def perturbed(
         self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
@@ -234,32 +229,6 @@ def _plain_pattern(
     return carry, ys
 
 
-def tangent_sweep(
-    spec: SweepSpec, perturbed: Perturbed, primals: Sequence[Arrays], tangents: Sequence[Arrays]
-) -> tuple[SweepSpec, tuple[Carry, Arrays, Arrays]]:
-    """The sweep that carries tangents behind its carry and gives those of the `ys`; its arguments."""
-    (init, xs, shared), (of_init, of_xs, of_shared) = primals, tangents
-    every_shared = [*shared, *of_shared]
-    places = iter(range(len(shared), len(every_shared)))
-    place_of = [next(places) if is_ else None for is_ in perturbed.shared]
-    kinds, stacks, unsliced, x, y = [], [], [], 0, 0
-    for kind in spec.kinds:
-        own, before = perturbed.of_part(kind.xs, kind.ys), sum(perturbed.xs[: kind.xs.start])
-        stacks += [*xs[kind.xs], *of_xs[before : before + sum(own.xs)]]
-        unsliced += [*spec.unsliced[kind.xs], *pick(spec.unsliced[kind.xs], own.xs)]
-        parts = slice(x, len(stacks)), slice(y, y + sum(own.ys))
-        tangent_places = tuple(place for place in kind.pick_shared(place_of) if place is not None)
-        jaxpr, constants = _tangent_layer(kind, own)
-        constant_places = range(len(every_shared), len(every_shared) + len(constants))
-        every_shared += constants
-        kinds.append(Kind(kind.number, jaxpr, (*constant_places, *kind.shared, *tangent_places), *parts))
-        x, y = len(stacks), parts[1].stop
-    missing = [given for given, has in zip(perturbed.init, perturbed.carry, strict=True) if has]
-    every = [jnp.zeros_like(leaf) for leaf in pick(init, perturbed.carry)]
-    carry = [*init, *merge(every, of_init, missing)]
-    return replace(spec, kinds=tuple(kinds), unsliced=tuple(unsliced)), (carry, stacks, every_shared)
-
-
 def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
     """The sweep for derivatives of its gradient: a `jax.custom_vjp` has no jvp, and its rule has."""
 
@@ -269,26 +238,3 @@ def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
         return replace(kind, by_rules=jaxpr, constants=tuple(constants))
 
     return replace(spec, kinds=tuple(map(of, spec.kinds)))
-
-
-def _tangent_layer(kind: Kind, perturbed: Perturbed) -> tuple[Jaxpr, Arrays]:
-    """A layer on `(constants, shared, tangents, carry, tangents, x, tangents)`, and the constants."""
-    masks = kind.pick_shared(perturbed.shared), perturbed.carry, perturbed.xs
-    ends = len(masks[0]), len(masks[0]) + len(masks[1])
-    types = [var.aval for var in kind.jaxpr.invars]
-    parts = types[: ends[0]], types[ends[0] : ends[1]], types[ends[1] :]
-
-    def layer(*parts: tuple[Arrays, Arrays]) -> Arrays:
-        primals, tangents = zip(*parts, strict=True)
-
-        def run(*given: Arrays) -> tuple[Arrays, Arrays]:
-            shared, carry, x = (merge(*triple) for triple in zip(primals, given, masks, strict=True))
-            carry, y = kind.layer_of(shared, carry, x)
-            return [*pick(carry, perturbed.carry), *pick(y, perturbed.ys)], carry
-
-        given = tuple(pick(part, mask) for part, mask in zip(primals, masks, strict=True))
-        _, found, carry = jax.jvp(run, given, tangents, has_aux=True)
-        return [*carry, *found]
-
-    examples = [(part, pick(part, mask)) for part, mask in zip(parts, masks, strict=True)]
-    return without_constants(jax.make_jaxpr(layer)(*examples))

@@ -237,19 +237,22 @@ class Division:
     rules: tuple[Part, ...]
     treedef: Any
 
-    def joined(self, of_kinds: Sequence[PyTree]) -> PyTree:
-        """One tree from one for each kind: layers in order, and the sum of what they share."""
-        parts = zip(*(self.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
 
-        def join(rule: str, found: tuple[PyTree, ...]) -> Any:
-            if rule == "per_kind":
-                return PerKind(dict(zip(self.pattern.names, found, strict=True)))
-            there = [part for part in found if raw_array(part) is not None]
-            if rule == "split" and there:
-                return in_order(found, self.axis, self.pattern.order)
-            return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
+def joined(division: Division | None, of_kinds: Sequence[PyTree]) -> PyTree:
+    """One tree from one for each kind: layers in order, and the sum of what they share."""
+    if division is None:
+        return of_kinds[0]
+    parts = zip(*(division.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
 
-        return jtu.tree_unflatten(self.treedef, map(join, self.rules, parts))
+    def join(rule: str, found: tuple[PyTree, ...]) -> Any:
+        if rule == "per_kind":
+            return PerKind(dict(zip(division.pattern.names, found, strict=True)))
+        there = [part for part in found if raw_array(part) is not None]
+        if rule == "split" and there:
+            return in_order(found, division.axis, division.pattern.order)
+        return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
+
+    return jtu.tree_unflatten(division.treedef, map(join, division.rules, parts))
 
 
 def divide(tree: PyTree, axis: Axis, pattern: NamedPattern, caller: Caller) -> tuple[list[PyTree], Division]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,7 +21,7 @@ from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
-from .layer_axis import Division, Leaf, Split, TreeLayout, split_kinds
+from .layer_axis import Division, Leaf, Split, TreeLayout, joined, split_kinds
 from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .visitor import (
     LayerResult,
@@ -124,12 +124,8 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
     of_xs, of_shared = scatter_leaves(xs_ct, masks.xs), scatter_leaves(shared_ct, masks.shared)
     carry = jtu.tree_unflatten(types.carry_tree, scatter_leaves(init_ct, masks.init))
     trees = [kind.stacked(of_xs, of_shared, cotangents=True) for kind in types.kinds]
-    (layers, *args), kwargs = _joined(types.division, trees)
+    (layers, *args), kwargs = joined(types.division, trees)
     return SweepResult(carry, layers, tuple(args), kwargs)
-
-
-def _joined(division: Division | None, of_kinds: Sequence[PyTree]) -> PyTree:
-    return of_kinds[0] if division is None else division.joined(of_kinds)
 
 
 class _Loop(NamedTuple):
@@ -194,21 +190,16 @@ def _visited(
     if types.spec.length:
         swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
         carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
-    given = [kind.stacked(xs_in(loop), sweep._shared, cotangents=False) for kind in types.kinds]
-    found = [kind.stacked(loop.xs, loop.shared, cotangents=True) for kind in types.kinds]
-    pairs = zip(given, found, strict=True)
-    trees = [((layers, *args), kwargs) for (((layers, *_), _), ((_, *args), kwargs)) in pairs]
-    (layers, *args), kwargs = _joined(types.division, trees)
+    trees = []
+    for kind in types.kinds:
+        (layers, *_), _ = kind.stacked(xs_in(loop), sweep._shared, cotangents=False)
+        (_, *args), kwargs = kind.stacked(loop.xs, loop.shared, cotangents=True)
+        trees.append(((layers, *args), kwargs))
+    (layers, *args), kwargs = joined(types.division, trees)
     of_kinds = zip(states, eqx.combine(loop.layer_state, stacks), strict=True)
     new_states = [layout.stacked(own, shared) for (layout, _, shared), own in of_kinds]
-    return SweepResult(
-        types.carry_cotangent(carry_ct),
-        layers,
-        tuple(args),
-        kwargs,
-        eqx.combine(loop.state, static),
-        _joined(division, new_states),
-    )
+    carry, state = types.carry_cotangent(carry_ct), eqx.combine(loop.state, static)
+    return SweepResult(carry, layers, tuple(args), kwargs, state, joined(division, new_states))
 
 
 def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
@@ -242,42 +233,35 @@ def _first_loop(
     nothing = [[None] * len(stacks) for stacks in (sweep._xs, sweep._shared, *state_stacks)]
     loop = _Loop(nothing[0], nothing[1], state, nothing[2:])
     new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
-    xs = _where_given([found.xs for found in new], sweep._xs)
-    shared = _where_given([found.shared for found in new], sweep._shared)
-    pairs = zip(new, state_stacks, strict=True)
-    stacks = [_where_given([found.layer_state], [*map(jnp.asarray, own)]) for found, own in pairs]
+    xs = _where_given(sweep._xs, *(found.xs for found in new))
+    shared = _where_given(sweep._shared, *(found.shared for found in new))
+    pairs = zip(state_stacks, new, strict=True)
+    stacks = [_where_given([*map(jnp.asarray, own)], found.layer_state) for own, found in pairs]
     of_layers, of_args = eqx.partition(xs, sweep._types.of_layers())
     xs = eqx.combine(jax.tree.map(on_mesh, of_layers), jax.tree.map(zeros_like, of_args))
     return _Loop(xs, jax.tree.map(jnp.zeros_like, shared), state, jax.tree.map(on_mesh, stacks))
 
 
+def _where_given(stacks: list[PyTree], *entries: list[PyTree]) -> list[PyTree]:
+    given = [any(entry is not None for entry in of_stack) for of_stack in zip(*entries, strict=True)]
+    return [stack if is_ else None for is_, stack in zip(given, stacks, strict=True)]
+
+
 def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> LeafVisit:
     """A visit of the first layer of a kind, for its types."""
-    types = sweep._types
-    spec, perturbed = types.spec, types.perturbed.of_part(kind.xs, kind.ys)
+    types, index = sweep._types, jnp.int32(0)
+    perturbed, whole = types.perturbed.of_part(kind.xs, kind.ys), types.spec.unsliced[kind.xs]
     of_kind = pick(scatter_leaves(ys_ct, types.perturbed.ys)[kind.ys], perturbed.ys)
-    return LeafVisit(
-        jnp.int32(0),
-        kind,
-        jnp.int32(0),
-        sweep._shared,
-        sweep._checkpoints.first(),
-        read_layer([*map(at_least_one, sweep._xs[kind.xs])], 0, spec.unsliced[kind.xs]),
-        spec.unsliced[kind.xs],
-        (carry_ct, read([*map(at_least_one, of_kind)], 0)),
-        None,
-        LayerPullback(kind.layer, perturbed),
-    )
+    x = read_layer([*map(at_least_one, sweep._xs[kind.xs])], 0, whole)
+    cotangents = carry_ct, read([*map(at_least_one, of_kind)], 0)
+    inputs = sweep._shared, sweep._checkpoints.first(), x
+    vjp = functools.partial(LayerPullback(kind.layer, perturbed), *inputs, None, cotangents)
+    return LeafVisit(index, kind, index, *inputs, cotangents, vjp)
 
 
 def _written(stacks: list[PyTree], index: Any, entries: list[PyTree]) -> list[PyTree]:
     pairs = zip(stacks, entries, strict=True)
     return [stack if entry is None else write(stack, index, entry) for stack, entry in pairs]
-
-
-def _where_given(new: Sequence[list[PyTree]], stacks: list[PyTree]) -> list[PyTree]:
-    given = [any(entry is not None for entry in entries) for entries in zip(*new, strict=True)]
-    return [stack if is_ else None for is_, stack in zip(given, stacks, strict=True)]
 
 
 def _new_leaves(
@@ -294,50 +278,43 @@ def _new_leaves(
             f"A visitor returns a LayerResult; got {describe(result)}. Its first field is the cotangent of "
             'the layer\'s input: (carry_ct,) = visit.vjp("carry"); return LayerResult(carry_ct).'
         )
-    like, mask = types.outputs[0], types.perturbed.carry
-    carry_ct = cotangent_leaves(result.carry, like, mask, "the carry", "returned by the visitor")
-    layer = _filled(result.layer, visit.layer, "layer")
-    args, kwargs = _argument_cotangents(visit, result)
-    kind = types.kinds[leaves.kind.number]
+    kind, mask = types.kinds[leaves.kind.number], types.perturbed.carry
+    carry_ct = cotangent_leaves(result.carry, types.outputs[0], mask, "the carry", _BY_VISITOR)
     of_layer = [leaf for leaf in kind.layout.leaves if kind.part(leaf) == "layer"]
-    _check_unsplit([(f"layer{jtu.keystr(leaf.path[2:])}", leaf) for leaf in of_layer], layer, visit.layer)
-    new_xs, new_shared = kind.layout.arrays(((layer, *args), kwargs))
-    inputs = kind.inputs(types.perturbed, ("args", "kwargs"))
-    entries = zip(new_xs, leaves.x, kind.parts("split"), inputs.xs, strict=True)
+    of_layer = _new_parts(result.layer, visit.layer, "layer", of_layer, root=2)
+    of_state = _new_parts(result.layer_state, visit.layer_state, "layer_state", state_layout.leaves)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
-    new_layer_state = _filled(result.layer_state, visit.layer_state, "layer_state")
-    of_state = [(f"layer_state{jtu.keystr(leaf.path)}", leaf) for leaf in state_layout.leaves]
-    _check_unsplit(of_state, new_layer_state, visit.layer_state)
-    of_states = (state_layout.arrays(tree)[0] for tree in (new_layer_state, visit.layer_state))
+    args, kwargs = _argument_cotangents(visit, result)
+    of_split, of_shared = kind.layout.arrays(((visit.layer, *args), kwargs))
+    inputs = kind.inputs(types.perturbed, ("args", "kwargs"))
+    of_args = [ct if is_ else None for ct, is_ in zip(of_split, inputs.xs, strict=True)][len(of_layer) :]
     xs, shared = [None] * len(types.perturbed.xs), [None] * len(types.perturbed.shared)
-    for place, cotangent in zip(kind.own.shared[kind.constants :], new_shared, strict=True):
+    for place, cotangent in zip(kind.own.shared[kind.constants :], of_shared, strict=True):
         shared[place] = cotangent if inputs.shared[place] else None
-    of_xs = [
-        new if (new is not old if part == "layer" else is_input) else None
-        for new, old, part, is_input in entries
-    ]
-    return carry_ct, _Loop(
-        with_part(xs, kind.own.xs, of_xs),
-        shared,
-        jax.tree.map(jnp.asarray, new_state),
-        [None if new is old else new for new, old in zip(*of_states, strict=True)],
-    )
+    xs = with_part(xs, kind.own.xs, [*of_layer, *of_args])
+    return carry_ct, _Loop(xs, shared, jax.tree.map(jnp.asarray, new_state), of_state)
 
 
-def _check_unsplit(leaves: list[tuple[str, Leaf]], new: PyTree, before: PyTree) -> None:
-    """Refuse changes of what is not split over the layers."""
-    pairs = zip(
-        *(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in (new, before)), strict=True
-    )
-    for (name, leaf), (changed, old) in zip(leaves, pairs, strict=True):
+_BY_VISITOR = "returned by the visitor"
+
+
+def _new_parts(new: PyTree, before: PyTree, what: str, leaves: Iterable[Leaf], root: int = 0) -> list[PyTree]:
+    """A layer's new entries of what is split, None where they stay; refuses changes of what is not."""
+    trees, found = (_filled(new, before, what), before), []
+    pairs = zip(*(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in trees), strict=True)
+    for leaf, (changed, old) in zip(leaves, pairs, strict=True):
         both_static = not is_array(changed) and not is_array(old)
-        if leaf.kind == "split" or changed is old or (both_static and changed == old):
-            continue
-        what = "is shared by all layers" if leaf.kind == "shared" else f"is {old!r}, the same for all layers"
-        raise ValueError(
-            f"The {name} {what}, so a visitor cannot replace it at one. Return it unchanged, or None for it "
-            "(eqx.filter), and keep what is summed over the layers in the visitor's state."
-        )
+        if leaf.kind == "split":
+            found.append(None if changed is old else changed)
+        elif changed is not old and not (both_static and changed == old):
+            of_all = "is shared by all layers"
+            of_all = of_all if leaf.kind == "shared" else f"is {old!r}, the same for all layers"
+            raise ValueError(
+                f"The {what}{jtu.keystr(leaf.path[root:])} {of_all}, so a visitor cannot replace it at one. "
+                "Return it unchanged, or None for it (eqx.filter), and keep what is summed over the layers "
+                "in the visitor's state."
+            )
+    return found
 
 
 def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[PyTree], dict[str, PyTree]]:
@@ -355,7 +332,7 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[P
         )
 
     def checked(cotangent: PyTree, argument: Any, name: str) -> PyTree:
-        return checked_cotangent(cotangent, eqx.filter(argument, is_array), name, "returned by the visitor")
+        return checked_cotangent(cotangent, eqx.filter(argument, is_array), name, _BY_VISITOR)
 
     return (
         [checked(ct, arg, f"args[{i}]") for i, (ct, arg) in enumerate(zip(args, visit.args, strict=True))],
@@ -365,8 +342,6 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[P
 
 def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
     """What a visitor returned, with the old leaves where it is None."""
-    if new is None:
-        return before
     try:
         filled = jax.tree.map(
             lambda new, old: old if new is None else new, new, before, is_leaf=lambda node: node is None

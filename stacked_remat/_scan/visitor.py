@@ -182,12 +182,13 @@ class SweepTypes:
 
     def visit(self, leaves: LeafVisit, layer_state: PyTree) -> LayerVisit:
         """A visit, with trees in the place of lists of arrays."""
-        kind, perturbed = self.kinds[leaves.kind.number], leaves.pullback.perturbed
+        kind = self.kinds[leaves.kind.number]
         (layer, *args), kwargs = kind.layout.layer(leaves.x, kind.shared(leaves.shared))
         carry_ct, y_ct = leaves.cotangents
         cotangent = self.carry_cotangent(carry_ct)
         if self.has_output:
-            cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, scatter_leaves(y_ct, perturbed.ys))
+            y_ct = scatter_leaves(y_ct, self.perturbed.ys[kind.own.ys])
+            cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, y_ct)
 
         def vjp(wrt: tuple[str, ...]) -> tuple[PyTree, ...]:
             inputs = kind.inputs(self.perturbed, wrt)
@@ -199,9 +200,8 @@ class SweepTypes:
             of_shared, of_carry, of_x = found
             of_x = scatter_leaves(of_x, inputs.xs)
             (layer, *args), kwargs = kind.layout.layer(of_x, of_shared, cotangents=True)
-            trees = {"layer": layer, "args": tuple(args), "kwargs": kwargs}
-            if "carry" in wrt:
-                trees["carry"] = jtu.tree_unflatten(self.carry_tree, scatter_leaves(of_carry, inputs.carry))
+            carry = jtu.tree_unflatten(self.carry_tree, scatter_leaves(of_carry, inputs.carry))
+            trees = {"layer": layer, "carry": carry, "args": tuple(args), "kwargs": kwargs}
             return tuple(trees[part] for part in wrt)
 
         carry = eqx.combine(jtu.tree_unflatten(self.carry_tree, leaves.carry), self.carry_static)

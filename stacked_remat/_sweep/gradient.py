@@ -22,7 +22,7 @@ from .._placement import platform
 from .._static import PyTree
 from .kinds import Kind
 from .slots import Arrays, Carry
-from .store import Index, apart_from_transfers, write, zeros_like
+from .store import Index, write, zeros_like
 
 LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
 Mask: TypeAlias = tuple[bool, ...]
@@ -197,9 +197,11 @@ def _transposed(pullback: Callable, cotangents: PyTree, inputs: Inputs, totals: 
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does
 
 
-@dataclass(frozen=True)
-class LeafVisit:
-    """One layer in the reverse sweep, on leaves; `row` is its place in its kind's stacks."""
+class LeafVisit(NamedTuple):
+    """One layer in the reverse sweep, on leaves; `row` is its place in its kind's stacks.
+
+    `vjp` is its `LayerPullback`, from the `cotangents` of its new carry and of its output.
+    """
 
     layer_index: Index
     kind: Kind
@@ -207,23 +209,8 @@ class LeafVisit:
     shared: Arrays
     carry: Carry
     x: Arrays
-    unsliced: Mask
     cotangents: tuple[Carry, Arrays]
-    saved: Arrays | None
-    pullback: LayerPullback
-    writes_to_host: bool = False
-
-    def vjp(
-        self, inputs: Inputs | None = None, totals: Sequence[PyTree] = ()
-    ) -> tuple[Arrays, Carry, Arrays]:
-        """The cotangents of its inputs: of `shared`, `carry` and `x`, those leaves that are asked for."""
-
-        def compute() -> tuple[Arrays, Carry, Arrays]:
-            return self.pullback(self.shared, self.carry, self.x, self.saved, self.cotangents, inputs, totals)
-
-        if self.writes_to_host and platform() == "cuda":
-            return apart_from_transfers(compute)
-        return compute()
+    vjp: Callable[..., tuple[Arrays, Carry, Arrays]]
 
 
 # Called once for every layer, from the last to the first. Takes the layer and a state of its own; returns the
@@ -238,14 +225,17 @@ def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Ar
 
 
 def write_gradients(
-    visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
+    perturbed: Perturbed, whole: Mask, visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
 ) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
-    """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place."""
+    """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
+
+    To those of stacks that layers take `whole` the gradients are added.
+    """
     (shared_gradient, gradients), xs = state, visit.kind.xs
-    is_perturbed = visit.pullback.perturbed.xs
-    gradient, unsliced = pick(gradients[xs], is_perturbed), pick(visit.unsliced, is_perturbed)
-    sliced = [not whole for whole in unsliced]
-    totals = [total if whole else None for total, whole in zip(gradient, unsliced, strict=True)]
+    is_perturbed = perturbed.xs[xs]
+    gradient, unsliced = pick(gradients[xs], is_perturbed), pick(whole[xs], is_perturbed)
+    sliced = [not is_ for is_ in unsliced]
+    totals = [total if is_ else None for total, is_ in zip(gradient, unsliced, strict=True)]
     of_shared, of_carry, of_x = visit.vjp(totals=totals)
     of_sliced = pick(of_x, sliced)
     if platform() == "tpu":
@@ -257,10 +247,10 @@ def write_gradients(
 
 
 def write_tangents(
-    visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
+    perturbed: Perturbed, whole: Mask, visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
 ) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing reads."""
-    carry_ct, new = write_gradients(visit, state)
+    carry_ct, new = write_gradients(perturbed, whole, visit, state)
     return carry_ct, _unread(state, new)
 
 

@@ -3,8 +3,9 @@
 Everything here is forward computation; the visitor is what makes it a derivative.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,17 +19,26 @@ from .._placement import has_host_arrays, platform, to_device
 from .._remat import Kept
 from .._schedule import Run, Schedule
 from .._static import PyTree
-from .gradient import LayerPullback, LeafVisit, LeafVisitor, Perturbed, pick, scatter_leaves, zero_gradients
+from .gradient import (
+    Inputs,
+    LayerPullback,
+    LeafVisit,
+    LeafVisitor,
+    Perturbed,
+    pick,
+    scatter_leaves,
+    zero_gradients,
+)
 from .kinds import Kind
 from .slots import Arrays, Carry, Checkpoints, TripsOf, entry_at, repeat, trip_count
 from .spec import SweepSpec
-from .store import Index, empty_stack, read, read_before_writes, settle, write
+from .store import Index, apart_from_transfers, empty_stack, read, read_before_writes, settle, write
 
 
 def pull_back(
     spec: SweepSpec,
     perturbed: Perturbed,
-    visitor: LeafVisitor,
+    visitor: Callable[..., tuple[Carry, PyTree]],
     checkpoints: Checkpoints,
     xs: Arrays,
     shared: Arrays,
@@ -43,7 +53,7 @@ def pull_back(
         shared,
         carry_ct,
         ys_ct,
-        visitor,
+        functools.partial(visitor, perturbed, spec.unsliced),
         zero_gradients(perturbed, shared, xs),
         xs_in=lambda state: xs,
     )
@@ -158,19 +168,14 @@ class _Layers:
             if spec.remat.boundaries_on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 given, cotangents = lax.optimization_barrier((given, cotangents))
-            leaves = LeafVisit(
-                spec.layer_index(number),
-                kind,
-                row,
-                self.shared,
-                given,
-                spec.inputs(kind, self.xs_in(state), row, fetched),
-                spec.unsliced[kind.xs],
-                cotangents,
-                own,
-                pullback,
-                writes_to_host=has_host_arrays(state),
-            )
+            index, x = spec.layer_index(number), spec.inputs(kind, self.xs_in(state), row, fetched)
+            is_apart = has_host_arrays(state) and platform() == "cuda"
+
+            def vjp(inputs: Inputs | None = None, totals: Sequence[PyTree] = ()) -> PyTree:
+                compute = functools.partial(pullback, self.shared, given, x, own, cotangents, inputs, totals)
+                return apart_from_transfers(compute) if is_apart else compute()
+
+            leaves = LeafVisit(index, kind, row, self.shared, given, x, cotangents, vjp)
             return self.visitor(leaves, state)
 
         return spec.at(number, run, loop, [self.numbers])

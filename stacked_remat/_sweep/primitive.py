@@ -162,9 +162,7 @@ class Sweep(Differentiable):
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         fn, reference = (Bound("sweep", run, (self.spec,)) for run in (primal, SweepSpec.reference))
-        active = self.active(nonzero)
-        every = (True,) * sum(active)
-        return _tangents(fn, reference, floats(self.in_avals), every, nonzero, active, primals, tangents)
+        return _tangents(fn, reference, nonzero, self.active(nonzero), primals, tangents)
 
 
 def sweep_of(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
@@ -205,92 +203,69 @@ def _mapped_layers(
 
 
 class Rule(Differentiable):
-    """`fn`, with the reverse mode of `reference`: loops whose trip counts are data have no transpose.
-
-    `reference` is differentiated by the inputs that it `reads`; what it doesn't `give` are placeholders.
-    """
+    """`fn`, with the reverse mode of `reference`: loops whose trip counts are data have no transpose."""
 
     fn: Bound
     reference: Bound
-    reads: Mask
-    gives: Mask
 
-    def __init__(
-        self,
-        fn: Bound,
-        reference: Bound,
-        reads: Mask,
-        gives: Mask,
-        types: PyTree,
-        out_types: PyTree,
-        effects: Any,
-    ) -> None:
+    def __init__(self, fn: Bound, reference: Bound, types: PyTree, out_types: PyTree, effects: Any) -> None:
         self.in_avals, self.out_aval, self.effects = types, out_types, effects
-        self.params = {"fn": fn, "reference": reference, "reads": reads, "gives": gives}
+        self.params = {"fn": fn, "reference": reference}
         super().__init__()
 
     @staticmethod
-    def of(fn: Bound, reference: Bound, reads: Mask, gives: Callable[[Any], Mask], *args: PyTree) -> "Rule":
+    def of(fn: Bound, reference: Bound, *args: PyTree) -> "Rule":
         """The rule for arguments like these."""
-        closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
-        out_types = jax.tree.unflatten(jax.tree.structure(found), closed.out_avals)
-        return Rule(fn, reference, reads, gives(found), types_of(args), out_types, closed.effects)
+        return Rule(fn, reference, types_of(args), *_results(fn, *args))
 
     def expand(self, *args: PyTree) -> PyTree:
         return compiled(self.fn)(*args)
 
     def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
-        nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
-        wanted = tuple(is_ and read for is_, read in zip(nonzero, self.reads, strict=True))
-        return self(*args), (args, Static(wanted))
+        return self(*args), (args, Static(self._nonzero(self.in_tree.flatten_up_to(nonzero))))
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        args, wanted = residuals
-        leaves, wanted = jax.tree.leaves(args), wanted.value
+        (args, nonzero), active = residuals, floats(self.out_aval)
+        leaves, nonzero = jax.tree.leaves(args), nonzero.value
 
-        def given(part: Arrays) -> Arrays:
-            return pick(
-                jax.tree.leaves(self.reference(*self.in_tree.unflatten(merge(leaves, part, wanted)))),
-                self.gives,
-            )
+        def outputs(part: Arrays) -> Arrays:
+            found = self.reference(*self.in_tree.unflatten(merge(leaves, part, nonzero)))
+            return pick(jax.tree.leaves(found), active)
 
-        _, pullback = jax.vjp(given, pick(leaves, wanted))
-        cotangents = pick(self.out_tree.flatten_up_to(cotangents), self.gives)
-        (found,) = pullback(as_arrays(cotangents))
-        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted), found, strict=True):
+        _, pullback = jax.vjp(outputs, pick(leaves, nonzero))
+        (found,) = pullback(as_arrays(pick(self.out_tree.flatten_up_to(cotangents), active)))
+        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), nonzero), found, strict=True):
             total.accum(ct)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), self.out_tree.unflatten([None] * self.out_tree.num_leaves)
         flat = Static((tuple(self.in_tree.flatten_up_to(dims)), self.in_tree))
-        fn, reference = (Bound("mapped", _mapped, (fn, axis, flat)) for fn in (self.fn, self.reference))
-        rule = Rule.of(fn, reference, self.reads, lambda _: self.gives, *args)
+        rule = Rule.of(
+            *(Bound("mapped", _mapped, (fn, axis, flat)) for fn in (self.fn, self.reference)), *args
+        )
         return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        fn, active = _for_tangents(self.fn), self.active(nonzero)
-        gives = tuple(pick(self.gives, active))
-        return _tangents(fn, self.reference, self.reads, gives, nonzero, active, primals, tangents)
+        of = nonzero, self.active(nonzero)
+        return _tangents(_for_tangents(self.fn), self.reference, *of, primals, tangents)
+
+
+def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
+    """The types of what a function returns, and its effects."""
+    closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(found), closed.out_avals), closed.effects
 
 
 def _tangents(
-    fn: Bound,
-    reference: Bound,
-    reads: Mask,
-    gives: Mask,
-    nonzero: Mask,
-    active: Mask,
-    primals: PyTree,
-    tangents: Arrays,
+    fn: Bound, reference: Bound, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays
 ) -> Arrays:
     """The tangents of the active outputs of `fn`, by its loops; in reverse mode by those of `reference`."""
-    fn, reference = (Bound("tangent", tangent_of, (run, nonzero, active)) for run in (fn, reference))
-    reads = (*reads, *pick(reads, nonzero))
-    return Rule.of(fn, reference, reads, lambda _: gives, primals, tangents)(primals, tangents)
+    both = (Bound("tangent", tangent_of, (run, nonzero, active)) for run in (fn, reference))
+    return Rule.of(*both, primals, tangents)(primals, tangents)
 
 
 def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
@@ -326,22 +301,14 @@ def _forward_reference(
     # As the forward pass of a gradient: custom rules compute it, and their code is differentiated.
     masks = perturbed.init, perturbed.xs, perturbed.shared
     carry, ys = jax.vjp(*_of_part(spec, masks, args))[0]
-    like = jax.eval_shape(compiled(Bound("sweep_forward", forward, (spec, perturbed))), *args)[2]
-    return carry, ys, like.from_first(args[0])
+    types, _ = _results(Bound("sweep_forward", forward, (spec, perturbed)), *args)
+    return carry, ys, types[2].from_first(args[0])
 
 
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: Arrays) -> tuple[Carry, Arrays, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
-
-    def gives(found: PyTree) -> Mask:
-        is_first = jax.tree.leaves(found[2].is_first())
-        kept = zip(is_first, floats(found[2]), strict=True)
-        return (*floats(found[:2]), *(first and is_ for first, is_ in kept))
-
-    bound = spec, perturbed
-    fn = Bound("sweep_forward", forward, bound)
-    reference = Bound("sweep_forward", _forward_reference, bound)
-    return Rule.of(fn, reference, floats(args), gives, *args)(*args)
+    both = (Bound("sweep_forward", run, (spec, perturbed)) for run in (forward, _forward_reference))
+    return Rule.of(*both, *args)(*args)
 
 
 def _backward_reference(
@@ -371,5 +338,4 @@ def sweep_backward(
     """Sweep back to the cotangents of the perturbed inputs, from `xs, shared, carry_ct, ys_ct`."""
     fn = Bound("sweep_backward", pull_back, (spec, perturbed, write_gradients))
     reference = Bound("sweep_backward", _backward_reference, (spec, perturbed))
-    reads = (*jax.tree.leaves(checkpoints.is_first()), *floats(rest))
-    return Rule.of(fn, reference, reads, floats, checkpoints, *rest)(checkpoints, *rest)
+    return Rule.of(fn, reference, checkpoints, *rest)(checkpoints, *rest)

@@ -11,10 +11,9 @@ from equinox.internal import unvmap_all
 from jax import lax
 from jaxtyping import Array
 
-from .._activity import is_differentiable
 from .._static import PyTree
 from .._trips import known_trips
-from .store import Index, empty_stack, write
+from .store import Index, write, zeros_of
 
 Arrays = list[Array]
 Carry = Arrays
@@ -50,21 +49,12 @@ class Checkpoints(NamedTuple):
             return self.origin
         return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self.source()]
 
-    def is_first(self) -> "Checkpoints":
-        """Which of the arrays `first()` reads."""
-        nothing = jax.tree.map(lambda _: False, self)
-        return eqx.tree_at(Checkpoints.source, nothing, [True] * len(self.source()))
-
     def from_first(self, first: Carry) -> "Checkpoints":
-        """Arrays like these from which `first()` reads `first`; placeholders for the others."""
-        first = [*map(jnp.asarray, first)]  # some may be Python numbers
+        """Arrays of these types, zeros but for those from which `first()` reads `first`."""
+        zeros = jax.tree.map(zeros_of, self)
         if self.origin is None:
-            pairs = zip(self.source(), first, strict=True)
-            first = [
-                write(empty_stack(leaf, len(stack)), 0, leaf) if is_differentiable(leaf.dtype) else leaf
-                for stack, leaf in pairs
-            ]
-        return eqx.tree_at(Checkpoints.source, jax.tree.map(lambda _: jnp.zeros(()), self), first)
+            first = [write(stack, 0, leaf) for stack, leaf in zip(zeros.source(), first, strict=True)]
+        return eqx.tree_at(Checkpoints.source, zeros, [*map(jnp.asarray, first)])
 
 
 class TripsOf(NamedTuple):

@@ -43,9 +43,8 @@ def example_losses(
     """`next_token_loss`, sequence by sequence.
 
     Returns:
-        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, and the sums for
-        `auxiliary_of_sums`; and the metrics. The parts add up to the metric `loss`, the mean over the targets
-        of the batch.
+        Each sequence's part of the batch's mean cross entropy, `[Batch]` in nats, which add up to the metric
+        `loss`, and the sums for `auxiliary_of_sums`; and the metrics.
     """
     losses, auxiliary = _token_losses(model, batch, z_loss)
     parts = hax.sum(losses, POSITION_AXIS) / _total_weight(batch)
@@ -58,12 +57,7 @@ def example_losses(
 
 
 def auxiliary_of_sums(model: Decoder, sums: Any) -> tuple[Float[Array, ""], Metrics]:
-    """The auxiliary losses of sequences, which they have together, and their metrics.
-
-    Args:
-        model: the decoder.
-        sums: of `example_losses`, added up over the sequences.
-    """
+    """The auxiliary losses of sequences together, and their metrics, by the sums of `example_losses`."""
     of_statistics, count = sums
     means = jax.tree.map(lambda one: one / jnp.maximum(count, 1.0), of_statistics)
     found = model.auxiliary(means)

@@ -100,7 +100,6 @@ class LmRunConfig:
             )
 
     def _check_streaming(self) -> None:
-        """Refuses what `trainer.streaming` can't be combined with."""
         if not self.trainer.streaming:
             return
         if self.lora is None and not self.trainer.update.fused:
@@ -124,7 +123,6 @@ class LmRunConfig:
             )
 
     def _check_ghost(self) -> None:
-        """Refuses what can't be scored, and what would never be."""
         if self.ghost is None:
             return
         steps = self.trainer.num_steps
@@ -180,7 +178,6 @@ class LmRunConfig:
         Raises:
             ConfigError: `model` or `vocab_size` is not that of the folder (names every field that differs);
                 `vocab_size` is less than the tokenizer's.
-            WeightsError, FileNotFoundError: the folder can't be read.
         """
         model, rows = self.model, self.vocab_size
         of_folder = says_nothing(model)

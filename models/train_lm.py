@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,11 +25,7 @@ from models.command import run_command
 from models.lm import next_token_loss
 from models.run_config import LmRunConfig
 from models.run_scoring import check_scoring, run_scoring, scored_against
-from models.run_state import (
-    initial_state,
-    saved_arrays,
-    state_shapes,
-)
+from models.run_state import initial_state, saved_arrays, state_shapes
 from stacked_remat import check_offload
 from stacked_remat.memory import readable_bytes
 from stacked_remat.ops import backends_taken
@@ -75,16 +72,6 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
     """Runs the training that `config` describes, from the last checkpoint in its run folder if there is one.
 
     After the first step, a signal that `stop` receives ends the run between two steps, with a checkpoint.
-
-    Raises:
-        FileExistsError: the run folder holds a finished run, or another process trains in it.
-        DataError, ConfigError: there is too little text, or some that can't be read; the run folder holds a
-            run of another config; a tracker's package is not installed.
-        CheckpointMismatchError: the checkpoint in the run folder is of another model.
-        BudgetError: no policy fits the budget of `remat: auto`.
-        OffloadError: the policy offloads, and this device's compiler gets that wrong.
-        WeightsError, FileNotFoundError: the weights to begin with can't be read, or are not of this model.
-        NonFiniteLossError: training diverged.
     """
     step, tokenizer = _prepared_in_all(config, progress)
     config, partitioning = step.config, step.partitioning
@@ -109,10 +96,11 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
         closing.callback(data.training.close)
         folder = _run_folder(config, closing)
         closing.enter_context(partitioning.active())
-        checkpoints = _checkpoints(config, folder, closing)
+        options: Any = {"run_config": config.entries, "saved": saved_arrays}
+        checkpoints = Checkpoints(folder.checkpoints, config.trainer.checkpoint, **options)
+        closing.callback(checkpoints.close)
         state, position = _first_state(config, partitioning, checkpoints)
         if position is not None:
-            _check_length(config, position, folder)
             data.training.set_state(position.data)  # refuses other data while the folder is still as it was
             progress.message(f"resuming after step {position.step} of an earlier process")
         trackers = _trackers(config, folder, position, closing)
@@ -134,9 +122,15 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
             should_stop=_asked_to_stop(stop),
             scoring=scoring,
         )
-    _conclude(result, folder, progress)
-    if result.stopped_by is None:
-        progress.message(_finished(config, result, folder, first, time.monotonic() - began))
+    if result.stopped_by is not None:
+        progress.message(
+            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
+            f"--trainer.run_dir {folder.root} resumes it"
+        )
+        return result
+    if jax.process_index() == 0:
+        folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
+    progress.message(_finished(config, result, folder, first, time.monotonic() - began))
     return result
 
 
@@ -194,8 +188,15 @@ def _first_state(
         return initial_state(config, partitioning), None
     # Frozen weights are in no checkpoint.
     make = state_shapes if config.lora is None else initial_state
-    state, position = checkpoints.restore(make(config, partitioning))
-    return state, Position(**position)
+    state, saved = checkpoints.restore(make(config, partitioning))
+    position = Position(**saved)
+    if position.step > config.trainer.num_steps:
+        raise ConfigError(
+            f"trainer.num_steps = {config.trainer.num_steps}, and the run in {checkpoints.folder.parent} has "
+            f"done {position.step} steps. Ask for more, or give this run a folder of its own with "
+            f"--trainer.run_dir."
+        )
+    return state, position
 
 
 def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder:
@@ -224,15 +225,6 @@ def _run_folder(config: LmRunConfig, closing: contextlib.ExitStack) -> RunFolder
     return in_turn(opened)
 
 
-def _check_length(config: LmRunConfig, position: Position, folder: RunFolder) -> None:
-    if position.step > config.trainer.num_steps:
-        raise ConfigError(
-            f"trainer.num_steps = {config.trainer.num_steps}, and the run in {folder.root} has "
-            f"done {position.step} steps. Ask for more, or give this run a folder of its own with "
-            f"--trainer.run_dir."
-        )
-
-
 def _prepared_in_all(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate, Tokenizer]:
     """`_prepared` in all processes; refuses configs that differ."""
     check_same_in_all(config.entries, "Start all with the same config file and arguments.")
@@ -242,7 +234,7 @@ def _prepared_in_all(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Ca
 
 
 def _prepared(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate, Tokenizer]:
-    """The step with its final model, policy and streaming; refuses what can't fit or run here."""
+    """The step with its final model, policy and streaming, if it can fit and run here."""
     check_trackers(config.trainer.trackers)
     check_scoring(config)
     Candidate(config).check_batch()
@@ -272,42 +264,17 @@ def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
     return fitting
 
 
-def _checkpoints(config: LmRunConfig, folder: RunFolder, closing: contextlib.ExitStack) -> Checkpoints:
-    """The checkpoints of the run, until `closing` closes."""
-    checkpoints = Checkpoints(
-        folder.checkpoints,
-        config.trainer.checkpoint,
-        run_config=config.entries,
-        saved=saved_arrays,
-    )
-    closing.callback(checkpoints.close)
-    return checkpoints
-
-
 def _trackers(
     config: LmRunConfig, folder: RunFolder, position: Position | None, closing: contextlib.ExitStack
 ) -> list[Tracker]:
     if jax.process_index() != 0:
         return []
-    done = -1 if position is None else position.step
-    more = build_trackers(
-        config.trainer.trackers, folder.root, config.entries, resumed_after=position and position.step
-    )
-    trackers = [JsonLinesTracker(folder.metrics, resumed_after=done), *more]
+    done = position and position.step
+    more = build_trackers(config.trainer.trackers, folder.root, config.entries, resumed_after=done)
+    trackers = [JsonLinesTracker(folder.metrics, resumed_after=-1 if done is None else done), *more]
     for tracker in trackers:
         closing.callback(tracker.close)
     return trackers
-
-
-def _conclude(result: TrainingResult, folder: RunFolder, progress: ConsoleProgress) -> None:
-    if result.stopped_by is not None:
-        progress.message(
-            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
-            f"--trainer.run_dir {folder.root} resumes it"
-        )
-        return
-    if jax.process_index() == 0:
-        folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
 
 
 def _finished(
@@ -317,7 +284,6 @@ def _finished(
     steps = int(result.state.step) - first
     step_tokens = config.data.batch_size * config.data.seq_len
     minutes, rest = divmod(round(seconds), 60)
-    duration = f"{minutes}:{rest:02}, compiling and evaluation included"
     peak = peak_memory_bytes()
     used = [] if peak is None else [f"peak memory {readable_bytes(peak)}"]
     losses = [
@@ -329,7 +295,7 @@ def _finished(
     python = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else "python"
     return "\n".join(
         [
-            f"{steps:,} steps of {step_tokens:,} tokens in {duration}",
+            f"{steps:,} steps of {step_tokens:,} tokens in {minutes}:{rest:02} with compiling and evaluation",
             *used,
             *losses,
             f"checkpoints, config and metrics are in {folder.root}",

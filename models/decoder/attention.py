@@ -8,7 +8,7 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-from haliax import Axis, AxisSelector, NamedArray
+from haliax import Axis, NamedArray
 from jaxtyping import DTypeLike, PRNGKeyArray
 
 from models.decoder.config import DecoderConfig, LayerSpec
@@ -38,10 +38,7 @@ class KeyValueCache(eqx.Module):
     def empty(
         Layers: Axis, Batch: Axis, KVHeads: Axis, slots: int, HeadDim: Axis, dtype: DTypeLike
     ) -> "KeyValueCache":
-        """A cache for sequences of up to `slots` tokens.
-
-        Cost: `2 * layers * batch * kv_heads * slots * head_dim` numbers of `dtype`, in windowed layers too.
-        """
+        """A cache for sequences of up to `slots` tokens, as many in layers with a window."""
         # In this order a head's slots are contiguous, and attention needs no transposed copy.
         axes = (Layers, Batch, KVHeads, Axis(SLOT_AXIS, slots), HeadDim)
         return KeyValueCache(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
@@ -93,22 +90,17 @@ class CausalAttention(eqx.Module):
         """Queries, keys and values `[..., KVHeads, HeadDim]`, the first two after norm and rotation."""
 
     def __call__(
-        self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, *, documents: NamedArray | None = None
+        self, x: NamedArray, rotary: RotaryTable, *, documents: NamedArray | None = None
     ) -> NamedArray:
-        """Maps `[..., Pos, Embed]` to itself; a position sees its document up to itself within its window."""
+        """Maps `[..., position, Embed]` to itself; positions see their document up to themselves."""
         tiles = min(self.config.tiles, self.config.KVHeads.size)
         if tiles == 1 or self.spec.qk_norm == "all_heads":
-            return self._of_heads(x, rotary, Pos, documents)
+            return self._attend(x, *self.heads(x, rotary), self.config.attention.backend, documents)
         whole, bias = without_bias(self.o_proj)
         by_heads = tiled(_of_some_heads, self.config.KVHeads, tiles=tiles, reduce="sum")
         attention = dataclasses.replace(self, o_proj=whole)
-        output = by_heads(attention, hax.arange(self.config.KVHeads), x, rotary, Pos, documents)
+        output = by_heads(attention, hax.arange(self.config.KVHeads), x, rotary, documents)
         return output if bias is None else (output + bias).rearrange(x.axes)
-
-    def _of_heads(
-        self, x: NamedArray, rotary: RotaryTable, Pos: AxisSelector, documents: NamedArray | None
-    ) -> NamedArray:
-        return self._attend(x, *self.heads(x, rotary), Pos, self.config.attention.backend, documents)
 
     def prefill(
         self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer_index: NamedArray
@@ -118,8 +110,7 @@ class CausalAttention(eqx.Module):
         Uses the device's default kernel, whichever the model was trained with.
         """
         query, key, value = self.heads(x, rotary)
-        output = self._attend(x, query, key, value, POSITION_AXIS, "auto")
-        return output, cache.with_prompt(layer_index, key, value)
+        return self._attend(x, query, key, value, "auto"), cache.with_prompt(layer_index, key, value)
 
     def decode(
         self,
@@ -132,14 +123,8 @@ class CausalAttention(eqx.Module):
         """Maps one token a row, `[Batch, Embed]` at `positions`, to itself, and writes it into the cache."""
         query, key, value = self.heads(x, rotary)
         cache = cache.with_token(layer_index, positions, key, value)
-        attended = decode_attention(
-            query,
-            *cache.of_layer(layer_index),
-            SLOT_AXIS,
-            self.config.HeadDim,
-            positions=positions,
-            **self._options,
-        )
+        axes, options = (SLOT_AXIS, self.config.HeadDim), {"positions": positions, **self._options}
+        attended = decode_attention(query, *cache.of_layer(layer_index), *axes, **options)
         return self._output(attended, x), cache
 
     def _attend(
@@ -148,12 +133,10 @@ class CausalAttention(eqx.Module):
         query: NamedArray,
         key: NamedArray,
         value: NamedArray,
-        Pos: AxisSelector,
         backend: str,
         documents: NamedArray | None = None,
     ) -> NamedArray:
-        """The output, with the axes of `x`."""
-        axes = (Pos, self.config.KVHeads.name, self.config.HeadDim)
+        axes = (POSITION_AXIS, self.config.KVHeads.name, self.config.HeadDim)
         options = {"documents": documents, "backend": backend, **self._options}
         return self._output(causal_attention(query, key, value, *axes, **options), x)
 
@@ -209,11 +192,8 @@ class Attention(CausalAttention):
         )
 
     def heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
-        """Queries, keys and values, the first two after norm and rotation.
-
-        The names are of the projections' outputs, which the norm's backward pass reads; the rest is cheap to
-        compute from them.
-        """
+        """Queries, keys and values, the first two after norm and rotation."""
+        # The names are of the projections' outputs, which the norm's backward pass reads.
         HeadDim = self.config.HeadDim
         query, key, value = (
             named_heads(linear(x), name, x)
@@ -231,13 +211,12 @@ def _of_some_heads(
     numbers: NamedArray,
     x: NamedArray,
     rotary: RotaryTable,
-    Pos: AxisSelector,
     documents: NamedArray | None,
 ) -> NamedArray:
     """The part of the output that is of some key-value heads, those with these numbers, and their queries."""
     (KVHeads,) = numbers.axes
     some = map_linears(lambda linear: of_part(linear, KVHeads), attention)
-    return some._of_heads(x, rotary, Pos, documents)
+    return some._attend(x, *some.heads(x, rotary), some.config.attention.backend, documents)
 
 
 def named_heads(heads: NamedArray, name: str, x: NamedArray) -> NamedArray:

@@ -1,5 +1,6 @@
 """The decoder, dense or with experts: embedding, layers, a norm and a head."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -79,7 +80,7 @@ class DecoderLayer(eqx.Module):
     ) -> tuple[NamedArray, RouterStatistics | None]:
         """Maps the residual stream `[..., position, Embed]` to itself, with the statistics of a router."""
         layer = self._cast(x.dtype)
-        attended = layer.attention(_normed(layer.input_norm, x), rotary, POSITION_AXIS, documents=documents)
+        attended = layer.attention(_normed(layer.input_norm, x), rotary, documents=documents)
         attended = _normed(layer.attention_output_norm, attended)
         return layer._feed_forward(checkpoint_name(x + attended, "residual"), documents)
 
@@ -117,13 +118,11 @@ class DecoderLayer(eqx.Module):
 
     def _cast(self, dtype: DTypeLike) -> "DecoderLayer":
         """The layer in the dtype of activations, but for a router that has a dtype of its own."""
-        layer = cast_floating(self, dtype)
-        if not isinstance(self.mlp, SparseExperts) or self.mlp.config.experts.router_dtype == "compute":
+        layer, mlp = cast_floating(self, dtype), self.mlp
+        if not isinstance(mlp, SparseExperts) or mlp.config.experts.router_dtype == "compute":
             return layer
-        own = cast_floating((self.mlp.router, self.mlp.bias), self.mlp.config.experts.router_dtype)
-        return eqx.tree_at(
-            lambda layer: (layer.mlp.router, layer.mlp.bias), layer, own, is_leaf=lambda node: node is None
-        )
+        router, bias = cast_floating((mlp.router, mlp.bias), mlp.config.experts.router_dtype)
+        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router=router, bias=bias))
 
     def _feed_forward(
         self, x: NamedArray, documents: NamedArray | None = None
@@ -134,7 +133,9 @@ class DecoderLayer(eqx.Module):
             half = tiled(half, POSITION_AXIS, tiles=tiles, reduce="sum")
             # Each tile adds to the gradients of what it is given: not to those of all layers.
             layer = jax.tree.map(
-                lambda node: node.layer if _is_layer_stack(node) else node, self, is_leaf=_is_layer_stack
+                lambda node: node.layer if isinstance(node, LayerStack) else node,
+                self,
+                is_leaf=lambda node: isinstance(node, LayerStack),
             )
         mixed, sums = half(layer, x, documents)
         mixed = _normed(layer.mlp_output_norm, mixed)
@@ -183,9 +184,6 @@ class Decoder(eqx.Module):
 
         `init_stack` is `Stacked.init`, or makes the layers of a kind elsewhere, such as
         `stacked_remat.streaming.init`.
-
-        Raises:
-            ConfigError: the policy has names that no layer has.
         """
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
@@ -219,14 +217,7 @@ class Decoder(eqx.Module):
         documents: NamedArray | None = None,
         positions: NamedArray | None = None,
     ) -> tuple[NamedArray, RouterStatistics | None]:
-        """Maps tokens `[..., position]` to hidden states `[..., position, Embed]`, with statistics per layer.
-
-        Takes what `hidden_states` takes.
-
-        Returns:
-            The normalised output of the last layer, and router statistics `[layers, Experts]` of the layers
-            that have experts, in order; None if none has.
-        """
+        """As `hidden_states`, with router statistics `[layers, Experts]` of the layers that have experts."""
         if positions is None:
             positions = hax.arange(tokens.resolve_axis(POSITION_AXIS))
         x, statistics = self.layers.scan(self._embedded(tokens), self._rotary(positions), documents)
@@ -257,35 +248,27 @@ class Decoder(eqx.Module):
         if statistics is None or not isinstance(self.config, SparseDecoderConfig):
             return AuxiliaryLoss(jnp.zeros(()), {})
         found = router_losses(statistics, self.config)
-        if not self.config.balances_by_bias:
-            return found
-        return eqx.tree_at(lambda one: one.loss, found, found.loss + self._bias_term(statistics.load))
+        term = self._bias_term(statistics.load) if self.config.balances_by_bias else 0.0
+        return dataclasses.replace(found, loss=found.loss + term)
 
     def _bias_term(self, load: NamedArray) -> Array:
         """Zero, with the gradients of the biases of routers; see `RouterSpec.bias`."""
         sparse = [number for number, spec in enumerate(self.config.specs) if spec.sparse]
-        term, shares = jnp.zeros(()), load.array  # [layers, Experts]
-        for spec in self.config.kinds:
-            if not spec.sparse:
-                continue
-            layers = self.layers
+        sign = jnp.sign(load.array - jnp.mean(load.array, axis=-1, keepdims=True))  # [layers, Experts]
+        term, layers = jnp.zeros(()), self.layers
+        for spec in (spec for spec in self.config.kinds if spec.sparse):
             stack = layers.stacks[spec.name] if isinstance(layers, StackedPattern) else layers
-            rows = [sparse.index(number) for number in self.config.layers_of(spec.name)]
-            own = shares[np.array(rows)]
-            sign = jax.lax.stop_gradient(jnp.sign(own - jnp.mean(own, axis=-1, keepdims=True)))
-            term += jnp.sum(stack.stacked.mlp.bias.array * sign)
+            rows = np.array([sparse.index(number) for number in self.config.layers_of(spec.name)])
+            term += jnp.sum(stack.stacked.mlp.bias.array * jax.lax.stop_gradient(sign[rows]))
         return term - jax.lax.stop_gradient(term)
 
     def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, KeyValueCache]:
-        """Reads the beginnings of sequences at once, and makes the cache that later tokens need.
+        """Reads the beginnings of sequences at once, and makes the cache for `slots` tokens of each.
 
         Args:
             tokens: integers `[Batch, position]`. Rows may differ in length: pad the shorter ones at their
                 ends with any tokens, which no earlier position sees and `decode` overwrites.
             slots: how many tokens the longest sequence will have in the end.
-
-        Returns:
-            Hidden states `[Batch, position, Embed]`, as `hidden_states` gives them, and the cache.
         """
         (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
         rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
@@ -302,9 +285,7 @@ class Decoder(eqx.Module):
     ) -> tuple[NamedArray, KeyValueCache]:
         """Reads one more token of each sequence, `[Batch]` at `positions`, whose earlier ones have been read.
 
-        Returns:
-            Hidden states `[Batch, Embed]`, as `hidden_states` of the whole sequence has them there, and the
-            cache with these tokens. Donated to a jitted function, it is updated in place.
+        The cache is updated in place if it is donated to a jitted function.
         """
         # The cache is a carry of the layers, so that each writes its token into one buffer.
         layers, state = self.layers, (self._embedded(tokens), cache)
@@ -315,13 +296,8 @@ class Decoder(eqx.Module):
             DecoderLayer.decode, stacks={kind: stack.stacked for kind, stack in stacks.items()}
         )
         fold = layers.fold_via(decode, remat=False)
-        x, cache = fold(
-            state,
-            hax.arange(layers.Layers),
-            self._rotary(positions),
-            positions,
-            per_kind(rows) if len(rows) > 1 else rows[""],
-        )
+        own = per_kind(rows) if len(rows) > 1 else rows[""]
+        x, cache = fold(state, hax.arange(layers.Layers), self._rotary(positions), positions, own)
         return self._normalised(x), cache
 
     def _rotary(self, positions: NamedArray) -> Any:
@@ -363,10 +339,6 @@ class Decoder(eqx.Module):
 
 def _normed(norm: Norm | None, x: NamedArray) -> NamedArray:
     return x if norm is None else norm(x)
-
-
-def _is_layer_stack(node: Any) -> bool:
-    return isinstance(node, LayerStack)
 
 
 def _in_order(of_kinds: dict[str, RouterStatistics | None], config: DecoderConfig) -> RouterStatistics | None:

@@ -57,10 +57,7 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
 
     `num_experts * sum_e load_e * importance_e`: `experts_per_token` for even routing, and at most
     `num_experts`. For statistics averaged over layers it is `load_balancing_loss_func` of Hugging Face's
-    transformers.
-
-    Returns:
-        The loss over the other axes; a `Layers` axis gives one per layer.
+    transformers. Other axes remain.
     """
     return hax.dot(load, importance, axis=Experts) * float(Experts.size)
 
@@ -68,7 +65,7 @@ def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -
 def means(
     sums: RouterStatistics, x: NamedArray, Embed: Axis, documents: NamedArray | None
 ) -> RouterStatistics:
-    """The statistics of the tokens `x` from their sums; `documents` as in `SparseExperts.route`."""
+    """The statistics of the tokens `x` from their sums, without padding."""
     count = hax.ones(tuple(axis for axis in x.axes if axis != Embed))
     if documents is not None:
         count = hax.where(documents != 0, count, 0.0)
@@ -115,15 +112,11 @@ class SparseExperts(eqx.Module):
     def route(
         self, x: NamedArray, documents: NamedArray | None = None
     ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
-        """Chooses experts for every token.
-
-        Args:
-            x: `[..., Embed]`.
-            documents: integers `[...]`, 0 for padding, which is routed and left out of the statistics.
+        """Chooses experts for every token `[..., Embed]`.
 
         Returns:
             The experts' numbers and their gates in float32, both `[..., choice]`, and the sums over tokens of
-            which the statistics are means.
+            which the statistics are means; without padding, where `documents` is 0.
         """
         # Tokens and experts may be divided over the same devices, and router logits are of both.
         with unmapped(self.config.Experts):
@@ -141,10 +134,8 @@ class SparseExperts(eqx.Module):
     ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         Experts = self.config.Experts
         logits = checkpoint_name(self._logits(x), "router_logits")
-        if self.spec.scoring == "softmax":
-            scores = hnn.softmax(logits, axis=Experts)
-        else:
-            scores = hnn.sigmoid(logits)
+        is_softmax = self.spec.scoring == "softmax"
+        scores = hnn.softmax(logits, axis=Experts) if is_softmax else hnn.sigmoid(logits)
         probabilities = checkpoint_name(scores, "router_probs")
         Choice = Axis("choice", self.config.experts.experts_per_token)
         tokens = tuple(axis for axis in probabilities.axes if axis != Experts)
@@ -174,16 +165,9 @@ class SparseExperts(eqx.Module):
         def total(x: NamedArray) -> NamedArray:
             return hax.sum(x * real, axis=tokens)
 
-        sums = RouterStatistics(
-            load=total(chosen),
-            importance=total(
-                probabilities
-                if self.spec.scoring == "softmax"
-                else probabilities / hax.sum(probabilities, axis=Experts)
-            ),
-            z_loss=total(hnn.logsumexp(logits, axis=Experts) ** 2),
-        )
-        return choices, gates, sums
+        shares = probabilities if is_softmax else probabilities / hax.sum(probabilities, axis=Experts)
+        z_loss = hnn.logsumexp(logits, axis=Experts) ** 2
+        return choices, gates, RouterStatistics(total(chosen), total(shares), total(z_loss))
 
     def __call__(
         self, x: NamedArray, documents: NamedArray | None = None, stack: LayerStack | None = None
@@ -289,11 +273,7 @@ def _stacked(experts: Any) -> Any:
 
 
 def _check_tokens_are_divided(tokens: tuple[Axis, ...], Experts: Axis) -> None:
-    """Check that devices with other experts have other tokens.
-
-    Raises:
-        ValueError: names the axes.
-    """
+    """Raises ValueError where devices with other experts have the same tokens."""
     divided = {one for axis in tokens for one in mesh_axes(axis)}
     for one in mesh_axes(Experts):
         if one not in divided:

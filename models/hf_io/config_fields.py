@@ -167,33 +167,30 @@ def rope(
         length = given("max_position_embeddings", longest)
         parameters = given("rope_parameters", {})
         of_kinds = parameters if "full_attention" in parameters else {"full_attention": parameters}
-        whole = of_kinds["full_attention"]
+        whole, of_windows = of_kinds["full_attention"], of_kinds.get("sliding_attention", {})
         base = whole.get("rope_theta", given("rope_theta", theta))
         found["rotary.theta"], found["rotary.max_position_embeddings"] = base, length
         found["rotary.scaling"] = _scaling(given("rope_scaling") or whole or scaling, length)
-        of_windows = of_kinds.get("sliding_attention", {})
         if local is not None:
             found[local] = of_windows.get("rope_theta", given("rope_local_base_freq", 10_000.0))
-        elif of_windows.get("rope_theta", base) != base:
-            raise ValueError(f"rope_parameters of sliding_attention are {shown(of_windows)}; not supported.")
-        if _scaling(of_windows, length) is not None:
+        is_another = local is None and of_windows.get("rope_theta", base) != base
+        if is_another or _scaling(of_windows, length) is not None:
             raise ValueError(f"rope_parameters of sliding_attention are {shown(of_windows)}; not supported.")
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         rotary = config.rotary
         # Where transformers has a scaling by default, none has to be written too.
         used = rotary.scaling or (DefaultRotary() if scaling else None)
-        written = {
+        base = {"rope_theta": rotary.theta}
+        written = base | {
             "max_position_embeddings": rotary.max_position_embeddings,
-            "rope_theta": rotary.theta,
             "rope_scaling": rotary_to_hf(used),
         }
+        of_windows = {"rope_type": "default", **base}
         if local is not None:
-            written["rope_local_base_freq"] = getattr(config, local)
+            written["rope_local_base_freq"] = of_windows["rope_theta"] = getattr(config, local)
         if by_kind:
-            whole = {**(rotary_to_hf(rotary.scaling or DefaultRotary()) or {}), "rope_theta": rotary.theta}
-            base = rotary.theta if local is None else getattr(config, local)
-            of_windows = {"rope_type": "default", "rope_theta": base}
+            whole = (rotary_to_hf(rotary.scaling or DefaultRotary()) or {}) | base
             written["rope_parameters"] = {"full_attention": whole, "sliding_attention": of_windows}
         return written
 
@@ -251,7 +248,6 @@ def windows(
 
 
 def _read_load_balance(given: ConfigFields, found: Found) -> None:
-    """`router_aux_loss_coef`; 0 where `output_router_logits` is false, which turns the loss off."""
     weight, is_on = given("router_aux_loss_coef", 0.001), given("output_router_logits", True)
     found["experts.load_balance_weight"] = weight if is_on else 0.0
 
@@ -259,7 +255,7 @@ def _read_load_balance(given: ConfigFields, found: Found) -> None:
 LOAD_BALANCE = computed(
     _read_load_balance, lambda config: {"router_aux_loss_coef": config.experts.load_balance_weight_used}
 )
-"""The weight of the load-balance loss."""
+"""The weight of the load-balance loss; 0 where `output_router_logits` is false, which turns the loss off."""
 
 DECODER_FIELDS: FieldTable = {
     "hidden_size": attribute("hidden_dim"),

@@ -8,7 +8,7 @@ axes for them, where its tensor has a single one.
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -112,9 +112,8 @@ def tensor_maps(decoder: Decoder, known: HfFormat | None = None) -> dict[str, Te
     """The tensors of a checkpoint for every array of a decoder, by the array's path; shapes are enough."""
     known = known or format_of(decoder.config)
     is_mixed = isinstance(decoder.layers, StackedPattern)
-    modules = jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_module)
-    maps = {}
-    for keys, module in modules:
+    by_tensor: dict[Any, list[TensorMap]] = {}
+    for keys, module in jax.tree_util.tree_leaves_with_path(decoder, is_leaf=_is_module):
         path, layers = jax.tree_util.keystr(keys), None
         parts = re.findall(r"\w+", path)
         if parts[0] == "layers" and is_mixed:  # .layers.stacks['dense'].stacked
@@ -126,38 +125,27 @@ def tensor_maps(decoder: Decoder, known: HfFormat | None = None) -> dict[str, Te
             stacked, layer_shape = sizes[: name.count("{}")], sizes[name.count("{}") :]
             shape = _tensor_shape(module, kind, layer_shape)
             one = TensorMap(f"{path}{kind}", f"{name}{kind}", stacked, shape, layer_shape, layers)
-            maps[one.path] = _of_all_experts(one, known.fused)
-    return _sharing_tensors(maps, [one.name for one in known.fused.values() if one.interleaved])
+            outer, _, own = one.name.rpartition(".{}.")
+            fused = known.fused.get(own)
+            if fused is not None:  # a tensor of all experts
+                shape = (stacked[-1], *(shape[::-1] if fused.transposed else shape))
+                name_of_all = f"{outer}.{fused.name}"
+                one = replace(one, name=name_of_all, tensor_shape=shape, transposed=fused.transposed)
+            by_tensor.setdefault((one.name, layers, fused), []).append(one)
+    return {part.path: part for (*_, fused), same in by_tensor.items() for part in _parts(same, fused)}
 
 
-def _of_all_experts(one: TensorMap, tensors: Mapping[str, ExpertsTensor]) -> TensorMap:
-    """The map to experts' own tensors, in the tensors that an architecture has in their stead."""
-    module, _, own = one.name.rpartition(".{}.")
-    fused = tensors.get(own)
-    if fused is None:
-        return one
-    shape = one.tensor_shape[::-1] if fused.transposed else one.tensor_shape
-    name, shape = f"{module}.{fused.name}", (one.stacked[-1], *shape)
-    return replace(one, name=name, tensor_shape=shape, transposed=fused.transposed)
-
-
-def _sharing_tensors(maps: dict[str, TensorMap], interleaved: Sequence[str]) -> dict[str, TensorMap]:
-    """The maps, of which those to tensors of one name have each some outputs of these."""
-    alike: dict[Any, list[TensorMap]] = {}
-    for one in maps.values():
-        alike.setdefault((one.name, one.layers), []).append(one)
-    found = dict(maps)
-    for same in (same for same in alike.values() if len(same) > 1):
-        axis = -1 if same[0].transposed else -len(same[0].matrix_shape)
-        widths = [one.tensor_shape[axis] for one in same]
-        for number, (one, stop) in enumerate(zip(same, itertools.accumulate(widths), strict=True)):
-            shape = [*one.tensor_shape]
-            shape[axis] = sum(widths)
-            outputs = slice(stop - widths[number], stop)
-            if one.name.rpartition(".")[2] in interleaved:
-                outputs = slice(number, None, len(same))
-            found[one.path] = replace(one, tensor_shape=tuple(shape), outputs=outputs)
-    return found
+def _parts(same: Sequence[TensorMap], fused: ExpertsTensor | None) -> Iterator[TensorMap]:
+    """The maps to the same tensors, each with its outputs of these."""
+    axis = -1 if same[0].transposed else -len(same[0].matrix_shape)
+    widths = [one.tensor_shape[axis] for one in same]
+    for number, (one, stop) in enumerate(zip(same, itertools.accumulate(widths), strict=True)):
+        shape = [*one.tensor_shape]
+        shape[axis] = sum(widths)
+        outputs = slice(stop - widths[number], stop)
+        if fused is not None and fused.interleaved:
+            outputs = slice(number, None, len(same))
+        yield one if len(same) == 1 else replace(one, tensor_shape=tuple(shape), outputs=outputs)
 
 
 def _without_unused(folder: SafetensorsFolder, config: DecoderConfig) -> SafetensorsFolder:

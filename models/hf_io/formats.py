@@ -78,11 +78,7 @@ def register_format(known: HfFormat) -> None:
 
 
 def format_of(config: DecoderConfig) -> HfFormat:
-    """The format of a decoder's config.
-
-    Raises:
-        WeightsError: none is registered.
-    """
+    """The format of a decoder's config."""
     for one in _FORMATS.values():
         if one.config_class is type(config):
             return one
@@ -109,10 +105,7 @@ def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
 def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     """The architecture that a `config.json` describes, and its vocabulary's size.
 
-    A field that is not known gives a warning.
-
-    Raises:
-        ValueError: an unknown `model_type`; a field that is missing or has an unsupported value.
+    A field that is not known gives a warning; one that is missing or has an unsupported value, a ValueError.
     """
     given, found = ConfigFields(document), Found()
     model_type = given("model_type")
@@ -138,11 +131,7 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
 
 
 def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[str, Any]:
-    """The `config.json` of a decoder, as `AutoModelForCausalLM` of transformers 4.51 and later reads it.
-
-    Raises:
-        WeightsError: no format is registered for it, or this can't express it.
-    """
+    """The `config.json` of a decoder, as `AutoModelForCausalLM` of transformers 4.51 and later reads it."""
     known = format_of(config)
     document = {
         "model_type": known.model_type,
@@ -198,11 +187,7 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
 def pretrained_config(config: DecoderConfig, root: Path) -> tuple[DecoderConfig, int]:
     """The architecture of the folder and the size of its vocabulary.
 
-    Args:
-        config: takes precedence in what a run decides (`OF_RUN`) and in a longer context.
-
-    Raises:
-        WeightsError: `config.json` asks for something unsupported.
+    `config` takes precedence in what a run decides (`OF_RUN`) and in a longer context.
     """
     found, vocab_size = read_hf_config(root)
     found = _with_fields_of_run(found, config)
@@ -213,7 +198,6 @@ def pretrained_config(config: DecoderConfig, root: Path) -> tuple[DecoderConfig,
 
 
 def _with_fields_of_run(found: Any, config: object) -> Any:
-    """A config of a folder with what `config` has in the fields that a run decides."""
     changes = {}
     for one in dataclasses.fields(found):
         own, other = getattr(config, one.name, None), getattr(found, one.name)
@@ -228,9 +212,6 @@ def end_tokens(root: Path, num_tokens: int) -> tuple[int, ...]:
     """The tokens that end a text; a chat model has several, and a folder may name none.
 
     As in transformers, `eos_token_id` is read from `generation_config.json`, else from `config.json`.
-
-    Raises:
-        WeightsError: a file can't be read, or names no tokens of the model.
     """
     for path in (root / GENERATION_CONFIG, root / "config.json"):
         ends = read_json(path).get("eos_token_id") if path.is_file() else None

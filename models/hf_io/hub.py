@@ -41,11 +41,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
 
 
 def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:
-    """Uploads a folder to a repository of models on the Hub, which is made if it is new; returns its address.
-
-    Raises:
-        WeightsError: the Hub can't be reached or denies it, or the name is not one that it allows.
-    """
+    """Uploads a folder to a repository of models on the Hub, made if it is new; returns its address."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi()

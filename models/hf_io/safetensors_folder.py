@@ -32,12 +32,7 @@ class WeightsError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file, as `stacked_remat._files.read_json_fields` reads them.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        WeightsError: it can't be read, or is not a JSON object.
-    """
+    """The fields of a JSON file; raises WeightsError if it can't be read, or is not a JSON object."""
     try:
         return read_json_fields(path)
     except FileNotFoundError:
@@ -93,22 +88,20 @@ class SafetensorsFolder:
                 dtypes[name] = "BF16"
         return SafetensorsFolder(root, stored, shapes, dtypes)
 
-    def read(
-        self, name: str, at: tuple[int, ...] = (), rows: slice | None = None
-    ) -> Shaped[np.ndarray, "..."]:
-        """One tensor, or its entry at indices of its first axes, or rows of that; costs what is read.
+    def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
+        """One tensor, or its entry at indices of its first axes: a view of the file.
 
-        In the dtype of the file, or if it is quantized in float32.
+        What is quantized is read, and in float32.
 
         Raises:
             WeightsError: the file has changed or can't be read, or NumPy lacks the dtype.
         """
         if name not in self.stored:
             return quantized.from_mxfp4(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
+        tensor = self.stored[name].view()
         if self.stored[name].dtype == FP8:
-            values, scales = self.stored[name].read(), self.stored[name + FP8_SCALES].read()
-            return quantized.from_fp8(values, scales)[at][rows or slice(None)]
-        return self.stored[name].read(at, rows)
+            tensor = quantized.from_fp8(tensor, self.stored[name + FP8_SCALES].view())
+        return tensor[at]
 
 
 @dataclass(frozen=True)
@@ -120,14 +113,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
 
-    def read(self, at: tuple[int, ...] = (), rows: slice | None = None) -> Shaped[np.ndarray, "..."]:
-        """As `SafetensorsFolder.read`."""
+    def view(self) -> Shaped[np.ndarray, "..."]:
+        """The tensor, of which only what is used is read."""
         try:
-            dtype = _DTYPES[self.dtype]
             if 0 in self.shape:
-                return np.zeros(self.shape, dtype)
-            whole = np.memmap(self.path, dtype, "r", self.offset, self.shape)
-            return np.array(whole[at] if rows is None else whole[at][rows])
+                return np.zeros(self.shape, _DTYPES[self.dtype])
+            return np.asarray(np.memmap(self.path, _DTYPES[self.dtype], "r", self.offset, self.shape))
         except (OSError, ValueError, KeyError) as error:
             raise WeightsError(f"{self.path} can't be read ({error}). Fetch or save it again.") from error
 
@@ -138,7 +129,6 @@ _DTYPES |= {FP8: np.dtype(jnp.float8_e4m3fn), "BF16": np.dtype(jnp.bfloat16), "B
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, from its header; that of a large model takes milliseconds."""
     with opened_safetensors(path, WeightsError), path.open("rb") as file:  # which checks the header
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -210,11 +200,7 @@ class Pending:
 
 
 def weight_files(root: Path) -> list[str]:
-    """The files that a folder's weights are in, whether they are there or not.
-
-    Raises:
-        WeightsError: the index can't be read.
-    """
+    """The files that a folder's weights are in, whether they are there or not."""
     return sorted({*_weight_map(root).values()}) or [SINGLE]
 
 

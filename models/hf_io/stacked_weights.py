@@ -90,31 +90,14 @@ class TensorMap:
             numbers = at[:outer] if self.layers is None else (self.layers[at[0]], *at[1:outer])
             yield at, self.name.format(*numbers), at[outer:]
 
-    @property
-    def names(self) -> Iterator[str]:
-        """The names of all tensors, each as often as it has entries."""
-        return (name for _, name, _ in self.numbered())
 
-    def read(self, read: "Read", name: str, inside: tuple[int, ...]) -> Tensor:
-        """One entry along the stacking axes, of which no more than necessary is read."""
-        rows = self.outputs
-        if rows is None or self.transposed or rows.step not in (None, 1):
-            return self.part(read(name, inside, None)).reshape(self.layer_shape)
-        return read(name, inside, rows).reshape(self.layer_shape)
-
-
-Read: TypeAlias = Callable[[str, tuple[int, ...], slice | None], Tensor]
-"""(name of a tensor, indices of its first axes, rows) to these rows of that part of the tensor."""
+Read: TypeAlias = Callable[[str, tuple[int, ...]], Tensor]
+"""(name of a tensor, indices of its first axes) to that part of the tensor."""
 
 
 def check_tensors(maps: Sequence[TensorMap], folder: SafetensorsFolder) -> None:
-    """Refuses a checkpoint that does not have exactly the tensors of a model.
-
-    Raises:
-        WeightsError: counts and names the tensors that are missing, unknown, of another shape, or not of a
-            floating dtype, such as those that are quantized.
-    """
-    expected = {name: list(one.tensor_shape) for one in maps for name in one.names}
+    """Raises WeightsError for a checkpoint without exactly the tensors of a model, all of them floats."""
+    expected = {name: list(one.tensor_shape) for one in maps for _, name, _ in one.numbered()}
     problems = entry_problems(expected, {name: list(shape) for name, shape in folder.shapes.items()})
     problems += float_problems({name: folder.dtypes[name] for name in expected if name in folder.shapes})
     if problems:
@@ -146,7 +129,7 @@ def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding)
         for position, name, inside in one.numbered():
             holders = [shard for shard in shards if shard.holds(position)]
             if holders:
-                tensor = one.read(read, name, inside)
+                tensor = one.part(read(name, inside)).reshape(one.layer_shape)
                 for shard in holders:
                     shard.put(position, tensor)
                 jax.block_until_ready([shard.array for shard in holders])  # or tensors accumulate on the host

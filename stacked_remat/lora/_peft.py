@@ -4,15 +4,13 @@ The model provides the names of its linears, as a function of a linear's path an
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import Axis, NamedArray, axis_size
 from jaxtyping import DTypeLike
 
 from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
@@ -27,18 +25,7 @@ from ._adapter import (
     replace_linears,
 )
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
-from ._peft_layout import (
-    PREFIX,
-    Members,
-    Pair,
-    PeftParameter,
-    assemble,
-    first_of,
-    members_by_target,
-    num_rows,
-    take_apart,
-    tensor_keys,
-)
+from ._peft_layout import PREFIX, Pair, PeftParameter, Target, Where, find_targets, tensor_keys
 
 T = TypeVar("T")
 Index: TypeAlias = tuple[int, ...]
@@ -78,20 +65,17 @@ def save_peft(
     Cost: one copy of the adapters in host memory.
     """
     safetensors = import_safetensors()
-    linears = _linears(model, names)
-    by_target = _by_target(linears)
-    pairs = {member: pair for linear in linears for member, pair in linear.pairs().items()}
+    linears = lora_linears(model)
+    targets = _targets(linears, names)
+    pairs = {at: pair for path, linear in linears.items() for at, pair in _pairs(path, linear)}
     if not pairs:
         raise ValueError("The model has no adapters to save: apply_lora makes them.")
-    assembled = {target: assemble(members, pairs) for target, members in by_target.items()}
-    tensors = {target: pair for target, pair in assembled.items() if pair is not None}
-    adapted = {target: first_of(by_target[target]) for target in tensors}
-    others = [target for target in by_target if target not in tensors]
-    config = describe(tensors, adapted, others, base_model, task_type)
+    found = ((name, target.assemble(pairs)) for name, target in targets.items())
+    tensors = {name: pair for name, pair in found if pair is not None}
     arrays = {}
-    for target, (a, b) in tensor_keys(adapted).items():
-        arrays |= {a: tensors[target].a, b: tensors[target].b}
-    text = json.dumps(config, indent=2) + "\n"
+    for name, (a, b) in tensor_keys({name: targets[name] for name in tensors}).items():
+        arrays |= {a: tensors[name].a, b: tensors[name].b}
+    text = json.dumps(describe(tensors, targets, base_model, task_type), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     with written_safetensors(folder):
         with replaced_whole(folder / TENSORS_FILE, shared=True) as path:
@@ -120,23 +104,23 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         ValueError: a file is truncated or of another format, the adapters are of a kind that LoraLinear does
             not have, or tensors are missing, unknown or of another shape: names all of them.
     """
-    linears, settings = _linears(model, names), PeftSettings.read(folder)
-    path, by_target = adapter_file(folder, TENSORS_FILE), _by_target(linears)
+    linears, settings = lora_linears(model), PeftSettings.read(folder)
+    path, targets = adapter_file(folder, TENSORS_FILE), _targets(linears, names)
+    # PEFT stores the weight of a head, which is in no stack, beside its adapter.
+    heads = {name for name, target in targets.items() if not [*target.members.values()][0][1]}
+    stored = {f"{PREFIX}{head}{kind}.weight" for head in heads for kind in ("", ".base_layer")}
+    pairs: dict[Where, Pair] = {}
     with opened_safetensors(path) as file:
-        heads = (f"{PREFIX}{linear.members[()].module}" for linear in linears if not linear.stack)
-        stored = {f"{head}{kind}.weight" for head in heads for kind in ("", ".base_layer")}
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key not in stored}
-        keys = tensor_keys(_adapted(by_target, settings, set(shapes)))
-        problems = _problems(keys, shapes, by_target, settings, linears)
+        keys = tensor_keys(_adapted(targets, settings, set(shapes)))
+        problems = _problems(keys, shapes, targets, settings, linears)
         problems += float_problems({key: file.get_slice(key).get_dtype() for key in shapes})
         if problems:
             raise ValueError(f"The adapters in {path} do not fit the model:\n" + "\n".join(problems))
-        pairs: dict[PeftParameter, Pair] = {}
-        for target, (a, b) in keys.items():
-            members = by_target[target]
-            whole = Pair(file.get_tensor(a), file.get_tensor(b), settings.scale(first_of(members)))
-            pairs |= take_apart(members, whole)
-    found = ((linear.path, linear.adapted(pairs, dtype)) for linear in linears)
+        for name, (a, b) in keys.items():
+            scale = settings.scale(targets[name].parameter)
+            pairs |= targets[name].take_apart(Pair(file.get_tensor(a), file.get_tensor(b), scale))
+    found = ((path, _with_adapter(path, linear, pairs, dtype)) for path, linear in linears.items())
     return replace_linears(model, {path: new for path, new in found if new is not None})
 
 
@@ -152,84 +136,69 @@ def peft_tensor_names(folder: Path) -> list[str]:
         return list(file.keys())
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One linear of the model, adapted or not, with the name of its matrix in each layer of its stacks."""
+def _targets(linears: Mapping[str, Any], names: PeftNames) -> dict[str, Target]:
+    def places() -> Iterator[tuple[Where, PeftParameter, int, int]]:
+        for path, linear in linears.items():
+            stack, narrow, wide = _sizes(linear)
+            for index in np.ndindex(stack):
+                name = names(path, index)
+                place = PeftParameter(name, "") if isinstance(name, str) else name
+                yield (path, index), place, narrow, wide
 
-    path: str
-    module: Any
-    stack: tuple[int, ...]
-    narrow: int
-    wide: int
-    members: Mapping[Index, PeftParameter] = field(repr=False)
-
-    @property
-    def wrapped(self) -> Any:
-        """The module without its adapter."""
-        return self.module.wrapped if isinstance(self.module, LoraLinear) else self.module
-
-    def pairs(self) -> dict[PeftParameter, Pair]:
-        """The adapters; empty if the linear has none."""
-        if not isinstance(self.module, LoraLinear):
-            return {}
-        a, b = (np.asarray(one.array, np.float32) for one in named_adapter(self.module))
-        a = np.swapaxes(a.reshape(*self.stack, self.narrow, -1), -1, -2)
-        b = np.swapaxes(b.reshape(*self.stack, -1, self.wide), -1, -2)
-        return {name: Pair(a[index], b[index], self.module.scale) for index, name in self.members.items()}
-
-    def adapted(self, pairs: Mapping[PeftParameter, Pair], dtype: DTypeLike) -> LoraLinear | None:
-        """The linear with its own adapters of `pairs`, None if there are none."""
-        own = {index: pairs[member] for index, member in self.members.items() if member in pairs}
-        if not own:
-            return None
-        rank = max(pair.a.shape[0] for pair in own.values())
-        scale = max(pair.scale for pair in own.values())
-        a = np.zeros((*self.stack, self.narrow, rank), np.float32)
-        b = np.zeros((*self.stack, rank, self.wide), np.float32)
-        for index, pair in own.items():
-            a[index][:, : pair.a.shape[0]] = pair.a.T
-            b[index][: pair.a.shape[0]] = pair.b.T
-            b[index] *= pair.scale / scale
-        (Stack, In, Out), Rank = axes_of(self.wrapped), Axis(RANK_AXIS, rank)
-        of_a, of_b = _named(a, (*Stack, *In, Rank), dtype), _named(b, (*Stack, Rank, *Out), dtype)
-        return lora_linear(self.wrapped, of_a, of_b, scale)
+    return find_targets(places())
 
 
-def _named(array: np.ndarray, axes: tuple[Axis, ...], dtype: DTypeLike) -> NamedArray:
-    return NamedArray(jnp.asarray(array.reshape([axis.size for axis in axes]), dtype), axes)
+def _sizes(linear: Any) -> tuple[tuple[int, ...], int, int]:
+    """The sizes of the stacks around a linear, and how many inputs and outputs it has."""
+    Stack, In, Out = axes_of(_wrapped(linear))
+    return tuple(axis.size for axis in Stack), axis_size(In), axis_size(Out)
 
 
-def _linears(model: Any, names: PeftNames) -> list[_Linear]:
-    found = []
-    for path, module in lora_linears(model).items():
-        axes = axes_of(module.wrapped if isinstance(module, LoraLinear) else module)
-        stack = tuple(axis.size for axis in axes[0])
-        narrow, wide = (math.prod(axis.size for axis in own) for own in axes[1:])
-        members = {}
+def _wrapped(linear: Any) -> Any:
+    return linear.wrapped if isinstance(linear, LoraLinear) else linear
+
+
+def _pairs(path: str, linear: Any) -> Iterator[tuple[Where, Pair]]:
+    """The adapters of a linear; none if it has none."""
+    if isinstance(linear, LoraLinear):
+        stack, narrow, wide = _sizes(linear)
+        a, b = (np.asarray(one.array, np.float32) for one in named_adapter(linear))
+        a, b = a.reshape(*stack, narrow, -1), b.reshape(*stack, -1, wide)
         for index in np.ndindex(stack):
-            name = names(path, index)
-            members[index] = PeftParameter(name, "") if isinstance(name, str) else name
-        found.append(_Linear(path, module, stack, narrow, wide, members))
-    return found
+            yield (path, index), Pair(a[index].T, b[index].T, linear.scale)
 
 
-def _by_target(linears: Sequence[_Linear]) -> dict[str, Members]:
-    return members_by_target(member for linear in linears for member in linear.members.values())
+def _with_adapter(path: str, linear: Any, pairs: Mapping[Where, Pair], dtype: DTypeLike) -> LoraLinear | None:
+    """The linear with its own adapters of `pairs`; None if there are none."""
+    stack, narrow, wide = _sizes(linear)
+    own = {index: pairs[path, index] for index in np.ndindex(stack) if (path, index) in pairs}
+    if not own:
+        return None
+    rank = max(pair.a.shape[0] for pair in own.values())
+    scale = max(pair.scale for pair in own.values())
+    a, b = np.zeros((*stack, narrow, rank), np.float32), np.zeros((*stack, rank, wide), np.float32)
+    for index, pair in own.items():
+        a[index][:, : pair.a.shape[0]] = pair.a.T
+        b[index][: pair.a.shape[0]] = pair.b.T
+        b[index] *= pair.scale / scale
+    (Stack, In, Out), Rank = axes_of(_wrapped(linear)), Axis(RANK_AXIS, rank)
+    of_a, of_b = (
+        NamedArray(jnp.asarray(array.reshape([axis.size for axis in axes]), dtype), axes)
+        for array, axes in ((a, (*Stack, *In, Rank)), (b, (*Stack, Rank, *Out)))
+    )
+    return lora_linear(_wrapped(linear), of_a, of_b, scale)
 
 
-def _adapted(
-    by_target: Mapping[str, Members], settings: PeftSettings, keys: set[str]
-) -> dict[str, PeftParameter]:
+def _adapted(targets: Mapping[str, Target], settings: PeftSettings, keys: set[str]) -> dict[str, Target]:
     """The targets with adapters: those named by the config, and those with tensors."""
-    by_module: dict[str, dict[str, PeftParameter]] = {}
-    for target, members in by_target.items():
-        one = first_of(members)
-        by_module.setdefault(one.module, {})[target] = one
-    adapted: dict[str, PeftParameter] = {}
-    for targets in by_module.values():
-        named = {target: member for target, member in targets.items() if settings.targets(member)}
-        if not named and any(key in keys for pair in tensor_keys(targets).values() for key in pair):
-            named = targets
+    by_module: dict[str, dict[str, Target]] = {}
+    for name, target in targets.items():
+        by_module.setdefault(target.parameter.module, {})[name] = target
+    adapted: dict[str, Target] = {}
+    for own in by_module.values():
+        named = {name: target for name, target in own.items() if settings.targets(target.parameter)}
+        if not named and not keys.isdisjoint(key for pair in tensor_keys(own).values() for key in pair):
+            named = own
         adapted |= named
     return adapted
 
@@ -237,19 +206,18 @@ def _adapted(
 def _problems(
     keys: Mapping[str, tuple[str, str]],
     shapes: Mapping[str, tuple[int, ...]],
-    by_target: Mapping[str, Members],
+    targets: Mapping[str, Target],
     settings: PeftSettings,
-    linears: Sequence[_Linear],
+    linears: Mapping[str, Any],
 ) -> list[str]:
-    sizes = {member: (one.narrow, one.wide) for one in linears for member in one.members.values()}
     expected: dict[str, tuple[int, ...]] = {}
-    for target, (a, b) in keys.items():
-        one = first_of(by_target[target])
-        (narrow, wide), rows = sizes[one], settings.rank(one) * one.size
-        expected[a], expected[b] = (rows, narrow), (num_rows(by_target[target], wide), rows)
+    for name, (a, b) in keys.items():
+        target = targets[name]
+        rows = settings.rank(target.parameter) * target.parameter.size
+        expected[a], expected[b] = (rows, target.narrow), (target.wide, rows)
     problems = entry_problems(expected, shapes)
-    for linear in linears:
-        without = [member.target for member in linear.members.values() if member.target not in keys]
-        if isinstance(linear.module, LoraLinear) and len(without) == len(linear.members):
-            problems.append(f"missing: {linear.path} has an adapter, the file has none for {without[0]}")
+    found = {path for name in keys for path, _ in targets[name].members.values()}
+    lacking = {path: name for name, one in reversed([*targets.items()]) for path, _ in one.members.values()}
+    for path in (path for path in linears if isinstance(linears[path], LoraLinear) and path not in found):
+        problems.append(f"missing: {path} has an adapter, the file has none for {lacking[path]}")
     return problems

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._files import read_json_fields
-from ._peft_layout import Pair, PeftParameter
+from ._peft_layout import Pair, PeftParameter, Target
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -116,17 +116,17 @@ def adapter_file(folder: Path, name: str) -> Path:
 
 def describe(
     tensors: Mapping[str, Pair],
-    members: Mapping[str, PeftParameter],
-    others: Sequence[str],
+    targets: Mapping[str, Target],
     base_model: str | None,
     task_type: str | None,
 ) -> dict[str, Any]:
-    """The fields of the file for adapters of these targets."""
-    ranks = {target: tensor.a.shape[0] // members[target].size for target, tensor in tensors.items()}
-    kinds = {target: (rank, tensors[target].scale * rank) for target, rank in ranks.items()}
+    """The fields of the file for adapters of some of the targets."""
+    ranks = {name: tensor.a.shape[0] // targets[name].parameter.size for name, tensor in tensors.items()}
+    kinds = {name: (rank, tensors[name].scale * rank) for name, rank in ranks.items()}
     ((rank, alpha), _), *_ = collections.Counter(kinds.values()).most_common()
-    modules = [target for target, member in members.items() if not member.parameter]
-    parameters = [target for target, member in members.items() if member.parameter]
+    others = [name for name in targets if name not in tensors]
+    parameters = [name for name in tensors if targets[name].parameter.parameter]
+    modules = [name for name in tensors if name not in parameters]
     entries: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": task_type,

@@ -7,13 +7,16 @@ form one adapter of the summed rank: the A concatenated, the B on the diagonal o
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float
 
 PREFIX = "base_model.model."
+Rows: TypeAlias = tuple[int, int, int] | None
+Where: TypeAlias = tuple[str, tuple[int, ...]]
+"""One matrix of the model: the path of its linear, and its index in the stacks of that."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,7 @@ class PeftParameter:
     index: int = 0
     size: int = 1
     order: int = 0
-    rows: tuple[int, int, int] | None = None
-
-    def outputs(self, matrix: np.ndarray) -> np.ndarray:
-        """The view of the matrix's rows that are the linear's outputs."""
-        return matrix if self.rows is None else matrix[slice(*self.rows)]
+    rows: Rows = None
 
     @property
     def target(self) -> str:
@@ -57,94 +56,99 @@ class Pair:
     scale: float
 
 
-Rows: TypeAlias = tuple[int, int, int] | None
-Members: TypeAlias = Mapping[tuple[Rows, int], PeftParameter]
-"""The linears whose adapters two tensors hold, by rows and index; one if no parameter is shared."""
+@dataclass(frozen=True)
+class Target:
+    """What two tensors adapt: a module, or a parameter with the matrices of several linears.
+
+    Attributes:
+        parameter: the position of one of them; all have the same target, size and order.
+        narrow, wide: the inputs of a matrix, and its outputs.
+        members: the matrices of the model that are in it, by rows and index.
+    """
+
+    parameter: PeftParameter
+    narrow: int
+    wide: int
+    members: Mapping[tuple[Rows, int], Where] = field(repr=False)
+
+    def assemble(self, pairs: Mapping[Where, Pair]) -> Pair | None:
+        """The two tensors, `[size * rank, in]` and `[out, rank * size]`, of those members that have a pair.
+
+        Raises:
+            ValueError: only some of the matrices have an adapter, or scales differ.
+        """
+        own = {at: pairs[where] for at, where in self.members.items() if where in pairs}
+        if not own:
+            return None
+        size, present = self.parameter.size, sorted({rows for rows, _ in own}, key=lambda rows: rows or ())
+        lacking = [(rows, i) for rows in present for i in range(size) if (rows, i) not in own]
+        scales = {pair.scale for pair in own.values()}
+        if lacking or len(scales) > 1:
+            reason = f"(rows, index) {lacking} have none" if lacking else f"their scales are {sorted(scales)}"
+            raise ValueError(f"The adapters of {self.parameter.target} can't be written as one: {reason}.")
+        rank = sum(own[rows, 0].a.shape[0] for rows in present)
+        a = np.zeros((size, rank, self.narrow), np.float32)
+        b = np.zeros((self.wide, rank, size), np.float32)
+        first = 0
+        for rows in present:
+            columns = slice(first, first + own[rows, 0].a.shape[0])
+            for index in range(size):
+                a[index, columns] = own[rows, index].a
+                _outputs(b, rows)[:, columns, index] = own[rows, index].b
+            first = columns.stop
+        return Pair(a.reshape(-1, self.narrow), b.reshape(self.wide, -1), scales.pop())
+
+    def take_apart(self, pair: Pair) -> dict[Where, Pair]:
+        """The inverse of `assemble`.
+
+        A part of a matrix gets the columns of B that are not all zero in its rows, and none has an adapter if
+        all are; in a B of zeros, every part has the whole rank.
+        """
+        size, parts = self.parameter.size, {rows for rows, _ in self.members}
+        a, b = pair.a.reshape(size, -1, self.narrow), pair.b.reshape(self.wide, -1, size)
+        whole, pairs = len(parts) == 1 or not b.any(), {}
+        used = {rows: whole or _outputs(b, rows).any(axis=(0, 2)) for rows in parts}
+        for (rows, index), where in self.members.items():
+            columns = np.broadcast_to(used[rows], a.shape[1])
+            if columns.any():
+                pairs[where] = Pair(a[index, columns], _outputs(b, rows)[:, columns, index], pair.scale)
+        return pairs
 
 
-def first_of(members: Members) -> PeftParameter:
-    """One of the linears; all have the same target, size and order."""
-    return next(iter(members.values()))
+def _outputs(matrix: np.ndarray, rows: Rows) -> np.ndarray:
+    return matrix if rows is None else matrix[slice(*rows)]
 
 
-def num_rows(members: Members, wide: int) -> int:
-    """How many rows a matrix has, if a linear that has all of them has so many outputs."""
-    return max(wide if rows is None else rows[1] for rows, _ in members)
-
-
-def members_by_target(parameters: Iterable[PeftParameter]) -> dict[str, Members]:
-    """Group linears by target.
+def find_targets(linears: Iterable[tuple[Where, PeftParameter, int, int]]) -> dict[str, Target]:
+    """The targets of matrices, each with its position, and how many inputs and outputs it has.
 
     Raises:
-        ValueError: two linears have one position.
+        ValueError: two matrices have one position.
     """
-    found: dict[str, dict[tuple[Rows, int], PeftParameter]] = {}
-    for one in parameters:
-        members = found.setdefault(one.target, {})
-        if (one.rows, one.index) in members:
+    members: dict[str, dict[tuple[Rows, int], Where]] = {}
+    found: dict[str, Target] = {}
+    for where, one, narrow, wide in linears:
+        own = members.setdefault(one.target, {})
+        if (one.rows, one.index) in own:
             raise ValueError(f"Two linears are named {one}.")
-        members[one.rows, one.index] = one
-    return {**found}
+        own[one.rows, one.index] = where
+        before = found.get(one.target, Target(one, narrow, 0, own))
+        found[one.target] = replace(before, wide=max(before.wide, one.rows[1] if one.rows else wide))
+    return found
 
 
-def tensor_keys(targets: Mapping[str, PeftParameter]) -> dict[str, tuple[str, str]]:
-    """The keys of A and B for every adapted target, given one of its members.
+def tensor_keys(targets: Mapping[str, Target]) -> dict[str, tuple[str, str]]:
+    """The keys of A and B for every adapted target.
 
     PEFT wraps a module once for every adapted parameter, the first defined innermost, and the names of an
     inner wrapper's tensors have the path through the outer ones.
     """
     by_module: dict[str, list[str]] = {}
-    for target in sorted(targets, key=lambda target: targets[target].order):
-        by_module.setdefault(targets[target].module, []).append(target)
+    for name, target in sorted(targets.items(), key=lambda item: item[1].parameter.order):
+        by_module.setdefault(target.parameter.module, []).append(name)
     keys = {}
     for module, inside_out in by_module.items():
         for around, target in enumerate(reversed(inside_out)):
             stem = f"{PREFIX}{module}{'.base_layer' * around}"
             keys[target] = (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight")
     return keys
-
-
-def assemble(members: Members, pairs: Mapping[PeftParameter, Pair]) -> Pair | None:
-    """The two tensors, `[size * rank, in]` and `[rows, rank * size]`, for those of `pairs` that are members.
-
-    Raises:
-        ValueError: only some of the matrices have an adapter, or scales differ.
-    """
-    own = {at: pairs[member] for at, member in members.items() if member in pairs}
-    if not own:
-        return None
-    layout, present = first_of(members), sorted({rows for rows, _ in own}, key=lambda rows: rows or ())
-    lacking = [(rows, i) for rows in present for i in range(layout.size) if (rows, i) not in own]
-    scales = {pair.scale for pair in own.values()}
-    if lacking or len(scales) > 1:
-        reason = f"(rows, index) {lacking} have none" if lacking else f"they have the scales {sorted(scales)}"
-        raise ValueError(f"The adapters of {layout.target} can't be written as one: {reason}.")
-    some, rank = own[present[0], 0], sum(own[rows, 0].a.shape[0] for rows in present)
-    a = np.zeros((layout.size, rank, some.a.shape[1]), np.float32)
-    b = np.zeros((num_rows(members, some.b.shape[0]), rank, layout.size), np.float32)
-    first = 0
-    for rows in present:
-        columns = slice(first, first + own[rows, 0].a.shape[0])
-        for index in range(layout.size):
-            a[index, columns] = own[rows, index].a
-            members[rows, index].outputs(b)[:, columns, index] = own[rows, index].b
-        first = columns.stop
-    return Pair(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1), scales.pop())
-
-
-def take_apart(members: Members, pair: Pair) -> dict[PeftParameter, Pair]:
-    """The inverse of `assemble`.
-
-    A part of a matrix gets the columns of B that are not all zero in its rows, and none has an adapter if all
-    are; in a B of zeros, every part has the whole rank.
-    """
-    size, parts = first_of(members).size, {rows for rows, _ in members}
-    a = pair.a.reshape(size, -1, pair.a.shape[-1])
-    b = pair.b.reshape(pair.b.shape[0], -1, size)
-    whole, pairs = len(parts) == 1 or not b.any(), {}
-    used = {member.rows: whole or member.outputs(b).any(axis=(0, 2)) for member in members.values()}
-    for (rows, index), member in members.items():
-        columns = np.broadcast_to(used[rows], a.shape[1])
-        if columns.any():
-            pairs[member] = Pair(a[index, columns], member.outputs(b)[:, columns, index], pair.scale)
-    return pairs

@@ -99,7 +99,7 @@ def test_the_defaults_adapt_attention_and_experts_but_neither_router_nor_head():
     ("targets", "message"),
     [
         (("*.q_prj",), r"'\*.q_prj' matches no linear. Nearest of 9: layers.\*.attention.q_proj"),
-        (("head",), "A LoraLinear has no single weight.*leave it out of LoraConfig.targets"),
+        (("head",), "head, which can't be adapted: leave it out of lora.targets"),
     ],
 )
 def test_invalid_targets_are_config_errors(targets, message):

@@ -1,7 +1,5 @@
 """The state that a run begins with, and what is refused before it is made."""
 
-import dataclasses
-
 import pytest
 
 from models.candidate import Candidate
@@ -10,8 +8,6 @@ from models.decoder.config import ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig
-from models.run_state import initial_state
-from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
     MeshConfig,
     TrainerConfig,
@@ -36,7 +32,3 @@ def test_errors_of_a_model_are_not_errors_of_its_config(monkeypatch, standard_pr
     with pytest.raises(ValueError, match="operands do not fit") as raised:
         Candidate(config).check_applies()
     assert type(raised.value) is ValueError and error_message(raised.value) is None
-
-    monkeypatch.setattr(Decoder, "unembedding", lambda self: self.no_such_field)
-    with pytest.raises(AttributeError, match="no_such_field"):
-        initial_state(dataclasses.replace(config, lora=LoraConfig(rank=2)))

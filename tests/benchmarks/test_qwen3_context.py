@@ -36,6 +36,17 @@ def test_temporaries_are_within_the_limits_and_offloading_takes_less(tokens, lim
     )  # 56.9 GiB of weights, 3.1 of adapters
 
 
+def test_kernels_of_documents_and_of_experts_are_within_the_limits():
+    documents = {row["policy"]: row["temporaries"] for row in recorded("qwen3_documents_h200")}
+    assert documents["True"] <= 16.8 * GIB and documents["nested"] <= 6.3 * GIB
+    for name, limits in {
+        "qwen3_experts_h200": {"block": 6.9, "tokamax": 8.3},
+        "qwen3_experts_v5p": {"block": 11, "megablox": 11},
+    }.items():
+        found = {row["backend"]: row["temporaries"] for row in recorded(name) if row["policy"] == "nested"}
+        assert found.keys() == limits.keys() and all(found[key] <= limits[key] * GIB for key in found)
+
+
 def test_a_million_tokens_fit_with_offloading():
     found = {(row["budget"], row["policy"]): row for row in recorded("qwen3_longest_h200")}
     assert found["80GiB", "nested"]["tokens"] >= 131_072

@@ -148,25 +148,52 @@ def test_a_killed_process_ends_the_others_and_any_number_resumes(workplace):
     assert steps == list(range(1, done + 3))
 
 
+def ended_together(count, program):
+    """The exit status and the output of processes that run a program once they are connected."""
+    begin = f"""
+import sys, time
+from stacked_remat.training import ConfigError, processes
+index = int(sys.argv[1])
+together = dict(coordinator_address="localhost:{free_port()}", num_processes={count}, process_id=index)
+processes.start_processes(together)
+"""
+    return ended([python("-c", begin + program, str(index)) for index in range(count)])
+
+
 @pytest.mark.deep
 def test_processes_wait_for_a_late_one_as_long_as_they_say_and_it_ends_with_the_coordinator():
-    together = f'coordinator_address="localhost:{free_port()}", num_processes=2, process_id='
-    code = """
-import os, sys, time
-from stacked_remat.training import processes
-processes.start_processes(dict({together}int(sys.argv[1])))
+    program = """
 processes._HOURS_TO_WAIT = 2 / 3600
 processes.jax.devices()
-if sys.argv[1] == "1": time.sleep(200)
+if index == 1: time.sleep(200)
 try:
     processes.agreed(int)
 except Exception as error:
     print(error)
     processes.end_process(1)
-""".replace("{together}", together)
-    status, shown = ended([python("-c", code, index) for index in "01"])
+"""
+    status, shown = ended_together(2, program)
     assert status == [1, -signal.SIGABRT], shown
     assert "the processes of this run did not all arrive within" in shown[0]
+
+
+@pytest.mark.deep
+def test_a_mistake_of_the_first_process_ends_all_with_status_1_however_long_the_others_take():
+    """Whether the first process would end too early, which ends the others in another way."""
+    program = """
+def work():
+    raise ConfigError("a mistake")
+try:
+    processes.in_turn(work)
+except ConfigError as error:
+    time.sleep(2 * index)
+    print(error)
+    processes.end_after_error(1)
+"""
+    status, shown = ended_together(3, program)
+    assert status == [1, 1, 1], shown
+    for output, message in zip(shown, ("a mistake", *["process 0 of this run failed"] * 2), strict=True):
+        assert message in output
 
 
 def test_a_process_that_waits_for_others_handles_signals(monkeypatch):
@@ -230,29 +257,6 @@ def test_a_mistake_in_one_process_ends_all_with_status_1_before_the_first_step(w
 
 
 @pytest.mark.deep
-def test_a_mistake_of_the_first_process_ends_all_with_status_1_however_long_the_others_take():
-    """Whether the first process would end too early, which ends the others in another way."""
-    code = """
-import sys, time
-from stacked_remat.training import ConfigError
-from stacked_remat.training.processes import end_after_error, in_turn, start_processes
-index = int(sys.argv[1])
-start_processes(dict(coordinator_address="localhost:{port}", num_processes=3, process_id=index))
-def work():
-    raise ConfigError("a mistake")
-try:
-    in_turn(work)
-except ConfigError as error:
-    time.sleep(2 * index)
-    print(error)
-    end_after_error(1)
-""".replace("{port}", str(free_port()))
-    status, shown = ended([python("-c", code, str(index)) for index in range(3)])
-    assert status == [1, 1, 1], shown
-    for output, message in zip(shown, ("a mistake", *["process 0 of this run failed"] * 2), strict=True):
-        assert message in output
-
-
 def test_a_process_that_waits_for_the_others_ends_by_a_signal_and_in_time(tmp_path):
     workplace, ports = make_workplace(tmp_path), (free_port(), free_port())
     started = []

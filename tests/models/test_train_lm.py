@@ -105,16 +105,6 @@ def as_if_finished_in(workplace, finished):
     (workplace / "run" / "config.yaml").write_text(yaml.safe_dump(config))
 
 
-def test_a_model_that_cannot_be_applied_here_is_refused_before_there_is_a_run(workplace, capsys):
-    assert train(workplace, "--model.attention.backend", "cudnn") == 1
-    shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "can't be applied here: The backend of attention 'cudnn' does not support this call: it runs on"
-        in shown
-    )
-    assert not (workplace / "run").exists()
-
-
 def test_a_refused_continuation_leaves_the_folder_as_it_was(workplace, capsys, finished):
     as_if_finished_in(workplace, finished)
     names = ("config.yaml", "result.json", "metrics.jsonl")
@@ -185,6 +175,7 @@ def test_every_part_of_the_trainers_config_reaches_the_run(workplace, capsys, mo
         (("--trainer.mesh.axes.data", "3"), "data.batch_size = 4 can't be divided evenly over the 3 devices"),
         (TWICE_ON_DATA, "duplicate entries for `data`. In trainer.mesh, map only one"),
         (("--trainer.mesh.param_mapping", "{embd: data}"), "has an axis `embd`. Did you mean `embed`?"),
+        (("--model.attention.backend", "cudnn"), "can't be applied here: The backend of attention 'cudnn'"),
         (("--model.hidden_dim", "200000"), "This can't fit: it takes at least"),
         (("--vocab_size", "100000000000"), "vocab_size = 100,000,000,000"),
         (("--trainer.trackers.wandb.project", "p"), "needs the package wandb: pip install wandb"),

@@ -77,30 +77,23 @@ def test_an_answer_that_is_written_otherwise_where_others_follow_has_a_text_of_i
     assert ChatTemplate(source, {}).render_with_answers(CHAT[:1])[0].answers == ()
 
 
-def test_answers_that_do_not_follow_the_prompt_are_refused():
-    source = "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ChatTemplateError, match=r"the answer of message 3 does not follow.*generation"):
-        ChatTemplate(source, {}).render_with_answers(CHAT)
+FORWARD = "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDLESS = "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages }}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "error", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[9].content.x }}", "no element 9"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ raise_exception('roles must alternate') }}", ChatTemplateError, "roles must alternate"),
+        ("{{ messages[9].content.x }}", ChatTemplateError, "no element 9"),
+        ("{{ ''.__class__.__mro__ }}", ChatTemplateError, "unsafe"),
+        ("{{ messages.append(1) }}", ChatTemplateError, "unsafe"),
+        (FORWARD, ChatTemplateError, r"the answer of message 3 does not follow.*generation"),
+        (ENDLESS, DataError, r"writes more than 1,000 characters for one chat\. Fix"),
+        ("a\n{% for %}", DataError, r"chat template is not valid Jinja, line 2"),
     ],
 )
-def test_errors_of_templates_and_forbidden_access_are_raised(source, message):
-    with pytest.raises(ChatTemplateError, match=message):
-        ChatTemplate(source, {}).render(CHAT)
-
-
-def test_a_template_that_writes_too_much_is_stopped(monkeypatch):
+def test_errors_of_templates_and_forbidden_access_are_raised(source, error, message, monkeypatch):
     monkeypatch.setattr(chat_template, "_LONGEST", 1000)
-    source = "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages }}{% endfor %}{% endfor %}"
-    with pytest.raises(DataError, match=r"writes more than 1,000 characters for one chat\. Fix"):
-        ChatTemplate(source, {}).render(CHAT)
-    with pytest.raises(DataError, match=r"chat template is not valid Jinja, line 2"):
-        ChatTemplate("a\n{% for %}", {}).render(CHAT)
+    with pytest.raises(error, match=message):
+        ChatTemplate(source, {}).render_with_answers(CHAT)

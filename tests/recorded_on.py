@@ -5,9 +5,11 @@
 version of XLA schedules programs in another way, so they run with that of the results.
 """
 
+import functools
 import importlib.util
 import json
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,13 @@ PLUGINS = {"cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",
 h200 = pytest.mark.target("cuda", recorded=True)
 ON_H200 = pytest.param("h200", marks=h200)
 ON_V5P = pytest.param("v5p", marks=pytest.mark.target("tpu", recorded=True))
+
+
+@functools.cache
+def recorded(result: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The rows of a file of results that were not refused, by their values of these keys."""
+    rows = json.loads((RESULTS / f"{result}.json").read_text())["rows"]
+    return {tuple(row[key] for key in keys): row for row in rows if "refused" not in row}
 
 
 def why_not(plugins: tuple[str, ...], recorded: bool = False, installed: str = version("jaxlib")) -> str:

@@ -13,8 +13,10 @@ from benchmarks.residual_mlp import Sizes
 MLP = "--layers 4 --tokens 32 --width 16 --inner 24"
 SMALL = "--model.num_layers 2 --model.hidden_dim 32"
 CONTEXT = f"--config {CONFIG.with_name('qwen3_moe_65k_cpu.yaml')} --target local {SMALL}"
+STEP = f"--configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --target local --devices 8"
 # The command, the file that it writes, and how many rows.
 COMMANDS = [
+    (f"step_memory {STEP} --layers 1 --policies True", "qwen3_moe_tiny_local_8", 1),
     (f"stack_memory {MLP} --only ^lax[^,]*$", "stack_memory_local", 2),
     (f"checkpoint_chain {MLP} --only ^nothing|^checkpoint_sequential$", "checkpoint_chain_local", 2),
     (f"pattern {MLP} --dtype float32 --only remainder", "pattern_memory_local", 3),
@@ -34,7 +36,6 @@ COMMANDS = [
     ),
 ]
 SIZES = Sizes()
-STEP = ["--target", "local", "--devices", "8", "--layers", "1", "--policies", "True"]
 
 
 @pytest.mark.deep
@@ -52,18 +53,8 @@ def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch,
     found = json.loads(path.read_text())
     assert path == tmp_path / f"{name}.json" and len(found["rows"]) == rows
     assert found["target"] == "local" if "target" in found else found["device"] == "cpu"
-    assert all(row.get("median_seconds", 1) > 0 and row.get("total", 1) > 0 for row in found["rows"])
-
-
-@pytest.mark.deep
-def test_a_step_of_eight_devices_says_what_they_send(tmp_path, standard_promotion):
-    from benchmarks.step_memory import main
-
-    config = CONFIG.with_name("qwen3_moe_tiny.yaml")
-    path = main(["--configs", str(config), *STEP, "--out", str(tmp_path)])
-    (row,) = json.loads(path.read_text())["rows"]
-    assert path.stem == "qwen3_moe_tiny_local_8" and row["sent"] > 0
-    assert (row["layers"], row["policy"], row["update"]) == (1, "True", "after")
+    for row in found["rows"]:
+        assert min(row.get(key, 1) for key in ("median_seconds", "total", "sent")) > 0
 
 
 def rows_of(sizes: Sizes = SIZES, only: tuple[int, ...] = (), fast: bool = False, overrides=()):

@@ -1,8 +1,5 @@
 """Tests of the memory of layers that alternate, which the benchmark recorded."""
 
-import functools
-import json
-
 import equinox as eqx
 import haliax as hax
 import jax
@@ -10,21 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.pattern import FULL, KINDS, main
-from benchmarks.record import RESULTS
 from stacked_remat import ScanCheckpointPolicy, Stacked, StackedPattern, checkpoint_name, memory
-from tests.recorded_on import ON_H200, ON_V5P
+from tests.recorded_on import ON_H200, ON_V5P, recorded
 
 MIXED = [kinds for kinds in KINDS if len(kinds.shares) > 1]
 
 
-@functools.cache
-def recorded(target):
-    rows = json.loads((RESULTS / f"pattern_memory_{target}.json").read_text())["rows"]
-    return {row["name"]: row for row in rows}
-
-
-def of(target, kinds, remat, form="StackedPattern"):
-    return recorded(target)[f"{form}, {kinds.name}, {remat}"]
+def of(target, name):
+    return recorded(f"pattern_memory_{target}", "name")[(name,)]
 
 
 @pytest.mark.parametrize("remat", [True, "nested", "offload"])
@@ -32,7 +22,7 @@ def of(target, kinds, remat, form="StackedPattern"):
 def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, remat):
     carry = 2 * FULL.tokens * FULL.width
     for target, times, more in (("h200", 1, 0.01), ("v5p", 1.05, 0)):
-        found, alone = of(target, kinds, remat), of(target, KINDS[0], remat)
+        found, alone = (of(target, f"StackedPattern, {one.name}, {remat}") for one in (kinds, KINDS[0]))
         assert found["flops_exact"]
         assert found["temporaries"] <= times * alone["temporaries"] + more * carry
         if set(kinds.shares) == {1}:
@@ -47,7 +37,7 @@ def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, re
 )
 def test_memory_is_within_a_twentieth_of_what_the_benchmark_recorded(target):
     for row in main.rows(FULL, target, KINDS[3].name):
-        assert row["temporaries"] <= 1.05 * recorded(target)[row["name"]]["temporaries"]
+        assert row["temporaries"] <= 1.05 * of(target, row["name"])["temporaries"]
 
 
 @pytest.mark.parametrize("target", [ON_H200, ON_V5P])

@@ -1,31 +1,22 @@
 """Tests of the recorded memory of Qwen3-30B-A3B at long context: its limits."""
 
-import functools
-import json
-
 import pytest
 
 from benchmarks.qwen3_context import CONFIG, POLICIES, forward_and_backward
-from benchmarks.record import RESULTS
 from models.run_config import LmRunConfig
 from stacked_remat import memory
 from stacked_remat._compat import cudnn_is_installed
 from stacked_remat.training import parse_config
-from tests.recorded_on import h200
+from tests.recorded_on import h200, recorded
 
 NEEDS_CUDNN = pytest.mark.skipif(not cudnn_is_installed(), reason="JAX finds no cuDNN")
 GIB = 2**30
 
 
-@functools.cache
-def recorded(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-
-
 @pytest.mark.parametrize(("tokens", "limit"), [(65_536, 7.0), (131_072, 12.5), (262_144, 24.5)])
 def test_temporaries_are_within_the_limits_and_offloading_takes_less(tokens, limit):
-    found = {row["policy"]: row for row in recorded("qwen3_context_h200") if row["tokens"] == tokens}
-    assert found.keys() == POLICIES.keys()
+    rows = recorded("qwen3_context_h200", "tokens", "policy")
+    found = {name: rows[tokens, name] for name in POLICIES}
     assert found["nested"]["temporaries"] <= limit * GIB
     for name in ("nested, offload", "offload"):
         assert found[name]["temporaries"] < found["nested"]["temporaries"]
@@ -48,7 +39,7 @@ def test_kernels_of_documents_and_of_experts_are_within_the_limits():
 
 
 def test_a_million_tokens_fit_with_offloading():
-    found = {(row["budget"], row["policy"]): row for row in recorded("qwen3_longest_h200")}
+    found = recorded("qwen3_longest_h200", "budget", "policy")
     assert found["80GiB", "nested"]["tokens"] >= 131_072
     assert found["80GiB", "offload"]["tokens"] >= 262_144
     assert found["139GiB", "nested"]["tokens"] >= 524_288
@@ -57,9 +48,9 @@ def test_a_million_tokens_fit_with_offloading():
 
 
 def test_a_million_tokens_take_a_quarter_of_each_of_eight_gpus():
-    rows = {row["policy"]: row for row in recorded("qwen3_context_h200_8_positions")}
-    assert rows["nested"]["tokens"] == 2**20 and rows["nested"]["total"] < 141e9 / 3
-    assert rows["offload"]["temporaries"] < rows["nested"]["temporaries"]
+    rows = recorded("qwen3_context_h200_8_positions", "tokens", "policy")
+    assert rows[2**20, "nested"]["total"] < 141e9 / 3
+    assert rows[2**20, "offload"]["temporaries"] < rows[2**20, "nested"]["temporaries"]
 
 
 SMALLER = ["--model.num_layers", "10", "--model.experts.num_experts", "16", "--vocab_size", "1024"]

@@ -1,23 +1,12 @@
 """Tests of the memory that the benchmark recorded; `test_stack_time.py` compares its programs."""
 
-import functools
-import json
-
 import pytest
 
-from benchmarks.record import RESULTS
 from benchmarks.residual_mlp import Sizes, variants
 from stacked_remat import memory
-from tests.recorded_on import ON_H200, ON_V5P
+from tests.recorded_on import ON_H200, ON_V5P, recorded
 
 GIB = 2**30
-
-
-@functools.cache
-def recorded(target):
-    """The recorded rows, by name and inner width."""
-    rows = json.loads((RESULTS / f"stack_memory_{target}.json").read_text())["rows"]
-    return {(row["name"], row["inner"]): row for row in rows if "refused" not in row}
 
 
 COMPILED = [
@@ -37,7 +26,7 @@ COMPILED = [
 def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(target, name, inner):
     fn, args = variants()[f"stacked_remat{name}"](Sizes(inner=inner))
     found = memory.report(fn, *args, target=target)
-    before = recorded(target)[f"stacked_remat{name}", inner]
+    before = recorded(f"stack_memory_{target}", "name", "inner")[f"stacked_remat{name}", inner]
     assert found.temporaries <= 1.1 * before["temporaries"]
     assert found.host.temporaries <= 1.1 * before["host_temporaries"]
     assert found.flops.matmul <= 1.01 * before["matmul_flops"]
@@ -60,6 +49,6 @@ def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(target, name, i
     ],
 )
 def test_recorded_memory_is_within_limits(target, name, inner, device, host):
-    row = recorded(target)[f"stacked_remat {name}", inner]
+    row = recorded(f"stack_memory_{target}", "name", "inner")[f"stacked_remat {name}", inner]
     assert row["temporaries"] <= device * GIB
     assert row["host_temporaries"] <= host * GIB

@@ -1,7 +1,6 @@
 """Runs with layers in host memory equal those with all on the device to the bit; fused updates the others."""
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 import models.train_lm as train_lm
+from benchmarks.faults import metrics as curve
 from models.candidate import Candidate
 from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
 from models.export_hf import main as export_hf
@@ -139,17 +139,11 @@ RUNS = {
     "full": ("--trainer.update.fused", "true"),
     "adapters": ("--lora.rank", "2", "--optimizer.max_grad_norm", "null"),
 }
-UNREPEATABLE = {"tokens_per_second", "step_seconds", "peak_memory_bytes"}
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     return make_workplace(tmp_path_factory.mktemp("workplace"))
-
-
-def curve(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in line.items() if name not in UNREPEATABLE} for line in lines]
 
 
 @pytest.mark.deep

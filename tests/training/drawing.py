@@ -61,12 +61,19 @@ class Pen(draccus.ChoiceRegistry):
 @Pen.register_subclass("quill")
 @dataclass(frozen=True)
 class Quill(Pen):
-    pass
+    cap: Paint = field(default_factory=Paint)
 
 
 @Pen.register_subclass("marker")
 @dataclass(frozen=True)
 class Marker(Pen):
+    cap: Paint = field(default_factory=Paint)
+    inks: tuple[str, ...] = ("red",)
+
+
+@Pen.register_subclass("brush")
+@dataclass(frozen=True)
+class Brush(Pen):
     inks: tuple[str, ...] = ("red",)
 
 

@@ -2,16 +2,14 @@
 
 import dataclasses
 import re
-from dataclasses import field
 
-import draccus
 import pytest
 
 from models.plan_lm import PlanLmConfig
 from models.run_config import LmRunConfig
 from stacked_remat.training import config_reference, parse_config
 
-from .drawing import Drawing, Paint
+from .drawing import Drawing
 
 
 def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
@@ -50,9 +48,14 @@ def test_the_reference_has_sections_types_defaults_and_docstrings(capsys):
         "- `paint.layers` int, default `1`: how thick.",
         "## `pen`",
         "By `type`.",
-        "`pen.type` is one of `quill`, `marker`; `quill` if the section is left out.",
+        "`pen.type` is one of `quill`, `marker`, `brush`; `quill` if the section is left\nout.",
         "- `pen.width` float, default `1.0`: of a line.",
-        "#### `pen`, `type: marker`",
+        "#### `pen`, `type: quill or marker`",
+        "### `pen.cap`",
+        "What covers it.",
+        "- `pen.cap.colour` red|blue, default `red`: how it looks, which takes two\n  lines.",
+        "- `pen.cap.layers` int, default `1`: how thick.",
+        "#### `pen`, `type: marker or brush`",
         '- `pen.inks` list[str], default `["red"]`',
         "### `frames.NAME`",
         "What is around it.",
@@ -72,23 +75,3 @@ def test_the_commands_describe_all_of_their_keys(config_class):
     assert max(len(line) for line in page.splitlines() if not line.startswith("#")) < 80
     assert dict(items)["trainer.num_steps"] == "int, default `100`: optimizer steps.\n"
     assert "`type: qwen3`" in page and "`trainer.mesh.param_mapping` dict[str,list[str]|str], default" in page
-
-
-def test_what_some_types_have_is_described_once():
-    class Vehicle(draccus.ChoiceRegistry):
-        pass
-
-    for name, keys in (("bicycle", ["gears"]), ("car", ["gears", "paint"]), ("lorry", ["load", "paint"])):
-        fields = [
-            (key, Paint, field(default_factory=Paint)) if key == "paint" else (key, int, 1) for key in keys
-        ]
-        Vehicle.register_subclass(name)(dataclasses.make_dataclass(name, fields, bases=(Vehicle,)))
-    car = Vehicle.get_known_choices()["car"]
-    Traffic = dataclasses.make_dataclass("Traffic", [("vehicle", Vehicle, field(default_factory=car))])
-    shown = config_reference(Traffic).split("\n\n")
-    at = shown.index("#### `vehicle`, `type: bicycle or car`")
-    assert shown[at + 1 : at + 3] == [
-        "- `vehicle.gears` int, default `1`",
-        "#### `vehicle`, `type: car or lorry`",
-    ]
-    assert sum("`vehicle.paint.colour`" in part for part in shown) == 1

@@ -22,7 +22,7 @@ from stacked_remat import (
 )
 from stacked_remat._placement import compiled_for, platform
 
-from .blocks import POLICIES, is_by_name, policies, quick_jit
+from .blocks import POLICIES, assert_close, is_by_name, policies, quick_jit
 
 Layers = hax.Axis("layers", 4)
 # One policy for each kind of program.
@@ -73,9 +73,7 @@ def test_complex_carries_and_constant_outputs(Stack, by_name):
         lambda w: {name: jax.value_and_grad(value)(w, run) for name, run in {**runs, "loop": loop}.items()}
     )(weights())
     expected = found.pop("loop")
-    for name, result in found.items():
-        for one, other in zip(result, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert_close(found, dict.fromkeys(found, expected), 1e-4, 1e-5)
 
 
 def _scan_under(Stack, policy):
@@ -162,8 +160,7 @@ class TestStacksInStacks:
             return first, [second(remat)(w) for remat in (False, "nested", KINDS["first layers"])]
 
         for expected, *found in run(stacked):
-            for result in found:
-                np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+            assert_close(found, [expected] * len(found))
 
     @pytest.mark.parametrize(
         "settings",
@@ -195,13 +192,8 @@ class TestInternalsAreSaved:
             (ScanCheckpointPolicy(nested=True, first_layers=4), ["hidden", "other", None]),
             (True, []),
             ("nested", []),
-            (ScanCheckpointPolicy(nested=True, first_layers=9, first_policy=True), []),
             (ScanCheckpointPolicy(nested=True, first_layers=2), []),
             (ScanCheckpointPolicy(save_block_internals=["hidden"]), ["hidden"]),
-            (
-                ScanCheckpointPolicy(nested=True, save_block_internals=["hidden", "other"]),
-                ["hidden", "other"],
-            ),
             (
                 ScanCheckpointPolicy(save_block_internals=["other"], offload_block_internals=["hidden"]),
                 ["hidden", "other"],

@@ -129,6 +129,11 @@ def of_input(model, batch):
     return jax.grad(lambda x: jnp.sum(cross_entropy(model, {**batch, "x": x})))(batch["x"])
 
 
+def fourier(model, batch):
+    filtered = jnp.fft.rfft(batch["x"], axis=1) @ jax.lax.complex(model.queries[:3], model.queries[2:])
+    return jnp.sum(jnp.fft.irfft(filtered, n=LENGTH, axis=1) ** 2, (1, 2))
+
+
 SCORED = {
     "partition and combine": frozen,
     "loop over layers": by_layers(looped),
@@ -139,6 +144,7 @@ SCORED = {
     "a rule that is not the derivative": by_layers(lambda layers, x: rounded(layers.fold(rounded(x)))),
     "bias for all layers": biased,
     "queries": queried,
+    "complex numbers": fourier,
     "penalty": lambda m, b: cross_entropy(m, b) + sum(jnp.sum(w**2) for w in jax.tree.leaves(m)),
 }
 RARE = {

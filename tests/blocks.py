@@ -1,7 +1,7 @@
 """Blocks that the tests stack, policies, quick compilation, and comparison of trees."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -74,6 +74,11 @@ def with_remat3(policies: Mapping[str, Any]) -> list[Any]:
         pytest.param(spec, marks=[pytest.mark.remat3] * is_by_name(spec), id=name)
         for name, spec in policies.items()
     ]
+
+
+def looped(layers: Iterable[Callable], x: Any, *args: Any) -> Any:
+    """The layers one after the other."""
+    return functools.reduce(lambda x, layer: layer(x, *args), layers, x)
 
 
 Hidden = hax.Axis("hidden", 3)

@@ -14,7 +14,7 @@ import pytest
 from stacked_remat import BlockSeq, Stacked, StackedPattern, fold, scan
 from stacked_remat._sweep.rules import compiled
 
-from .blocks import POLICIES
+from .blocks import POLICIES, looped
 from .test_any_layer import ONES, Block, Layers, every_stack, weights
 
 
@@ -78,10 +78,7 @@ class TestOutsideOfJit:
         """The block computes something else for each of them."""
         for stack in (Stacked.init(Layers, Scaled)(weights()), Stacked(Scaled(weights(), value), Layers)):
             argument = None if stack.stacked.value is not None else value
-            x = ONES
-            for block in stack:
-                x = block(x, argument)
-            np.testing.assert_allclose(stack.fold(ONES, argument), x, rtol=1e-6)
+            np.testing.assert_allclose(stack.fold(ONES, argument), looped(stack, ONES, argument), rtol=1e-6)
 
     def test_values_outside_of_the_layer_are_read_in_every_call(self, monkeypatch):
         class Changing(Block):
@@ -145,11 +142,9 @@ class TestOutsideOfJit:
         stack = Stack.init(Layers, Branching, remat="nested")(weights())
         with jax.disable_jit():
             found = stack.fold(ONES)
-        x, folded = ONES, seen.copy()
-        for block in stack:
-            x = block(x)
+        folded = seen.copy()
+        np.testing.assert_allclose(found, looped(stack, ONES))
         assert seen == 2 * folded and len(folded) == 4
-        np.testing.assert_allclose(found, x)
 
     def test_a_layer_without_a_gradient_has_a_forward_derivative(self):
         def layer(x, weight):

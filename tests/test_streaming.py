@@ -173,9 +173,7 @@ def test_derivatives_in_all_modes():
         return jnp.sum(blocks.fold_via(layer)(x, shared(scale)) ** 2)
 
     def loop(blocks, x, scale):
-        for block in blocks:
-            x = layer(block, x, scale)
-        return jnp.sum(x**2)
+        return jnp.sum(functools.reduce(lambda x, block: layer(block, x, scale), blocks, x) ** 2)
 
     def every(value, blocks, direction):
         def of(blocks, x):

@@ -1,5 +1,7 @@
 """A program, an array or a weakly typed carry that is used again gives what it gives by itself."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -111,9 +113,7 @@ def test_second_derivatives_after_a_gradient():
         return jax.grad(first, (0, 1))(weights, x)
 
     def loop(weights, x):
-        for weight in weights:
-            x = tanh(x, weight)
-        return jnp.sum(x)
+        return jnp.sum(functools.reduce(tanh, weights, x))
 
     jax.grad(FUNCTIONS["nested"])(weights, x)
     assert_close(second(FUNCTIONS["nested"]), second(loop), atol=0)
@@ -169,9 +169,7 @@ def test_layers_that_keep_internals_beside_a_python_number_in_the_carry():
         return jnp.sum(run((jnp.ones(2), 1.25), weights)[0])
 
     def loop(carry, weights):
-        for w in weights:
-            carry = layer(carry, w)
-        return carry
+        return functools.reduce(layer, weights, carry)
 
     weights, cut = 0.5 * jnp.ones((3, 2, 2)), ScanCheckpointPolicy(first_layers=1)
     gradient = jax.jit(jax.grad(value), static_argnums=1)

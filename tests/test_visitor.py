@@ -24,7 +24,7 @@ from stacked_remat import (
 )
 from stacked_remat._placement import compiled_for
 
-from .blocks import POLICIES, assert_close as close, derivatives, policies, quick_jit, with_remat3
+from .blocks import POLICIES, assert_close as close, derivatives, looped, policies, quick_jit, with_remat3
 from .random_arrays import normal
 
 N = 5
@@ -181,9 +181,7 @@ def sgd(visit, state):
 
 
 def loop(weights, x):
-    for weight in weights:
-        x = layer_fn(x, weight)
-    return x
+    return functools.reduce(layer_fn, weights, x)
 
 
 def gradient_of(weights, x):
@@ -323,9 +321,8 @@ class Row(eqx.Module):
 def test_no_layers_and_layers_under_another_name(layers):
     Blocks = hax.Axis("blocks", layers)
     blocks = Stacked(Row(random(0, Blocks, Embed), jnp.linspace(0.5, 1, layers)), Blocks)
-    x = want = jnp.ones(4)
-    for block in blocks:
-        want = block(want)
+    x = jnp.ones(4)
+    want = looped(blocks, x)
 
     @functools.partial(jax.jit, static_argnums=1)
     def run(x, remat):
@@ -349,11 +346,7 @@ def test_unsliced_fields_anywhere():
     x = jnp.ones((2, 4))
 
     def of_loop(outer):
-        y = x
-        for stack in outer:
-            for layer in stack.layers:
-                y = layer(y)
-        return jnp.sum(y)
+        return jnp.sum(functools.reduce(lambda y, inner: looped(inner.layers, y), outer, x))
 
     found = jax.jit(jax.grad(lambda outer: jnp.sum(outer.fold(x, remat="nested"))))(outer)
     assert_close(found, jax.jit(jax.grad(of_loop))(outer))

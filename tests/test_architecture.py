@@ -231,22 +231,12 @@ def an_init_only_reexports(source: Source) -> Iterator[str]:
     if path.name != "__init__.py" or path.parts[0] not in ("stacked_remat", "models"):
         return
     for node in source.tree.body:
+        imports = isinstance(node, ast.Import | ast.ImportFrom) or _for_type_checkers(node)
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "__version__")
-        inside = isinstance(node, ast.ImportFrom) and (
-            node.level > 0 or source.package in (node.module or "")
-        )
-        if not (docstring or names or inside or (source.unit == "" and _imports_lazily(node))):
+        lazy = isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
+        if not (imports or docstring or names or lazy):
             yield f"{source.path}:{node.lineno}: an __init__ only re-exports"
-
-
-def _imports_lazily(node: ast.stmt) -> bool:
-    """Whether a statement serves to import the packages of the library when they are first used."""
-    if isinstance(node, ast.FunctionDef):
-        return node.name in ("__getattr__", "__dir__")
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return ast.unparse(node).split()[1] in sys.stdlib_module_names
-    return _for_type_checkers(node)
 
 
 def files_and_functions_are_short(source: Source) -> Iterator[str]:

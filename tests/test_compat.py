@@ -2,7 +2,6 @@
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import pytest
 
 from stacked_remat import _compat
@@ -25,16 +24,3 @@ def test_what_is_missing_is_restored(monkeypatch):
         (symbolic,) = jax.export.symbolic_shape("n")
         assert [*map(jax.core.is_constant_dim, (3, symbolic))] == [True, False]  # pyright: ignore[reportAttributeAccessIssue]
         del jax.core.is_constant_dim  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_it_is_known_whether_anything_is_traced():
-    answers = [_compat.nothing_is_traced()]
-
-    def ask(x):
-        answers.append(_compat.nothing_is_traced())
-        return x
-
-    jax.jit(ask)(1.0)
-    jax.grad(ask)(1.0)
-    jax.vmap(ask)(jnp.ones(1))
-    assert answers == [True, False, False, False]

@@ -166,7 +166,7 @@ def test_in_float16_it_takes_whole_blocks_of_queries():
     def reason(dtype, position, among=1):
         call = AttentionCall(platform="cuda", dtype=jnp.dtype(dtype), position=position, head_dim=64,
                              has_documents=False, blocks=Blocks(1.0, 8), among=among)  # fmt: skip
-        return BACKENDS["tokamax"].why_not(call)
+        return BACKENDS["tokamax"].why_not(call) or ""
 
     assert "must be a multiple of 64 positions, of 1000 here" in reason("float16", 1000)
     assert "must be a multiple of 64" in reason("float16", 256, among=8)

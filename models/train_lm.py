@@ -123,10 +123,7 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
             scoring=scoring,
         )
     if result.stopped_by is not None:
-        progress.message(
-            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
-            f"--trainer.run_dir {folder.root} resumes it"
-        )
+        progress.message(_stopped(result, folder))
         return result
     if jax.process_index() == 0:
         folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
@@ -275,6 +272,12 @@ def _trackers(
     for tracker in trackers:
         closing.callback(tracker.close)
     return trackers
+
+
+def _stopped(result: TrainingResult, folder: RunFolder) -> str:
+    step = int(result.state.step)
+    again = f"the same command with --trainer.run_dir {folder.root} resumes it"
+    return f"stopped by {result.stopped_by} after step {step}; {again}"
 
 
 def _finished(

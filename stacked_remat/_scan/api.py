@@ -19,7 +19,7 @@ from .._static import PyTree
 from .checks import describe
 from .layers import Loop, scan_layers
 from .marks import IsScanned, is_named, is_named_or_shaped_array, per_layer
-from .step import Call, Until
+from .step import Call, Until, Verb
 
 T = TypeVar("T")
 Y = TypeVar("Y")
@@ -80,11 +80,15 @@ def scan(
     Cost: `f` once for each step, and in a gradient as often as the policy says, with what it keeps: see
     `ScanCheckpointPolicy`. The program does not grow with the axis.
     """
-    call = Call.of("scan", f, until)
-    return _loops(Loop.of(call, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned))
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    return _looped("scan", f, axis, remat, until, **options)
 
 
-def _loops(loop: Loop) -> Callable[..., Any]:
+def _looped(
+    verb: Verb, f: Callable, axis: Any, remat: ScanCheckpointSpec, until: Until | None = None, **options: Any
+) -> Callable[..., Any]:
+    loop = Loop.of(Call.of(verb, f, until), axis, remat, **options)
+
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         loop.check(init, args, kwargs)
         carry, outputs = scan_layers(loop, init, (args, kwargs))
@@ -175,8 +179,8 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
-    call = Call.of("fold", f, until)
-    return _loops(Loop.of(call, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_scanned))
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
+    return _looped("fold", f, axis, remat, until, **options)
 
 
 def map(
@@ -195,5 +199,5 @@ def map(
     It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
     as in `scan`.
     """
-    loop = Loop.of(Call.of("map", f), axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
-    return functools.partial(_loops(loop), None)
+    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_mapped}
+    return functools.partial(_looped("map", f, axis, remat, **options), None)

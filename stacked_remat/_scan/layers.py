@@ -18,7 +18,6 @@ from .._schedule import Tree
 from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
-from .._sweep.store import at_least_one, empty_stack
 from .._sweep.trace import UntracedLayer, trace_layers
 from .arguments import check_no_lists
 from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
@@ -68,18 +67,6 @@ class Layers:
             return numbers_to_arrays(self.call.applied(None, args, kwargs))
 
         return map_layers(run, self.layout, self.arrays, self.shared, self.call.caller.what)
-
-    def no_outputs(self, carry: PyTree) -> PyTree:
-        """The outputs of no layers, from a carry of the right types."""
-        one = dataclasses.replace(self, arrays=[*map(at_least_one, self.arrays)])
-
-        def output() -> PyTree:
-            args, kwargs = one.arguments_at(0)
-            result = self.call.applied(carry, args, kwargs)
-            return numbers_to_arrays(self.call.outputs(result, (args, kwargs))[1])
-
-        arrays, rest = eqx.partition(eqx.filter_eval_shape(output), is_array)
-        return self.named(eqx.combine(empty_stack(arrays, 0), rest))
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
@@ -149,11 +136,6 @@ class Loop:
         pairs = zip(split, names, strict=True)
         return [Layers(self.call, *own, name=name).as_arrays() for own, name in pairs], division
 
-    def remat(self, length: int) -> Remat:
-        """What the policy means for so many layers."""
-        # Without jit the values are known in a layer, which jax.checkpoint would trace.
-        return Remat(length, EVERYTHING) if _without_jit() else self.policy.for_layers(length)
-
     def axis_of(self, kinds: Sequence[Layers]) -> Axis:
         """The axis of all layers, with its size."""
         return self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
@@ -175,7 +157,8 @@ def scan_unrolled(
 ) -> tuple[Any, list[PyTree]]:
     """`scan_layers` of layers that may differ; `unpack` makes a layer's arguments from its `inputs`."""
     order = range(axis.size)[:: -1 if loop.reverse else 1]
-    remat = loop.remat(axis.size)
+    # Without jit the values are known in a layer, which jax.checkpoint would trace.
+    remat = Remat(axis.size, EVERYTHING) if _without_jit() else loop.policy.for_layers(axis.size)
     first, rest = order[: remat.first_layers], order[remat.first_layers :]
     carry, outputs = init, []
     with jax.named_scope(f"scan({axis.name})"):
@@ -198,14 +181,17 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     """Run a loop from a first carry; returns the last carry, and the outputs."""
     kinds, _ = loop.split(arguments)
     axis, call, pattern = loop.axis_of(kinds), loop.call, loop.order
-    init, remat, plain = call.first(init), loop.remat(axis.size), None
-    if _without_jit() or (pattern is not None and remat.carries is None):
-        return _scan_kinds_unrolled(loop, kinds, init)
+    if _without_jit():
+        if all(kind.layout.axis.size for kind in kinds):
+            return _scan_kinds_unrolled(loop, kinds, call.first(init))
+        with jax.disable_jit(False):  # only a traced layer tells the types of outputs that there are none of
+            return scan_layers(loop, init, arguments)
+    init, remat, plain = call.first(init), loop.policy.for_layers(axis.size), None
     stops = call.until is not None
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
-    if not is_swept or remat.carries is None:
+    if not is_swept or (remat.carries is None and not pattern):
         is_rolled = loop.unroll is not True and loop.unroll < axis.size
         plain = _LayerCheckpoint(remat, _carry_name(axis), is_rolled)
     if stops and (remat.offloads or plain is not None):
@@ -263,7 +249,7 @@ class _LayerCheckpoint:
 
 
 def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> tuple[PyTree, PyTree]:
-    """`scan_layers` without `jax.jit`, or under a policy that no sweep supports."""
+    """`scan_layers` without `jax.jit`."""
     axis = loop.axis_of(kinds)
     pattern = loop.order or Pattern((0,) * axis.size, 1)
 
@@ -277,8 +263,6 @@ def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> t
 
     def outputs(number: int, kind: Layers) -> PyTree:
         of_kind = [ys[index] for index in pattern.layers_of(number)]
-        if not of_kind:
-            return kind.no_outputs(loop.call.last(init))
         return stack_outputs(of_kind, kind.layout.axis, loop.call.caller.what)
 
     return loop.call.last(carry), loop.outputs([outputs(*entry) for entry in enumerate(kinds)])
@@ -326,9 +310,7 @@ def _unrolled_step(call: Call, static: PyTree, unpack: Unpack, remat: Remat, car
 
 
 def _replayed_whole(run: Callable, remat: Remat) -> Callable:
-    if remat.carries is not None:
-        return run
-    return recomputed(run, remat.kept.policy(), offloads=remat.offloads)
+    return run if remat.carries else recomputed(run, remat.kept.policy(), offloads=remat.offloads)
 
 
 def _checkpoint_segment(run: Callable, remat: Remat, carry_name: str) -> Callable:

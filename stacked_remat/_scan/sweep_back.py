@@ -219,7 +219,7 @@ def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> tuple[list[Spl
     else:
         layer_state = Marked(layer_state, "per_layer")
     caller = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}")
-    return split_kinds(layer_state, types.axis, types.pattern, caller)
+    return split_kinds(layer_state, types.axis, types.loop.pattern, caller)
 
 
 def _first_loop(

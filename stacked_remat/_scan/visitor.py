@@ -19,7 +19,8 @@ from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
 from .checks import describe
-from .layer_axis import Division, Leaf, NamedPattern, TreeLayout
+from .layer_axis import Division, Leaf, TreeLayout
+from .layers import Loop
 from .marks import is_named, raw_array
 
 Part: TypeAlias = Literal["layer", "carry", "args", "kwargs"]
@@ -161,16 +162,20 @@ class KindTypes:
 class SweepTypes:
     """Static description of a reverse sweep; `outputs` are the types of what the forward sweep returned."""
 
+    loop: Loop
     spec: SweepSpec
     perturbed: Perturbed
     kinds: tuple[KindTypes, ...]
     axis: Axis
-    pattern: NamedPattern | None
     division: Division | None
     carry_tree: Any
     carry_static: Any
     outputs: PyTree
-    has_output: bool
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a layer returns an output beside its carry."""
+        return self.loop.call.verb == "scan"
 
     def of_layers(self) -> list[bool]:
         """Which of the split arrays are the layers' own, and not an argument's."""

@@ -8,10 +8,10 @@ import jax
 import jax.tree_util as jtu
 from haliax.axis import AxisSelector
 
-from .._activity import is_differentiable
 from .._policy import ScanCheckpointSpec
 from .._static import PyTree
 from .._sweep.primitive import sweep_forward as keeping_sweep
+from .._sweep.rules import floats
 from .._sweep.spec import SweepSpec
 from .._sweep.trace import kinds_of, trace_layers
 from .layers import Loop
@@ -103,46 +103,35 @@ def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, 
     untraced = [kind.untraced(static, remat.kept.names, whole=False) for kind in kinds]
     traced = trace_layers(untraced, arrays, offloads=remat.offloads)
     of_kinds, shared = kinds_of(traced)
-    unsliced = sum((kind.layout.unsliced for kind in kinds), ())
+    parts, first = [*zip(kinds, of_kinds, traced, strict=True)], traced[0]
+    xs = [array for kind in kinds for array in kind.arrays]
     options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.order}
-    spec = SweepSpec(of_kinds, remat.swept(), unsliced=unsliced, **options)
-    xs, first = [array for kind in kinds for array in kind.arrays], traced[0]
-    closed_over = {
-        place for own, layer in zip(of_kinds, traced, strict=True) for place in own.shared[: layer.constants]
-    }
+    spec = SweepSpec(of_kinds, remat.swept(), unsliced=(False,) * len(xs), **options)
+    closed_over = {place for _, own, layer in parts for place in own.shared[: layer.constants]}
     perturbed = spec.perturbed(
-        _differentiable(first.init),
-        _differentiable(xs),
-        [place not in closed_over and is_ for place, is_ in enumerate(_differentiable(shared))],
-        ys=_differentiable([type_ for kind in of_kinds for type_ in kind.output_types]),
+        floats(first.init),
+        floats(xs),
+        [place not in closed_over and is_ for place, is_ in enumerate(floats(shared))],
+        ys=floats([kind.output_types for kind in of_kinds]),
     )
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys, checkpoints = keeping_sweep(spec, perturbed, first.init, xs, shared)
     carry = jtu.tree_unflatten(first.carry_tree, carry)
-    parts = zip(kinds, of_kinds, traced, strict=True)
     outputs = loop.outputs([kind.named(layer.output(ys[own.ys])) for kind, own, layer in parts])
-    own_types = tuple(
-        KindTypes(own, kind.name, kind.layout, layer.constants, y_tree=layer.output_tree)
-        for kind, own, layer in zip(kinds, of_kinds, traced, strict=True)
-    )
-    of_outputs = jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array)))
-    has_output = loop.call.verb == "scan"
     types = SweepTypes(
+        loop,
         spec,
         perturbed,
-        kinds=own_types,
+        kinds=tuple(
+            KindTypes(own, kind.name, kind.layout, layer.constants, layer.output_tree)
+            for kind, own, layer in parts
+        ),
         axis=axis,
-        pattern=loop.pattern,
         division=division,
         carry_tree=first.carry_tree,
         carry_static=static,
-        outputs=of_outputs,
-        has_output=has_output,
+        outputs=jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array))),
     )
     y = eqx.combine(carry, static)
     sweep_back = SweepBack(checkpoints, xs, shared, types)
-    return (y, outputs) if has_output else y, sweep_back
-
-
-def _differentiable(leaves: Any) -> list[bool]:
-    return [is_differentiable(leaf.dtype) for leaf in leaves]
+    return (y, outputs) if types.has_output else y, sweep_back

@@ -3,7 +3,6 @@
 Layers are numbered in the order in which they run.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -119,22 +118,14 @@ def _forward_scheduled(
     if schedule is None:
         return (carry, ys), Checkpoints([], None, origin=carry)
     run = _forward_step(spec, xs, shared)
-    on_host = spec.remat.boundaries_on_host
-    loop = forward_loop_on_host if on_host else functools.partial(forward_loop, stops=spec.stops)
+    loop = _segments_on_host if spec.remat.boundaries_on_host else _layers_in_slots
     state = (carry, ys, spec.fetch(xs, first))
-    (carry, ys, _), checkpoints = loop(
-        lambda number, state: run(number + first, state), state, schedule, unroll=spec.unroll
-    )
+    (carry, ys, _), checkpoints = loop(spec, schedule, lambda k, state: run(k + first, state), state)
     return (carry, ys), checkpoints
 
 
-def forward_loop(
-    step: Callable[[PyTree, PyTree], PyTree],
-    state: PyTree,
-    schedule: Schedule,
-    *,
-    unroll: int | bool = 1,
-    stops: bool = False,
+def _layers_in_slots(
+    spec: SweepSpec, schedule: Schedule, step: Callable[[Index, PyTree], PyTree], state: PyTree
 ) -> tuple[PyTree, Checkpoints]:
     """Run `step(number, state)` for all layers; its input, `state[0]`, goes to the schedule's slot."""
     slot_of = np.asarray(schedule.forward, np.int32)
@@ -143,10 +134,10 @@ def forward_loop(
     def layer(slots: Carry, state: PyTree, number: Index, slot: Index) -> tuple[Carry, PyTree]:
         return write(slots, slot, state[0]), step(number, state)
 
-    if not stops:  # a scan over the table: where a loop looks it up, XLA for TPUs holds more
+    if not spec.stops:  # a scan over the table: where a loop looks it up, XLA for TPUs holds more
         at = jnp.arange(schedule.length), jnp.asarray(slot_of)
         (slots, state), _ = lax.scan(
-            lambda loop, at: (layer(*loop, *at), None), (slots, state), at, unroll=unroll
+            lambda loop, at: (layer(*loop, *at), None), (slots, state), at, unroll=spec.unroll
         )
         return state, Checkpoints(slots, None)
 
@@ -155,14 +146,14 @@ def forward_loop(
         slots, state = layer(slots, tuple(state), number, entry_at(slot_of, number))
         return (*state, slots)
 
-    (*state, slots), ran = run_layers(schedule.length, one, (*state, slots), unroll, stops)
+    (*state, slots), ran = run_layers(schedule.length, one, (*state, slots), spec.unroll, True)
     return tuple(state), Checkpoints(slots, None, ran=ran)
 
 
-def forward_loop_on_host(
-    step: Callable[[PyTree, PyTree], PyTree], state: PyTree, schedule: Schedule, *, unroll: int | bool = 1
+def _segments_on_host(
+    spec: SweepSpec, schedule: Schedule, step: Callable[[Index, PyTree], PyTree], state: PyTree
 ) -> tuple[PyTree, Checkpoints]:
-    """Like `forward_loop`, with each segment's first input in a buffer on the host and nothing else kept."""
+    """As `_layers_in_slots`, with each segment's first input on the host and nothing else kept."""
     # A scan stacks what is on the host without a buffer on the device first.
     starts = jnp.asarray(np.cumsum((0, *schedule.segments[:-1])), jnp.int32)
     sizes = np.asarray(schedule.segments, np.int32)
@@ -170,7 +161,7 @@ def forward_loop_on_host(
     def segment(state: PyTree, at: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         boundary = to_host(state[0])
         trips = trip_count(sizes, at[1])
-        state = repeat(trips, lambda k, state: step(at[0] + k, state), state, unroll, max(schedule.segments))
+        state = repeat(trips, lambda k, state: step(at[0] + k, state), state, spec.unroll, max(sizes))
         return state, boundary
 
     final, boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))

@@ -80,27 +80,22 @@ def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll
 
     table, number = trips
 
-    def loop(
-        first: Index,
-        last: Index,
-        of: Callable[[np.ndarray], np.ndarray],
-        body: Callable[[Index, T], T],
-        state: T,
-    ) -> T:
-        total, entered = (None, 1) if table is None else (int(of(table).sum()), len(table))
+    def loop(first: Index, last: Index, counts: Any, body: Callable[[Index, T], T], state: T) -> T:
+        total, entered = (None, 1) if counts is None else (int(counts.sum()), len(counts))
         with known_trips(total, entered):
             return lax.fori_loop(first, last, body, state)
 
     if step == 1:
-        return loop(0, number, lambda table: table, one, state)
+        return loop(0, number, table, one, state)
+    blocks, left = (None, None) if table is None else divmod(table, step)
 
     def several(block: Index, state: T) -> T:
         for k in range(step):
             state = one(block * step + k, state)
         return state
 
-    state = loop(0, number // step, lambda table: table // step, several, state)
-    return loop(number // step * step, number, lambda table: table % step, one, state)
+    state = loop(0, number // step, blocks, several, state)
+    return loop(number // step * step, number, left, one, state)
 
 
 def run_layers(

@@ -286,11 +286,11 @@ def _new_leaves(
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     args, kwargs = _argument_cotangents(visit, result)
     of_split, of_shared = kind.layout.arrays(((visit.layer, *args), kwargs))
-    inputs = kind.inputs(types.perturbed, ("args", "kwargs"))
-    of_args = [ct if is_ else None for ct, is_ in zip(of_split, inputs.xs, strict=True)][len(of_layer) :]
+    in_shared, _, in_x = kind.inputs(types.perturbed, ("args", "kwargs"))
+    of_args = [ct if is_ else None for ct, is_ in zip(of_split, in_x, strict=True)][len(of_layer) :]
     xs, shared = [None] * len(types.perturbed.xs), [None] * len(types.perturbed.shared)
     for place, cotangent in zip(kind.own.shared[kind.constants :], of_shared, strict=True):
-        shared[place] = cotangent if inputs.shared[place] else None
+        shared[place] = cotangent if in_shared[place] else None
     xs = with_part(xs, kind.own.xs, [*of_layer, *of_args])
     return carry_ct, _Loop(xs, shared, jax.tree.map(jnp.asarray, new_state), of_state)
 

@@ -147,15 +147,12 @@ class KindTypes:
 
     def inputs(self, perturbed: Perturbed, wrt: tuple[str, ...]) -> Inputs:
         """The leaves that belong to these parts and have a cotangent."""
-        is_shared = [False] * len(perturbed.shared)
+        of_shared = [False] * len(perturbed.shared)
         for place, part in zip(self.own.shared[self.constants :], self.parts("shared"), strict=True):
-            is_shared[place] = perturbed.shared[place] and part in wrt
+            of_shared[place] = perturbed.shared[place] and part in wrt
+        of_carry = (is_ and "carry" in wrt for is_ in perturbed.carry)
         own = zip(perturbed.xs[self.own.xs], self.parts("split"), strict=True)
-        return Inputs(
-            tuple(is_shared),
-            tuple(is_ and "carry" in wrt for is_ in perturbed.carry),
-            tuple(is_ and part in wrt for is_, part in own),
-        )
+        return tuple(of_shared), tuple(of_carry), tuple(is_ and part in wrt for is_, part in own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,15 +194,13 @@ class SweepTypes:
 
         def vjp(wrt: tuple[str, ...]) -> tuple[PyTree, ...]:
             inputs = kind.inputs(self.perturbed, wrt)
-            of_shared, of_carry, of_x = leaves.vjp(inputs)
-            found = (kind.shared(scatter_leaves(of_shared, inputs.shared)), of_carry, of_x)
+            found = leaves.vjp(inputs)
             if platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda"):
                 # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
                 found = lax.optimization_barrier(found)
-            of_shared, of_carry, of_x = found
-            of_x = scatter_leaves(of_x, inputs.xs)
-            (layer, *args), kwargs = kind.layout.layer(of_x, of_shared, cotangents=True)
-            carry = jtu.tree_unflatten(self.carry_tree, scatter_leaves(of_carry, inputs.carry))
+            of_shared, of_carry, of_x = (scatter_leaves(*each) for each in zip(found, inputs, strict=True))
+            (layer, *args), kwargs = kind.layout.layer(of_x, kind.shared(of_shared), cotangents=True)
+            carry = jtu.tree_unflatten(self.carry_tree, of_carry)
             trees = {"layer": layer, "carry": carry, "args": tuple(args), "kwargs": kwargs}
             return tuple(trees[part] for part in wrt)
 

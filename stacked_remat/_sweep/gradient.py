@@ -28,12 +28,7 @@ LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  
 Mask: TypeAlias = tuple[bool, ...]
 
 
-class Inputs(NamedTuple):
-    """Which leaves of a layer's inputs a vector-Jacobian product is taken with respect to."""
-
-    shared: Mask
-    carry: Mask
-    xs: Mask
+Inputs: TypeAlias = tuple[Mask, Mask, Mask]  # which leaves of a layer's `shared`, `carry` and `x`
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Perturbed:
     @property
     def inputs(self) -> Inputs:
         """The leaves of one layer's inputs."""
-        return Inputs(self.shared, self.carry, self.xs)
+        return self.shared, self.carry, self.xs
 
 
 class Residuals(NamedTuple):
@@ -95,14 +90,12 @@ class LayerPullback:
             carry, y = self.layer(shared, carry, x)
             return (pick(carry, perturbed.carry), pick(y, perturbed.ys)), (carry, y)
 
-        def differentiated(shared_part: Arrays, carry_part: Carry, x_part: Arrays) -> tuple[PyTree, PyTree]:
-            return checkpoint(run)(
-                merge(shared, shared_part, inputs.shared),
-                merge(carry, carry_part, inputs.carry),
-                merge(x, x_part, inputs.xs),
-            )
+        every = shared, carry, x
 
-        parts = pick(shared, inputs.shared), pick(carry, inputs.carry), pick(x, inputs.xs)
+        def differentiated(*parts: Arrays) -> tuple[PyTree, PyTree]:
+            return checkpoint(run)(*(merge(*each) for each in zip(every, parts, inputs, strict=True)))
+
+        parts = (pick(*each) for each in zip(every, inputs, strict=True))
         _, pullback, results = jax.vjp(differentiated, *parts, has_aux=True)
         return results, pullback
 

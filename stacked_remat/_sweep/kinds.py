@@ -55,18 +55,14 @@ class Kind:
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
-        return self.layer_of(self.pick_shared(shared), carry, x)
+        constants = self.constants if self.by_rules is None else ()
+        outputs = eval_jaxpr(self.jaxpr, (), *constants, *self.pick_shared(shared), *carry, *x)
+        return outputs[: self.carries], outputs[self.carries :]
 
     @property
     def evaluated(self) -> "Kind":
         """The same, whose `layer` is for values and not for derivatives."""
         return self if self.by_rules is None else replace(self, jaxpr=self.by_rules, by_rules=None)
-
-    def layer_of(self, given: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """Run one layer on what it reads of the shared inputs."""
-        constants = self.constants if self.by_rules is None else ()
-        outputs = eval_jaxpr(self.jaxpr, (), *constants, *given, *carry, *x)
-        return outputs[: self.carries], outputs[self.carries :]
 
 
 @dataclass(frozen=True)

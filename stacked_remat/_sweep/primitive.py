@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters import partial_eval
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import is_differentiable
 from .._compat import batch_jaxpr, broadcast, is_concrete, stacked_type
@@ -79,7 +79,7 @@ def _without_unread(traced: TracedLayer, stacks: Arrays) -> tuple[TracedLayer, l
     kept = [True] * others + [not is_on_host(stack) for stack in stacks]
     if all(kept):
         return traced, kept[others:]
-    jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
+    jaxpr, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=kept)
     return traced._replace(jaxpr=jaxpr), used[others:]
 
 

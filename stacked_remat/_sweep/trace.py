@@ -8,14 +8,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray, Tracer, eval_jaxpr
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from .._activity import forwarded_inputs
 from .._compat import is_concrete, is_reference, ordered_effects, trace_context, without_constants
 from .._static import PyTree
-from .gradient import merge, pick
+from .gradient import pick
 from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import at_least_one, read_layer, varying_as
@@ -174,27 +175,16 @@ def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer],
         ]
     if not any(passed):
         return list(traced), passed
-    return [_with_more_shared(layer, passed) for layer in traced], passed
-
-
-def _with_more_shared(layer: TracedLayer, passed: Sequence[bool]) -> TracedLayer:
-    carried = [not is_ for is_ in passed]
-    ends = len(layer.shared), len(layer.shared) + sum(passed), len(layer.shared) + len(passed)
-
-    def run(*inputs: Array) -> list[Array]:
-        shared, common = inputs[: ends[0]], inputs[ends[0] : ends[1]]
-        carry = merge(merge([None] * len(passed), common, passed), inputs[ends[1] : ends[2]], carried)
-        outputs = eval_jaxpr(layer.jaxpr, (), *shared, *carry, *inputs[ends[2] :])
-        return [*pick(outputs[: len(passed)], carried), *outputs[len(passed) :]]
-
-    types = [var.aval for var in layer.jaxpr.invars]
-    carry = types[ends[0] : ends[2]]
-    order = [*types[: ends[0]], *pick(carry, passed), *pick(carry, carried), *types[ends[2] :]]
-    jaxpr, constants = without_constants(jax.make_jaxpr(run)(*order))
-    assert not constants
-    return layer._replace(
-        jaxpr=jaxpr, init=pick(layer.init, carried), shared=[*layer.shared, *pick(layer.init, passed)]
-    )
+    carried, found = [not is_ for is_ in passed], []
+    for layer in traced:
+        used = [*carried, *[True] * (len(layer.jaxpr.outvars) - carries)]
+        jaxpr, _ = dce_jaxpr(layer.jaxpr, used, instantiate=True)
+        first, last = len(layer.shared), len(layer.shared) + carries
+        carry = jaxpr.invars[first:last]
+        order = [*jaxpr.invars[:first], *pick(carry, passed), *pick(carry, carried), *jaxpr.invars[last:]]
+        own = {"init": pick(layer.init, carried), "shared": [*layer.shared, *pick(layer.init, passed)]}
+        found.append(layer._replace(jaxpr=jaxpr.replace(invars=order), **own))
+    return found, passed
 
 
 def _as_type(leaf: Array, like: ShapedArray) -> Array:

@@ -18,6 +18,7 @@ from .._static import PyTree
 from .._sweep.kinds import Pattern
 from .arguments import Caller, check_keys, check_sizes, resolve_axis
 from .marks import (
+    Entry,
     IsScanned,
     LayerStack,
     Marked,
@@ -144,24 +145,13 @@ def split_tree(
     is_scanned: IsScanned = is_named_or_shaped_array,
 ) -> tuple[TreeLayout, list[PyTree], list[PyTree]]:
     """Take a tree apart: its layout, the arrays that are split over `axis`, and those that are shared."""
-    entries, tree = take_marks_off(tree)
+    entries, tree, are_split, axis = _entries(tree, axis, caller, is_scanned)
     for path, leaf, _ in entries:
         if isinstance(leaf, PerKind):
             raise TypeError(
                 f"{caller.what} was given per_kind for {caller.name_of(path)}, which is for the arguments of "
                 "a StackedPattern, and not within another per_kind. Pass the values themselves."
             )
-    are_split = [is_split_by(rule, leaf, axis, is_scanned) for _, leaf, rule in entries]
-    split = [entry for entry, is_ in zip(entries, are_split, strict=True) if is_]
-    if absent := [path for path, leaf, _ in split if raw_array(leaf) is None]:
-        raise ValueError(
-            f"{caller.what}: {caller.name_of(absent[0])} has no array, as of a tree that was filtered or "
-            "partitioned. Put the parts together first: eqx.combine(trained, frozen)."
-        )
-    axis = resolve_axis(axis, split, caller.what)
-    if is_scanned is is_named_or_shaped_array:  # a predicate of the caller's decides about keys too
-        check_keys(entries, axis, caller)
-    check_sizes(axis, split, caller)
     leaves, arrays, shared = [], [], []
     for (path, leaf, rule), is_ in zip(entries, are_split, strict=True):
         kind = "split" if is_ else "shared" if is_named(leaf) or is_array(leaf) else "static"
@@ -176,6 +166,25 @@ def split_tree(
         arrays.append(jnp.arange(axis.size))
     treedef = jtu.tree_structure(tree, is_leaf=is_named)
     return TreeLayout(axis, treedef, tuple(leaves)), arrays, shared
+
+
+def _entries(
+    tree: PyTree, axis: AxisSelector, caller: Caller, is_scanned: IsScanned
+) -> tuple[list[Entry], PyTree, list[bool], Axis]:
+    """The leaves of a tree, the tree without marks, which leaves are split, and the axis; all checked."""
+    entries, tree = take_marks_off(tree)
+    are_split = [is_split_by(rule, leaf, axis, is_scanned) for _, leaf, rule in entries]
+    split = [entry for entry, is_ in zip(entries, are_split, strict=True) if is_]
+    if absent := [path for path, leaf, _ in split if raw_array(leaf) is None]:
+        raise ValueError(
+            f"{caller.what}: {caller.name_of(absent[0])} has no array, as of a tree that was filtered or "
+            "partitioned. Put the parts together first: eqx.combine(trained, frozen)."
+        )
+    axis = resolve_axis(axis, split, caller.what)
+    if is_scanned is is_named_or_shaped_array:  # a predicate of the caller's decides about keys too
+        check_keys(entries, axis, caller)
+    check_sizes(axis, split, caller)
+    return entries, tree, are_split, axis
 
 
 def layer_getter(tree: PyTree, axis: Axis, caller: Caller) -> Callable[[Any], PyTree]:
@@ -257,10 +266,7 @@ def joined(division: Division | None, of_kinds: Sequence[PyTree]) -> PyTree:
 
 def divide(tree: PyTree, axis: Axis, pattern: NamedPattern, caller: Caller) -> tuple[list[PyTree], Division]:
     """A marked tree for the layers of each kind, and how they were divided."""
-    entries, tree = take_marks_off(tree)
-    are_split = [is_split_by(rule, leaf, axis, is_named_or_shaped_array) for _, leaf, rule in entries]
-    check_keys(entries, axis, caller)
-    check_sizes(axis, [entry for entry, is_ in zip(entries, are_split, strict=True) if is_], caller)
+    entries, tree, are_split, _ = _entries(tree, axis, caller, is_named_or_shaped_array)
     for path, leaf, rule in entries:
         if isinstance(leaf, PerKind):
             _check_per_kind(caller.name_of(path), leaf.values, rule, pattern.names, caller.what)

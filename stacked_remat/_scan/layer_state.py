@@ -53,12 +53,30 @@ def divide_state(
     init: PyTree, arguments: T, stack: PyTree, own_part: Callable[[State, str], Any], what: str
 ) -> tuple[State | None, T]:
     """The one state among the arguments, if there is one, and the arguments with the layers' parts of it."""
-    _check_carry(init, stack, what)
-    whole = _state_among(arguments, what)
-    if whole is None:
+    for state in _states(init):
+        if own := [marker for marker in _markers(stack) if marker in _entries(state)]:
+            raise ValueError(
+                f"The carry of {what} has the state {own[0]!r} of its layers, of which each needs its own "
+                "part. Pass the state as an argument: fold(x, state)."
+            )
+    nodes = jtu.tree_leaves(
+        arguments, is_leaf=lambda node: _is_state(node) or isinstance(node, Marked | PerKind)
+    )
+    if any(isinstance(node, Marked | PerKind) and _states(node) for node in nodes):
+        raise TypeError(
+            f"{what} gives each layer its own part of a State, whatever its mark. Pass it without shared, "
+            "per_layer or per_kind."
+        )
+    states = [node for node in nodes if _is_state(node)]
+    if len(states) > 1:
+        raise ValueError(
+            f"{what} was given {len(states)} States. Pass one, of the whole model or of the stack, "
+            "state.substate(blocks)."
+        )
+    if not states:
         return None, arguments
-    part = own_part(whole, what)
-    return whole, _map_states(lambda _: part, arguments)
+    part = own_part(states[0], what)
+    return states[0], _map_states(lambda _: part, arguments)
 
 
 @contextlib.contextmanager
@@ -78,47 +96,15 @@ def only_own_state(whole: State | None, what: str) -> Iterator[None]:
 
 def with_whole_state(outputs: PyTree, whole: State, stack: PyTree, what: str) -> tuple[State, PyTree]:
     """The whole state with what layers return of their own, and the outputs with it in place of theirs."""
-    entries = _entries(_updated(whole, _states(outputs), stack, what))
-    return _state_of(entries), _map_states(lambda _: _state_of(entries), outputs)
-
-
-def _check_carry(init: PyTree, stack: PyTree, what: str) -> None:
-    for state in _states(init):
-        if own := [marker for marker in _markers(stack) if marker in _entries(state)]:
-            raise ValueError(
-                f"The carry of {what} has the state {own[0]!r} of its layers, of which each needs its own "
-                "part. Pass the state as an argument: fold(x, state)."
-            )
-
-
-def _state_among(arguments: PyTree, what: str) -> State | None:
-    nodes = jtu.tree_leaves(
-        arguments, is_leaf=lambda node: _is_state(node) or isinstance(node, Marked | PerKind)
-    )
-    if any(isinstance(node, Marked | PerKind) and _states(node) for node in nodes):
-        raise TypeError(
-            f"{what} gives each layer its own part of a State, whatever its mark. Pass it without shared, "
-            "per_layer or per_kind."
-        )
-    states = [node for node in nodes if _is_state(node)]
-    if len(states) > 1:
-        raise ValueError(
-            f"{what} was given {len(states)} States. Pass one, of the whole model or of the stack, "
-            "state.substate(blocks)."
-        )
-    return states[0] if states else None
-
-
-def _updated(whole: State, found: Sequence[State], stack: PyTree, what: str) -> State:
     entries, own = _entries(whole), set(_markers(stack))
-    for state in found:
+    for state in _states(outputs):
         if foreign := [marker for marker in _entries(state) if marker not in own]:
             raise ValueError(
                 f"A layer of {what} returns the state {foreign[0]!r}, which is not its own. Let it return "
                 "the one that it was given, with what it sets."
             )
         entries |= _entries(state)
-    return _state_of(entries)
+    return _state_of(entries), _map_states(lambda _: _state_of(entries), outputs)
 
 
 def part_of(

@@ -18,6 +18,7 @@ from .._schedule import Tree
 from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
+from .._sweep.rules import Bound
 from .._sweep.trace import UntracedLayer, trace_layers
 from .arguments import check_no_lists
 from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
@@ -37,11 +38,6 @@ class Layers:
     shared: list[PyTree]
     name: str | None = None
 
-    def as_arrays(self) -> "Layers":
-        """The same with JAX's arrays, those that are shared on the device."""
-        arrays, shared = jax.tree.map(jnp.asarray, (self.arrays, self.shared))
-        return dataclasses.replace(self, arrays=arrays, shared=on_device(shared))
-
     def arguments_at(self, row: int) -> tuple[PyTree, PyTree]:
         """What the layer at a row is given."""
         return self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
@@ -59,14 +55,6 @@ class Layers:
             layout.unsliced if whole else [False] * len(self.arrays),
             (*self.call.key, self.name, layout.key, tree, *leaves, names),
         )
-
-    def at_once(self) -> PyTree:
-        """The outputs of all layers on the same arguments, with the axis of the layers in front."""
-
-        def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            return numbers_to_arrays(self.call.applied(None, args, kwargs))
-
-        return map_layers(run, self.layout, self.arrays, self.shared, self.call.caller.what)
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
@@ -133,8 +121,11 @@ class Loop:
         caller = self.call.caller
         split, division = split_kinds(arguments, self.axis, self.pattern, caller, self.is_scanned)
         names = (None,) if self.pattern is None else self.pattern.names
-        pairs = zip(split, names, strict=True)
-        return [Layers(self.call, *own, name=name).as_arrays() for own, name in pairs], division
+        kinds = []
+        for (layout, *arrays), name in zip(split, names, strict=True):
+            arrays, shared = jax.tree.map(jnp.asarray, arrays)
+            kinds.append(Layers(self.call, layout, arrays, on_device(shared), name))
+        return kinds, division
 
     def axis_of(self, kinds: Sequence[Layers]) -> Axis:
         """The axis of all layers, with its size."""
@@ -193,7 +184,7 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
     if not is_swept or (remat.carries is None and not pattern):
         is_rolled = loop.unroll is not True and loop.unroll < axis.size
-        plain = _LayerCheckpoint(remat, _carry_name(axis), is_rolled)
+        plain = Bound("checkpointed", _checkpointed, (remat, _carry_name(axis), is_rolled))
     if stops and (remat.offloads or plain is not None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
@@ -224,28 +215,27 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
 def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyTree]:
     """Map the layers of a loop over its arguments, as `scan_layers` runs them; costs the memory of all."""
     kinds, _ = loop.split(arguments)
-    return init, loop.outputs([kind.at_once() for kind in kinds])
+
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return numbers_to_arrays(loop.call.applied(init, args, kwargs))
+
+    what = loop.call.caller.what
+    return init, loop.outputs(
+        [map_layers(run, kind.layout, kind.arrays, kind.shared, what) for kind in kinds]
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _LayerCheckpoint:
-    """How the layers of a plain scan are checkpointed."""
+def _checkpointed(remat: Remat, carry_name: str, is_rolled: bool, layer: Callable) -> Callable:
+    """A layer of a plain scan."""
+    if remat.kept == EVERYTHING:
+        return layer
 
-    remat: Remat
-    carry_name: str
-    is_rolled: bool
+    def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
+        return layer(shared, checkpoint_name(carry, carry_name), x)
 
-    def __call__(self, layer: Callable) -> Callable:
-        remat = self.remat
-        if remat.kept == EVERYTHING:
-            return layer
-
-        def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
-            return layer(shared, checkpoint_name(carry, self.carry_name), x)
-
-        # For GPUs also where carries come from the host, for which see `_sweep.reverse`.
-        prevent_cse = not self.is_rolled or (remat.carries == "host" and platform() == "cuda")
-        return jax.checkpoint(named, policy=remat.layer_policy(self.carry_name), prevent_cse=prevent_cse)
+    # For GPUs also where carries come from the host, for which see `_sweep.reverse`.
+    prevent_cse = not is_rolled or (remat.carries == "host" and platform() == "cuda")
+    return jax.checkpoint(named, policy=remat.layer_policy(carry_name), prevent_cse=prevent_cse)
 
 
 def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> tuple[PyTree, PyTree]:

@@ -122,7 +122,7 @@ class SweepSpec:
         whole, sliced = [*map(at_least_one, xs)], [not is_ for is_ in self.unsliced]
         options: Any = {"reverse": self.reverse, "unroll": self.unroll}
         if self.pattern is not None:
-            return _plain_pattern(self.kinds, self.pattern, layers, init, xs, shared, sliced, options)
+            return self._plain_pattern(self.pattern, layers, init, xs, shared, options)
         return lax.scan(
             lambda carry, x: layers[0](shared, carry, merge(whole, on_device(x), sliced)),
             init,
@@ -130,6 +130,40 @@ class SweepSpec:
             length=self.length,
             **options,
         )
+
+    def _plain_pattern(
+        self,
+        pattern: Pattern,
+        layers: Sequence[Callable],
+        init: Carry,
+        xs: Arrays,
+        shared: Arrays,
+        options: dict[str, Any],
+    ) -> tuple[Carry, Arrays]:
+        """The same over several kinds. Costs a copy of each stack with an entry for every layer."""
+        kinds, entries, sliced = self.kinds, list(xs), [not is_ for is_ in self.unsliced]
+        for kind in kinds:
+            rows = np.minimum(pattern.before[:-1, kind.number], max(self.rows(kind) - 1, 0))
+            part = zip(map(at_least_one, xs[kind.xs]), sliced[kind.xs], strict=True)
+            entries[kind.xs] = [on_device(leaf)[rows] if is_ else leaf for leaf, is_ in part]
+        empty = [zeros_of(type_) for kind in kinds for type_ in kind.output_types]
+
+        def step(carry: Carry, at: tuple[PyTree, Arrays]) -> tuple[Carry, Arrays]:
+            x = merge(entries, at[1], sliced)
+
+            def run(kind: Kind, carry: Carry) -> tuple[Carry, Arrays]:
+                carry, y = layers[kind.number](shared, carry, x[kind.xs])
+                return carry, with_part(empty, kind.ys, y)
+
+            with known_branches(pattern.before[-1].tolist()):
+                return lax.switch(at[0], [functools.partial(run, kind) for kind in kinds], carry)
+
+        numbers = jnp.asarray(pattern.kinds, jnp.int32)
+        carry, ys = lax.scan(step, init, (numbers, pick(entries, sliced)), length=self.length, **options)
+        for kind in kinds:
+            rows = np.asarray(pattern.layers_of(kind.number), np.int32)
+            ys[kind.ys] = [leaf[rows] for leaf in ys[kind.ys]]
+        return carry, ys
 
     def reference(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
         """Do the same by the plain checkpointed scan, which has all derivatives."""
@@ -192,41 +226,6 @@ class SweepSpec:
         return [
             write(buffers, entry, new) if k == kind.number else buffers for k, buffers in enumerate(saved)
         ]
-
-
-def _plain_pattern(
-    kinds: Sequence[Kind],
-    pattern: Pattern,
-    layers: Sequence[Callable],
-    init: Carry,
-    xs: Arrays,
-    shared: Arrays,
-    sliced: Sequence[bool],
-    options: dict[str, Any],
-) -> tuple[Carry, Arrays]:
-    """A plain scan over several kinds. Costs a copy of each stack with an entry for every layer."""
-    length, entries = len(pattern.kinds), list(xs)
-    for kind in kinds:
-        rows = np.minimum(pattern.before[:-1, kind.number], max(pattern.before[-1, kind.number] - 1, 0))
-        part = zip(map(at_least_one, xs[kind.xs]), sliced[kind.xs], strict=True)
-        entries[kind.xs] = [on_device(leaf)[rows] if is_ else leaf for leaf, is_ in part]
-    empty = [zeros_of(type_) for kind in kinds for type_ in kind.output_types]
-
-    def step(carry: Carry, at: tuple[PyTree, Arrays]) -> tuple[Carry, Arrays]:
-        x = merge(entries, at[1], sliced)
-
-        def run(kind: Kind, carry: Carry) -> tuple[Carry, Arrays]:
-            carry, y = layers[kind.number](shared, carry, x[kind.xs])
-            return carry, with_part(empty, kind.ys, y)
-
-        with known_branches(pattern.before[-1].tolist()):
-            return lax.switch(at[0], [functools.partial(run, kind) for kind in kinds], carry)
-
-    numbers = jnp.asarray(pattern.kinds, jnp.int32)
-    carry, ys = lax.scan(step, init, (numbers, pick(entries, sliced)), length=length, **options)
-    for kind in kinds:
-        ys[kind.ys] = [leaf[np.asarray(pattern.layers_of(kind.number), np.int32)] for leaf in ys[kind.ys]]
-    return carry, ys
 
 
 def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:

@@ -221,22 +221,6 @@ class Rule(Differentiable):
     def expand(self, *args: PyTree) -> PyTree:
         return compiled(self.fn)(*args)
 
-    def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
-        return self(*args), (args, Static(self._nonzero(self.in_tree.flatten_up_to(nonzero))))
-
-    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        (args, nonzero), active = residuals, floats(self.out_aval)
-        leaves, nonzero = jax.tree.leaves(args), nonzero.value
-
-        def outputs(part: Arrays) -> Arrays:
-            found = self.reference(*self.in_tree.unflatten(merge(leaves, part, nonzero)))
-            return pick(jax.tree.leaves(found), active)
-
-        _, pullback = jax.vjp(outputs, pick(leaves, nonzero))
-        (found,) = pullback(as_arrays(pick(self.out_tree.flatten_up_to(cotangents), active)))
-        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), nonzero), found, strict=True):
-            total.accum(ct)
-
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
             return self(*args), self.out_tree.unflatten([None] * self.out_tree.num_leaves)

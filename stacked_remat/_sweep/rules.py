@@ -71,6 +71,26 @@ class Differentiable(HiPrim):
         """The outputs where the inputs in the mask are differentiated: custom rules may compute them."""
         return self(*args)
 
+    def reference(self, *args: PyTree) -> PyTree:
+        """What reverse mode differentiates."""
+        return self.expand(*args)
+
+    def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
+        return self(*args), (args, Static(self._nonzero(self.in_tree.flatten_up_to(nonzero))))
+
+    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
+        (args, nonzero), active = residuals, floats(self.out_aval)
+        leaves, nonzero = jax.tree.leaves(args), nonzero.value
+
+        def outputs(part: Arrays) -> Arrays:
+            found = self.reference(*self.in_tree.unflatten(merge(leaves, part, nonzero)))
+            return pick(jax.tree.leaves(found), active)
+
+        _, pullback = jax.vjp(outputs, pick(leaves, nonzero))
+        (found,) = pullback(as_arrays(pick(self.out_tree.flatten_up_to(cotangents), active)))
+        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), nonzero), found, strict=True):
+            total.accum(ct)
+
     def _nonzero(self, flags: Sequence[bool]) -> Mask:
         return tuple(flag and is_ for flag, is_ in zip(flags, floats(self.in_avals), strict=True))
 
@@ -148,10 +168,9 @@ def zero_tangent(type_: ShapedArray) -> PyTree:
     return canonical(np.zeros(type_.shape, jax.dtypes.float0))
 
 
-class Linear(HiPrim):
+class Linear(Differentiable):
     """The tangents of a primitive's outputs, which `jax.checkpoint` computes apart from the primals."""
 
-    skip_linearization_on_zero_tangents = True
     of: Differentiable
     nonzero: Mask
 
@@ -166,33 +185,11 @@ class Linear(HiPrim):
     def expand(self, primals: PyTree, tangents: Arrays) -> Arrays:
         return self.of.tangent(self.nonzero, primals, tangents)
 
-    def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
-        given = self.in_tree.flatten_up_to(tangents)
-        run, moving = self._of_part([not is_zero(tangent) for tangent in given], primals)
-        return jax.jvp(run, (pick(jax.tree.leaves(primals), moving),), (pick(given, moving),))
+    def active(self, nonzero: Mask) -> Mask:
+        return (any(nonzero),) * len(self.out_aval)
 
-    def lin(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
-        return self(*primals), primals
-
-    def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
-        return self.jvp(primals, tangents)[1]
-
-    def vjp_fwd(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
-        run, wanted = self._of_part(self.in_tree.flatten_up_to(nonzero), primals)
-        found, pullback = jax.vjp(run, pick(jax.tree.leaves(primals), wanted))
-        return found, (pullback, Static(wanted))
-
-    def _of_part(self, flags: Sequence[bool], primals: PyTree) -> tuple[Callable[[Arrays], Arrays], Mask]:
-        """The same as a function of the inputs in the mask that have tangents, and which these are."""
-        leaves, floating = jax.tree.leaves(primals), floats(self.in_avals)
-        wanted = tuple(flag and is_ for flag, is_ in zip(flags, floating, strict=True))
-        return lambda part: self.expand(*self.in_tree.unflatten(merge(leaves, part, wanted))), wanted
-
-    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        pullback, wanted = residuals
-        (found,) = pullback(as_arrays(cotangents))
-        for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), wanted.value), found, strict=True):
-            total.accum(ct)
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
+        return tangent_of(self.expand, nonzero, self.active(nonzero), primals, tangents)
 
     def transpose(self, cotangents: PyTree, primals: PyTree, sums: PyTree) -> None:
         active = self.of.active(self.nonzero)

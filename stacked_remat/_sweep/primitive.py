@@ -1,9 +1,8 @@
 """The sweep over layers as a JAX primitive, with all its rules.
 
 `Sweep` runs the layers. In reverse mode it becomes two `Rule`s: the forward sweep that keeps checkpoints,
-and the reverse sweep from these. In forward mode its tangent is a `Linear`: the sweep over layers that are
-differentiated themselves, under the same schedule. `jax.vmap` maps the layers, so that gradients of what a
-batch shares are summed within each layer.
+and the reverse sweep from these. In forward mode the tangent of each is a `Linear`, of the same loops.
+`jax.vmap` maps the layers, so that gradients of what a batch shares are summed within each layer.
 
 Two nested scans under `jax.checkpoint` would keep as few carries as a sweep, but slice a segment of weights
 into a new buffer and stack a segment of gradients before copying it out. A sweep reads the stack by layer

@@ -109,19 +109,12 @@ def cudnn_attention(
 
 
 def cudnn_attention_gradients(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    output: jax.Array,
-    lse: jax.Array,
-    cotangent: jax.Array,
-    scale: float,
-    window: int | None,
+    inputs: Sequence[jax.Array], results: Sequence[jax.Array], ct: jax.Array, scale: float, window: int | None
 ) -> Sequence[jax.Array]:
     fused: Any = jax._src.cudnn.fused_attention_stablehlo
     newer = inspect.signature(fused.dot_product_attention).parameters
     return fused._dot_product_attention_bwd_p_wrapper.bind(
-        *(query, key, value, *[jnp.zeros(0, query.dtype)] * 7, lse, output, cotangent),
+        *(*inputs, *[jnp.zeros(0, inputs[0].dtype)] * 7, *reversed(results), ct),
         scale=scale,
         seed=42,
         dropout_rate=0.0,
@@ -270,7 +263,7 @@ def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
     if not type_.shape:
         return jax.device_put(make(device), host)
     # A scan stacks on the host one entry at a time; the whole stack would be made on the device.
-    entry = make(jax._src.core.mapped_aval(type_.shape[0], 0, device))
+    entry = make(jax.extend.core.mapped_aval(type_.shape[0], 0, device))
     return lax.scan(lambda _, __: (None, jax.device_put(entry, host)), None, None, length=type_.shape[0])[1]
 
 

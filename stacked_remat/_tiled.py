@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -84,6 +84,9 @@ def tiled(
     return run
 
 
+_OfTile: TypeAlias = Callable[[Sequence[PyTree]], Any]
+
+
 class _Caller(NamedTuple):
     """What a user gave to `tiled`."""
 
@@ -120,15 +123,9 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
         caller.dimension(leaf) if rule != "shared" else None
         for leaf, (_, _, rule) in zip(leaves, entries, strict=True)
     ]
-    size = _common_size(caller, entries, dims)
-    parts = _parts(caller, size)
-    if size % parts:
-        raise ValueError(
-            f"tiled over {caller.axis_text}: its {size} positions can't be divided evenly over the {parts} "
-            f"devices that it is mapped to. Give it a multiple of {parts}."
-        )
+    cut = _cut(caller, _common_size(caller, entries, dims))
     _check_mesh(caller, leaves)
-    if size == 0:
+    if cut.size == 0:
         args, kwargs = tree
         return caller.fn(*args, **kwargs)
     arrays = [raw_array(leaf) for leaf in leaves]
@@ -147,7 +144,7 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     key = (caller.fn, "tiled", caller[1:], rules, tree, *values)
     found, keep = kept(key, arguments)
     if found is None:
-        plan = _plan(caller, rebuilt, given, pick(dims, is_given), size, parts)
+        plan = _plan(caller, rebuilt, cut, given, pick(dims, is_given))
         found = keep(plan, plan[2])
     whole, tiling, constants = found
     _check_closure(caller, given, constants)
@@ -157,18 +154,12 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
 
 
 def _plan(
-    caller: _Caller,
-    fn: Callable[[Sequence[PyTree]], Any],
-    given: Sequence[PyTree],
-    dims: Sequence[int | None],
-    size: int,
-    parts: int,
+    caller: _Caller, fn: _OfTile, cut: Cut, given: Sequence[PyTree], dims: Sequence[int | None]
 ) -> tuple[PyTree, Tiling, list[PyTree]]:
     """The result of `fn` for all positions, in types, and what runs it tile by tile."""
-    cut = Cut(size, parts, -(-(size // parts) // caller.tiles))
     (whole, _), *tiles = (_trace(fn, cut, n, given, dims) for n in (None, *cut.lengths))
     for (part, _), n in zip(tiles, cut.lengths, strict=True):
-        _check_part(caller, part, n * parts, whole, size)
+        _check_part(caller, part, n * cut.parts, whole, cut.size)
     results = jax.tree.leaves(whole, is_leaf=is_named)
     outputs = [caller.output(leaf) for leaf in results if _is_type(raw_array(leaf))]
     return whole, *Tiling.of(cut, [closed for _, closed in tiles], dims, outputs)
@@ -197,12 +188,17 @@ def _check_closure(caller: _Caller, split: Sequence[PyTree], constants: Sequence
             )
 
 
-def _parts(caller: _Caller, size: int) -> int:
-    """Over how many devices Haliax's axis mapping divides the axis."""
-    if isinstance(caller.axis, int):
-        return 1
-    axis = caller.axis if isinstance(caller.axis, Axis) else Axis(str(caller.axis), size)
-    return 1 if physical_axis_name(axis) is None else physical_axis_size(axis) or 1
+def _cut(caller: _Caller, size: int) -> Cut:
+    """The tiles of each of the devices over which Haliax's axis mapping divides the axis."""
+    axis, parts = caller.axis if isinstance(caller.axis, Axis) else Axis(str(caller.axis), size), 1
+    if not isinstance(caller.axis, int) and physical_axis_name(axis) is not None:
+        parts = physical_axis_size(axis) or 1
+    if size % parts:
+        raise ValueError(
+            f"tiled over {caller.axis_text}: its {size} positions can't be divided evenly over the {parts} "
+            f"devices that it is mapped to. Give it a multiple of {parts}."
+        )
+    return Cut(size, parts, -(-(size // parts) // caller.tiles))
 
 
 def _renamed(leaf: NamedArray, array: Any) -> NamedArray:
@@ -243,11 +239,7 @@ def _common_size(caller: _Caller, entries: Sequence[PyTree], dims: Sequence[int 
 
 
 def _trace(
-    fn: Callable[[Sequence[PyTree]], Any],
-    cut: Cut,
-    length: int | None,
-    given: Sequence[PyTree],
-    dims: Sequence[int | None],
+    fn: _OfTile, cut: Cut, length: int | None, given: Sequence[PyTree], dims: Sequence[int | None]
 ) -> tuple[PyTree, ClosedJaxpr]:
     """`fn` on tiles of `length` positions of each device, with None on all: types of its result and jaxpr."""
 

@@ -182,7 +182,8 @@ class FusedUpdate:
                 "init."
             )
         # Equal but for the policies of stacks, which may have changed since the state was made.
-        result = _step(self, trained, jax.tree.unflatten(jax.tree.structure(like), given), args, kwargs)
+        state = jax.tree.unflatten(jax.tree.structure(like), given)
+        result = _step(self, trained, state, lambda model: self.loss(model, *args, **kwargs))
         return result._replace(state=jax.tree.unflatten(structure, jax.tree.leaves(result.state)))
 
     @property
@@ -316,15 +317,9 @@ def _of_kind(masks: PyTree, kind: str) -> PyTree:
     )
 
 
-def _step(
-    fused: FusedUpdate,
-    trained: Trained,
-    state: FusedState,
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> FusedResult:
+def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Callable) -> FusedResult:
     def loss(rest: PyTree, weights: PyTree) -> PyTree:
-        return fused.loss(trained.in_loss(rest, weights), *args, **kwargs)
+        return of_model(trained.in_loss(rest, weights))
 
     inputs = trained.only_rest(), trained.weights
     closed, struct, static = eqx.filter_make_jaxpr(loss)(*inputs)

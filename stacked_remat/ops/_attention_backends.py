@@ -94,7 +94,9 @@ def _cudnn_backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tup
     query, key, value, _, _, output, lse = attended
     one, output, cotangent = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (query, output, cotangent))
     lse = jnp.moveaxis(lse.reshape(one.shape[:-1]), 2, 1)
-    found = cudnn_attention_gradients(one, key, value, output, lse, cotangent, blocks.scale, blocks.window)
+    found = cudnn_attention_gradients(
+        (one, key, value), (output, lse), cotangent, blocks.scale, blocks.window
+    )
     return found[0].reshape(query.shape), found[1], found[2]
 
 

@@ -29,6 +29,10 @@ def is_differentiable(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def has_tangent(var: core.Var) -> bool:
+    return is_differentiable(getattr(var.aval, "dtype", bool))
+
+
 def active_carry(
     layers: Sequence[tuple[core.Jaxpr, Sequence[bool], Sequence[bool]]], init: Sequence[bool]
 ) -> list[bool]:
@@ -45,20 +49,20 @@ def active_carry(
 
 
 def active_outputs(
-    jaxpr: core.Jaxpr, inputs: Sequence[bool], counts: Callable[[Any], bool] = is_differentiable
+    jaxpr: core.Jaxpr, inputs: Sequence[bool], counts: Callable[[core.Var], bool] = has_tangent
 ) -> list[bool]:
-    """Find which outputs depend on an active input (constants first) through values whose dtype counts."""
+    """Find which outputs depend on an active input (constants first) through values that count."""
     active = active_variables(jaxpr, itertools.compress((*jaxpr.constvars, *jaxpr.invars), inputs), counts)
-    return [_is_in(atom, active) for atom in jaxpr.outvars]
+    return [is_in(atom, active) for atom in jaxpr.outvars]
 
 
 def active_variables(
-    jaxpr: core.Jaxpr, inputs: Iterable[core.Var], counts: Callable[[Any], bool] = is_differentiable
+    jaxpr: core.Jaxpr, inputs: Iterable[core.Var], counts: Callable[[core.Var], bool] = has_tangent
 ) -> set[core.Var]:
-    """Find these inputs and all variables that depend on them through values whose dtype counts."""
+    """Find these inputs and all variables that depend on them through values that count."""
     active = set(inputs)
     for equation in jaxpr.eqns:
-        operands = [_is_in(atom, active) for atom in equation.invars]
+        operands = [is_in(atom, active) for atom in equation.invars]
         if not any(operands):
             continue
         inner, outputs = _called(equation), [True] * len(equation.outvars)
@@ -70,14 +74,12 @@ def active_variables(
             found = map(functools.partial(active_outputs, counts=counts), branches, given)
             outputs = [*map(any, zip(*found, strict=True))]
         active.update(
-            var
-            for var, depends in zip(equation.outvars, outputs, strict=True)
-            if depends and counts(getattr(var.aval, "dtype", jnp.dtype(bool)))
+            var for var, depends in zip(equation.outvars, outputs, strict=True) if depends and counts(var)
         )
     return active
 
 
-def _is_in(atom: object, variables: set[core.Var]) -> bool:
+def is_in(atom: object, variables: set[core.Var]) -> bool:
     return isinstance(atom, core.Var) and atom in variables
 
 

@@ -210,9 +210,9 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """These layers, the same arrays, with another checkpoint policy."""
         return changed(self, remat=resolve_policy(remat))
 
-    @abc.abstractmethod
-    def unstacked(self) -> Sequence[M]:
-        """The layers as separate modules."""
+    def unstacked(self) -> tuple[M, ...]:
+        """The layers as separate modules, in order. Copies the arrays of stacks."""
+        return tuple(self)
 
     @abc.abstractmethod
     def get_layer(self, index: Any) -> M:

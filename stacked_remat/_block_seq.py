@@ -98,10 +98,6 @@ class BlockSeq(BlockFoldable[M]):
 
     scan_vjp = fold_vjp
 
-    def unstacked(self) -> tuple[M, ...]:
-        """The layers."""
-        return tuple(self.blocks)
-
     def get_layer(self, index: Any) -> M:
         """One layer; negative indices count from the end, and one outside is an `IndexError`."""
         return self.blocks[check_layer_index(index, self.Layers)]

@@ -96,10 +96,6 @@ class StackedKinds(BlockFoldable[M]):
             lambda result: result._replace(layers=template._with_blocks(result.layers))
         )
 
-    def unstacked(self) -> tuple[M, ...]:
-        """The layers as separate modules, in order. Copies their arrays."""
-        return tuple(self)
-
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`, …
 

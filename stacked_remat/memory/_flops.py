@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from .._activity import expansion, is_differentiable
+from .._activity import expansion, has_tangent, is_in
 from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
 from ._costs import Flops, leaf_cost
@@ -70,12 +70,12 @@ class _Counter:
                 scopes = str(eqn.source_info.name_stack)
                 self._products = products_in(scopes) or around
                 called = self._called(eqn, read)
-                active_inputs = [_is_in(known, atom) for atom in eqn.invars]
+                active_inputs = [is_in(atom, known) for atom in eqn.invars]
                 added, outputs = self._eqn(eqn, called, scopes, active_inputs)
                 self._products, cost = around, cost + added
                 pairs = zip(eqn.outvars, outputs, strict=True)
-                known.update(var for var, is_active in pairs if is_active and _has_gradient(var))
-            self._runs[key] = cost, [_is_in(known, atom) for atom in live.outvars]
+                known.update(var for var, is_active in pairs if is_active and has_tangent(var))
+            self._runs[key] = cost, [is_in(atom, known) for atom in live.outvars]
         return self._runs[key]
 
     def _without_dead_code(self, jaxpr: Any) -> Any:
@@ -206,15 +206,6 @@ def _expansion(eqn: Any, is_used: list[bool]) -> Any:
         return [result if used else 0 for result, used in zip(flat, is_used, strict=True)]
 
     return expansion(eqn, expand)
-
-
-def _is_in(known: set[Any], atom: Any) -> bool:
-    return not isinstance(atom, Literal) and atom in known
-
-
-def _has_gradient(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and is_differentiable(dtype)
 
 
 def _where(eqn: Any) -> str:

@@ -15,7 +15,7 @@ from models.decoder.config import (
     SparseDecoderConfig,
 )
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.formats import HfFormat, register_format
 from stacked_remat.ops import YarnRotary
 from stacked_remat.training.config_checks import check_choices, check_positive
 
@@ -133,7 +133,6 @@ FIELDS = {
     "num_nextn_predict_layers": hf.ignored(written=0),
 }
 TENSORS = {
-    **DECODER_TENSORS,
     "router": "gate",
     "bias": "gate.e_score_correction_bias",
     "shared": "shared_experts",
@@ -143,13 +142,5 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        DeepseekV3Config,
-        FIELDS,
-        TENSORS,
-        quant_methods=("fp8",),
-        further_layers=True,
-    )
+    HfFormat("deepseek_v3", DeepseekV3Config, FIELDS, TENSORS, quant_methods=("fp8",), further_layers=True)
 )

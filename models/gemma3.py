@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from models.decoder.config import DecoderConfig, LayerSpec
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.formats import HfFormat, register_format
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,9 @@ FIELDS = {
     "query_pre_attn_scalar": hf.attribute("query_pre_attn_scalar", 256),
 }
 TENSORS = {
-    **DECODER_TENSORS,
     "attention_output_norm": "post_attention_layernorm",
     "post_attention_norm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 
-register_format(HfFormat("gemma3_text", "Gemma3ForCausalLM", Gemma3Config, FIELDS, TENSORS))
+register_format(HfFormat("gemma3_text", Gemma3Config, FIELDS, TENSORS))

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from models.decoder.config import LayerSpec, SparseDecoderConfig
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.formats import HfFormat, register_format
 from models.hf_io.stacked_weights import ExpertsTensor
 
 
@@ -51,7 +51,6 @@ FIELDS = {
 _GATE_UP = ExpertsTensor("gate_up_proj", transposed=True, interleaved=True)
 _GATE_UP_BIAS = ExpertsTensor("gate_up_proj_bias", interleaved=True)
 TENSORS = {
-    **DECODER_TENSORS,
     "gate_proj.weight": _GATE_UP,
     "gate_proj.bias": _GATE_UP_BIAS,
     "up_proj.weight": _GATE_UP,
@@ -60,6 +59,4 @@ TENSORS = {
     "down_proj.bias": ExpertsTensor("down_proj_bias"),
 }
 
-register_format(
-    HfFormat("gpt_oss", "GptOssForCausalLM", GptOssConfig, FIELDS, TENSORS, quant_methods=("mxfp4",))
-)
+register_format(HfFormat("gpt_oss", GptOssConfig, FIELDS, TENSORS, quant_methods=("mxfp4",)))

@@ -14,4 +14,4 @@ class LlamaConfig(DecoderConfig):
 
 FIELDS = {**hf.DECODER_FIELDS, "rotary": hf.rope(longest=2_048)}
 
-register_format(HfFormat("llama", "LlamaForCausalLM", LlamaConfig, FIELDS))
+register_format(HfFormat("llama", LlamaConfig, FIELDS))

@@ -53,9 +53,7 @@ class FoundModel:
 
     Attributes:
         ends: tokens that end a text, the tokenizer's own first.
-        read: reads the model with its adapters, divided like this over devices, or on the first one. Raises
-            CheckpointMismatchError, FileNotFoundError or WeightsError for weights that are missing, damaged,
-            or of another model.
+        read: reads the model with its adapters, divided like this over devices, or on the first one.
         root: the folder of that model, or of this one; None if there is none, or it is gone.
         base: the name of the model that it began with or adapts; None if there is none.
         run: the config of the run that trained it, if one did.
@@ -145,11 +143,6 @@ def find_model(
         dtype: in which to compute; the one that the run or the folder's `config.json` names if not given.
         tokenizer: replaces the model's own.
 
-    Raises:
-        FileNotFoundError: there is no such folder, run or checkpoint.
-        WeightsError: the model is of an unknown architecture, or a file is damaged.
-        DataError, ConfigError: there is no such tokenizer, or it is not the model's; the config of the run
-            can't be read.
     """
     root, base, adapters = model_folder(name), None, None
     if (root / _CHECKPOINTS).is_dir():

@@ -20,4 +20,4 @@ FIELDS = {
     "windows": hf.window_of_all(4_096),
 }
 
-register_format(HfFormat("mistral", "MistralForCausalLM", MistralConfig, FIELDS))
+register_format(HfFormat("mistral", MistralConfig, FIELDS))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from models.decoder.config import SparseDecoderConfig
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.formats import HfFormat, register_format
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ FIELDS = {
     "load_balance": hf.LOAD_BALANCE,
 }
 TENSORS = {
-    **DECODER_TENSORS,
     "mlp": "block_sparse_moe",
     "router": "gate",
     "gate_proj": "w1",
@@ -38,12 +37,5 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat(
-        "mixtral",
-        "MixtralForCausalLM",
-        MixtralConfig,
-        FIELDS,
-        TENSORS,
-        loaded={"block_sparse_moe": "mlp"},
-    )
+    HfFormat("mixtral", MixtralConfig, FIELDS, TENSORS, loaded={"block_sparse_moe": "mlp"}),
 )

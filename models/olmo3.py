@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from models.decoder.config import DecoderConfig, LayerSpec
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.formats import HfFormat, register_format
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ FIELDS = {
     "windows": hf.windows(4_096, hf.full_every(4)),
 }
 TENSORS = {
-    **DECODER_TENSORS,
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 
-register_format(HfFormat("olmo3", "Olmo3ForCausalLM", Olmo3Config, FIELDS, TENSORS))
+register_format(HfFormat("olmo3", Olmo3Config, FIELDS, TENSORS))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from models.decoder.config import DecoderConfig
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.formats import HfFormat, register_format
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ FIELDS = {
     "pad_token_id": hf.ignored(written=None),
 }
 TENSORS = {
-    **DECODER_TENSORS,
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
@@ -46,4 +45,4 @@ TENSORS = {
     "up_proj": "gate_up_proj",
 }
 
-register_format(HfFormat("phi3", "Phi3ForCausalLM", Phi3Config, FIELDS, TENSORS))
+register_format(HfFormat("phi3", Phi3Config, FIELDS, TENSORS))

@@ -127,24 +127,14 @@ def last_that_fits(fits: Callable[[int], bool], start: int, sizes: Sequence[int]
 
     Asks at `start`, then at twice or half that size until the answer changes, then by bisection.
     """
-    low, high = -1, len(sizes)
-    if fits(start):
-        low = start
-        while (twice := bisect.bisect_left(sizes, 2 * sizes[low])) < len(sizes):
-            if not fits(twice):
-                high = twice
-                break
-            low = twice
-    else:
-        high = start
-        while (half := bisect.bisect_right(sizes, sizes[high] // 2) - 1) >= 0:
-            if fits(half):
-                low = half
-                break
-            high = half
+    low, high, at = -1, len(sizes), start
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (at, high) if fits(at) else (low, at)
+        at = (low + high) // 2
+        if high == len(sizes):
+            at = min(bisect.bisect_left(sizes, 2 * sizes[low]), high - 1)
+        elif low < 0:
+            at = max(bisect.bisect_right(sizes, sizes[high] // 2) - 1, 0)
     return None if low < 0 else low
 
 

@@ -32,10 +32,9 @@ def later_layers(
 def window_fields(config: DecoderConfig) -> dict[str, Any]:
     """The fields of which `later_layers` reads some."""
     windowed = [spec.window is not None for spec in config.specs]
-    return {
+    return hf.layer_types(config) | {
         "use_sliding_window": any(windowed),
         "sliding_window": config.attention.window if any(windowed) else None,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
         "max_window_layers": windowed.index(True) if any(windowed) else config.num_layers,
     }
 
@@ -52,4 +51,4 @@ FIELDS = {
     "windows": hf.windows(4_096, later_layers, window_fields),
 }
 
-register_format(HfFormat("qwen2", "Qwen2ForCausalLM", Qwen2Config, FIELDS))
+register_format(HfFormat("qwen2", Qwen2Config, FIELDS))

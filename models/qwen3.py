@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
 from models.hf_io import config_fields as hf
-from models.hf_io.formats import DECODER_TENSORS, HfFormat, register_format
+from models.hf_io.formats import HfFormat, register_format
 from models.qwen2 import later_layers, window_fields
 from stacked_remat._messages import shown
 
@@ -69,7 +69,7 @@ MOE_FIELDS = {
     "load_balance": hf.LOAD_BALANCE,
     "dense_layers": hf.computed(_read_dense_layers, _dense_layers),
 }
-MOE_TENSORS = {**DECODER_TENSORS, "router": "gate"}
+MOE_TENSORS = {"router": "gate"}
 
-register_format(HfFormat("qwen3", "Qwen3ForCausalLM", Qwen3Config, FIELDS))
-register_format(HfFormat("qwen3_moe", "Qwen3MoeForCausalLM", Qwen3MoeConfig, MOE_FIELDS, MOE_TENSORS))
+register_format(HfFormat("qwen3", Qwen3Config, FIELDS))
+register_format(HfFormat("qwen3_moe", Qwen3MoeConfig, MOE_FIELDS, MOE_TENSORS))

@@ -122,12 +122,7 @@ def train_lm(config: LmRunConfig, progress: ConsoleProgress, stop: StopSignals) 
             should_stop=_asked_to_stop(stop),
             scoring=scoring,
         )
-    if result.stopped_by is not None:
-        progress.message(_stopped(result, folder))
-        return result
-    if jax.process_index() == 0:
-        folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
-    progress.message(_finished(config, result, folder, first, time.monotonic() - began))
+    progress.message(_conclude(config, result, folder, first, time.monotonic() - began))
     return result
 
 
@@ -274,16 +269,17 @@ def _trackers(
     return trackers
 
 
-def _stopped(result: TrainingResult, folder: RunFolder) -> str:
-    step = int(result.state.step)
-    again = f"the same command with --trainer.run_dir {folder.root} resumes it"
-    return f"stopped by {result.stopped_by} after step {step}; {again}"
-
-
-def _finished(
+def _conclude(
     config: LmRunConfig, result: TrainingResult, folder: RunFolder, first: int, seconds: float
 ) -> str:
     """What this process did from step `first` on, how the losses changed, and the commands that come next."""
+    if result.stopped_by is not None:
+        return (
+            f"stopped by {result.stopped_by} after step {int(result.state.step)}; the same command with "
+            f"--trainer.run_dir {folder.root} resumes it"
+        )
+    if jax.process_index() == 0:
+        folder.finish({"held_out_before": result.held_out_before, "held_out_after": result.held_out_after})
     steps = int(result.state.step) - first
     step_tokens = config.data.batch_size * config.data.seq_len
     minutes, rest = divmod(round(seconds), 60)

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -247,6 +248,11 @@ class LayerSpec:
         return ("" if self.window is None else "sliding_") + ("sparse" if self.sparse else "dense")
 
 
+def _axis(name: str, size: str, doc: str) -> Any:
+    """An axis of a config, whose size is an attribute."""
+    return property(lambda config: Axis(name, attrgetter(size)(config)), doc=doc)
+
+
 @dataclass(frozen=True)
 class DecoderConfig(draccus.ChoiceRegistry):
     """A decoder in which every layer has one MLP, and what decoders with experts share with it.
@@ -338,20 +344,9 @@ class DecoderConfig(draccus.ChoiceRegistry):
                 f"turns pairs of coordinates."
             )
 
-    @property
-    def Layers(self) -> Axis:
-        """The layers."""
-        return Axis("layers", self.num_layers)
-
-    @property
-    def Embed(self) -> Axis:
-        """The residual stream."""
-        return Axis("embed", self.hidden_dim)
-
-    @property
-    def KVHeads(self) -> Axis:
-        """Key and value heads."""
-        return Axis("kv_heads", self.num_kv_heads)
+    Layers = _axis("layers", "num_layers", "The layers.")
+    Embed = _axis("embed", "hidden_dim", "The residual stream.")
+    KVHeads = _axis("kv_heads", "num_kv_heads", "Key and value heads.")
 
     @property
     def HeadsPerKV(self) -> Axis:
@@ -463,15 +458,8 @@ class SparseDecoderConfig(DecoderConfig):
         """The experts."""
         return self.experts
 
-    @property
-    def Experts(self) -> Axis:
-        """Experts of one layer."""
-        return Axis("experts", self.experts.num_experts)
-
-    @property
-    def ExpertDim(self) -> Axis:
-        """Inner width of one expert."""
-        return Axis("expert_dim", self.experts.intermediate_dim)
+    Experts = _axis("experts", "experts.num_experts", "Experts of one layer.")
+    ExpertDim = _axis("expert_dim", "experts.intermediate_dim", "Inner width of one expert.")
 
 
 def _decode_scaling(raw: Any, path: Sequence[str]) -> RotaryScaling:

@@ -186,7 +186,10 @@ class SparseExperts(eqx.Module):
         choices, gates, sums = self.route(x, documents)
         keep = internals_are_saved("expert_internals")
         backend = self.config.experts.backend if stack is None else "block"
-        weights = _stacked(self.experts) if stack is None else stack
+        experts: Any = self.experts  # in the stack of all layers, if that is what a fold gives
+        is_stack = isinstance(experts, LayerStack)
+        weights = experts.map(lambda some: some.stacked) if is_stack else experts.stacked
+        weights = weights if stack is None else stack
         output = self._mixed(x, choices, gates, weights, self.config.Experts, backend, keep)
         output = checkpoint_name(output, "expert_output")
         return output if self.shared is None else output + self.shared(x).rearrange(x.axes), sums
@@ -220,8 +223,13 @@ class SparseExperts(eqx.Module):
         """The sum of each token's chosen experts, whose weights have the axis `Experts`."""
         Embed = self.config.Embed
         tokens = tuple(axis for axis in x.axes if axis != Embed)
-        over = mesh_axes(Experts)
-        _check_tokens_are_divided(tokens, Experts)
+        over, divided = mesh_axes(Experts), {one for axis in tokens for one in mesh_axes(axis)}
+        for one in (one for one in over if one not in divided):
+            raise ValueError(
+                f"`{Experts.name}` is divided over {one!r} of the mesh, and no axis of tokens is: its "
+                f"devices would all compute the same. Map `batch` or `position` to it too, for instance "
+                f"trainer.mesh.compute_mapping: {{batch: [data, {one}], {Experts.name}: {one}}}."
+            )
 
         def mix(weights: Any, x: NamedArray, choices: NamedArray, gates: NamedArray) -> NamedArray:
             own = tuple(axis for axis in x.axes if axis != Embed)
@@ -266,24 +274,6 @@ def _preferred(scores: NamedArray, bias: NamedArray | None, spec: RouterSpec, Ex
     )
 
 
-def _stacked(experts: Any) -> Any:
-    """The weights of the experts, in the stack of all layers where that is what a fold gives."""
-    is_stack = isinstance(experts, LayerStack)
-    return experts.map(lambda some: some.stacked) if is_stack else experts.stacked
-
-
-def _check_tokens_are_divided(tokens: tuple[Axis, ...], Experts: Axis) -> None:
-    """Raises ValueError where devices with other experts have the same tokens."""
-    divided = {one for axis in tokens for one in mesh_axes(axis)}
-    for one in mesh_axes(Experts):
-        if one not in divided:
-            raise ValueError(
-                f"`{Experts.name}` is divided over {one!r} of the mesh, and no axis of tokens is: its "
-                f"devices would all compute the same. Map `batch` or `position` to it too, for instance "
-                f"trainer.mesh.compute_mapping: {{batch: [data, {one}], {Experts.name}: {one}}}."
-            )
-
-
 def _apply_expert(
     Inner: Axis,
     expert: SwiGlu,
@@ -293,10 +283,8 @@ def _apply_expert(
     linear: ExpertLinear = apply_linear,
 ) -> Array:
     Row = Axis("row", rows.shape[0])
+    named: Any = products and tuple(hax.named(product, (Row, Inner)) for product in products)
     expert = cast_floating(expert, rows.dtype)
-    named = None
-    if products is not None:
-        named = hax.named(products[0], (Row, Inner)), hax.named(products[1], (Row, Inner))
     mixed = expert(hax.named(rows, (Row, "embed")), hax.named(gates, Row), named, linear)
     return mixed.rearrange((Row, "embed")).array
 

@@ -72,16 +72,16 @@ class LatentAttention(CausalAttention):
         latent, HeadDim = self.spec.latent, self.config.HeadDim
         assert latent is not None
         plain = HeadDim.size - latent.rotary_dim
-        if self.q_a_proj is not None and self.q_a_norm is not None and self.q_b_proj is not None:
-            query = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
-        else:
-            assert self.q_proj is not None
+        if self.q_proj is not None:
             query = self.q_proj(x)
+        else:
+            assert self.q_a_proj is not None and self.q_a_norm is not None and self.q_b_proj is not None
+            query = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         query = named_heads(query, "query", x)
         joint = self.kv_a_proj(x)
         both = self.kv_b_proj(self.kv_a_norm(joint["latent", : latent.key_value_rank]))
         shared = joint["latent", latent.key_value_rank :].rename({"latent": HeadDim.name})
-        rotated = self._rotated(shared, rotary).broadcast_axis(self._heads_of(both))
+        rotated = self._rotated(shared, rotary).broadcast_axis(both.resolve_axis(self.config.KVHeads.name))
         key = hax.concatenate(HeadDim.name, [both[HeadDim.name, :plain], rotated])
         query = hax.concatenate(
             HeadDim.name, [query[HeadDim, :plain], self._rotated(query[HeadDim, plain:], rotary)]
@@ -90,9 +90,6 @@ class LatentAttention(CausalAttention):
         padding = hax.zeros((*value.axes[:-1], HeadDim.resize(HeadDim.size - latent.value_dim)), value.dtype)
         value = hax.concatenate(HeadDim.name, [value, padding])
         return query, named_heads(key, "key", x), named_heads(value, "value", x)
-
-    def _heads_of(self, both: NamedArray) -> Axis:
-        return both.resolve_axis(self.config.KVHeads.name)
 
     def _rotated(self, x: NamedArray, rotary: RotaryTable) -> NamedArray:
         name, latent = self.config.HeadDim.name, self.spec.latent

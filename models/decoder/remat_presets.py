@@ -55,24 +55,16 @@ def decoder_remat_presets(names: Sequence[str]) -> RematPresets:
 
 
 def check_remat_names(valid: Sequence[str], policy: ScanCheckpointPolicy | None, key: str = "remat") -> None:
-    """Refuses a policy that saves or offloads names that the model's layers lack, which would do nothing.
-
-    Raises:
-        ConfigError: lists the names.
-    """
+    """Raises ConfigError for a policy that saves or offloads names that no layer of the model has."""
     if policy is None:
         return
     if isinstance(policy.first_policy, ScanCheckpointPolicy):
         check_remat_names(valid, policy.first_policy, f"{key}.first_policy")
-    internals = policy.save_block_internals
-    saved = {
-        "save_block_internals": internals if isinstance(internals, tuple) else (),
-        "offload_block_internals": policy.offload_block_internals,
-    }
-    for field, names in saved.items():
-        for name in names:
-            if name not in valid:
-                raise ConfigError(
-                    f"{key}.{field} has {name!r}, which names nothing in a layer of this model. "
-                    f"Valid: {', '.join(valid) or 'none (with model.tiles nothing has a name)'}."
-                )
+    for field in ("save_block_internals", "offload_block_internals"):
+        names = getattr(policy, field)
+        unknown = [name for name in names if name not in valid] if isinstance(names, tuple) else []
+        if unknown:
+            raise ConfigError(
+                f"{key}.{field} has {unknown[0]!r}, which names nothing in a layer of this model. "
+                f"Valid: {', '.join(valid) or 'none (with model.tiles nothing has a name)'}."
+            )

@@ -47,7 +47,6 @@ def continued_tokens(
 
     Args:
         prompts: at least one token each; they may differ in length.
-        max_new_tokens: at most; the caller may stop earlier.
         key: of the random numbers. Row r draws from `jax.random.fold_in(key, r)`.
         first_row: the number of the first row.
 

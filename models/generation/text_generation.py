@@ -15,9 +15,6 @@ from stacked_remat.training import Tokenizer
 Message: TypeAlias = Mapping[str, Any]
 """A turn of a chat, with `role` and `content`."""
 
-Stop: TypeAlias = tuple[int, ...]
-"""A sequence of tokens that ends a text."""
-
 
 class Piece(NamedTuple):
     """The next part of a prompt's continuation, and whether it is the last."""
@@ -30,16 +27,12 @@ class Piece(NamedTuple):
 def chat_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] = MappingProxyType({})
 ) -> Tokens:
-    """The tokens of a chat, up to where the assistant's next message begins.
-
-    Raises:
-        DataError, ChatTemplateError: the tokenizer has no template, or it refuses the messages.
-    """
+    """The tokens of a chat, up to where the assistant's next message begins."""
     render = tokenizer.chat_template.render
     return tokenizer.encode_chat_beginning(render(messages, add_generation_prompt=True, variables=variables))
 
 
-def end_of_turn(tokenizer: Tokenizer) -> Stop:
+def end_of_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens with which the chat template ends an assistant's message; may be empty.
 
     They may differ from the tokenizer's end token, which for base models ends whole texts.
@@ -58,7 +51,7 @@ def generate_text(
     max_new_tokens: int,
     sampling: Sampling,
     key: PRNGKeyArray,
-    stops: Sequence[Stop],
+    stops: Sequence[Sequence[int]],
     stop_texts: Sequence[str] = (),
     rows: int | None = None,
 ) -> Iterator[Piece]:
@@ -122,13 +115,13 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
-        stops: Iterable[tuple[int, ...]],
+        stops: Iterable[Sequence[int]],
         stop_texts: Iterable[str] = (),
     ):
         """Starts after the tokens of `prompt`; each of `stops` is a sequence of tokens."""
         self.ended = False
         self._tokenizer = tokenizer
-        self._stops = [stop for stop in stops if stop]
+        self._stops = [[*stop] for stop in stops if stop]
         self._stop_texts = [stop for stop in stop_texts if stop]
         self._held = ""  # may begin one of them
         self._tokens = [int(token) for token in prompt[-_CONTEXT:]]
@@ -139,11 +132,13 @@ class TextStream:
         """The text that can be shown after one more token."""
         assert not self.ended
         self._tokens.append(token)
-        if stop := next((stop for stop in self._stops if self._matches(stop)), None):
+        own = self._tokens[self._new :]
+        if stop := next((stop for stop in self._stops if own[-len(stop) :] == stop), None):
             del self._tokens[-len(stop) :]
             self.ended = True
             return self.rest()
-        return self._until_stop(self._release(len(self._tokens) - self._undecided(), whole=False))
+        until = len(self._tokens) - _begun(own, self._stops)
+        return self._until_stop(self._release(until, whole=False))
 
     def rest(self) -> str:
         """The text that is held back, after the last token."""
@@ -158,25 +153,9 @@ class TextStream:
         if found:
             self.ended, self._held = True, ""
             return text[: min(found)]
-        begun = (
-            length
-            for stop in self._stop_texts
-            for length in range(1, len(stop))
-            if text.endswith(stop[:length])
-        )
-        until = len(text) - max(begun, default=0)
+        until = len(text) - _begun(text, self._stop_texts)
         self._held = text[until:]
         return text[:until]
-
-    def _matches(self, stop: tuple[int, ...]) -> bool:
-        return len(stop) <= len(self._tokens) - self._new and tuple(self._tokens[-len(stop) :]) == stop
-
-    def _undecided(self) -> int:
-        """How many of the newest tokens may begin a stop."""
-        begun = (
-            length for stop in self._stops for length in range(1, len(stop)) if self._matches(stop[:length])
-        )
-        return max(begun, default=0)
 
     def _release(self, until: int, *, whole: bool) -> str:
         """The text not shown yet up to a token; empty if its last character is incomplete."""
@@ -189,3 +168,9 @@ class TextStream:
 
     def _decode(self, first: int, until: int) -> str:
         return self._tokenizer.decode(np.array(self._tokens[first:until], dtype=np.int64))
+
+
+def _begun(said: Any, stops: Sequence[Any]) -> int:
+    """How many of the last tokens or characters may begin a stop."""
+    lengths = (length for stop in stops for length in range(1, len(stop)) if said[-length:] == stop[:length])
+    return max(lengths, default=0)

@@ -18,7 +18,6 @@ from stacked_remat.lora import (
     PeftNames,
     PeftParameter,
     load_peft,
-    lora_linears,
     peft_tensor_names,
     save_peft,
 )
@@ -30,11 +29,7 @@ def save_adapters(folder: Path, model: Decoder, *, base_model: str | None = None
 
 
 def load_adapters(model: Decoder, folder: Path) -> Decoder:
-    """The model with the adapters in `folder`, in either layout of experts.
-
-    Raises:
-        ValueError: as `load_peft`.
-    """
+    """The model with the adapters in `folder`, in either layout of experts."""
     tensors = peft_tensor_names(folder)
     is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in tensors)
     return load_peft(model, folder, peft_names(model.config, "separate" if is_separate else "fused"))
@@ -46,9 +41,6 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
     Args:
         experts: `fused`, as transformers 5 has them: the adapters of gate and up become one of twice the rank
             in `gate_up_proj`, with the product unchanged. `separate`, as files of transformers 4 have them.
-
-    Returns:
-        A function that raises `ValueError` for a path that is not of a linear map of this decoder.
     """
     known = format_of(config)
     if experts == "fused" and not known.fused:
@@ -57,11 +49,8 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
         known = dataclasses.replace(known, tensors={**known.tensors, **own})
     shapes = eqx.filter_eval_shape(Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0))
     maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
-    maps = {path: maps[path] for path in lora_linears(shapes)}
 
     def name(path: str, index: tuple[int, ...]) -> str | PeftParameter:
-        if path not in maps:
-            raise ValueError(f"{path} is not a linear map of this decoder.")
         one, rows = maps[path], None
         if one.outputs is not None:
             rows = one.outputs.indices(one.matrix_shape[-1 if one.transposed else 0])

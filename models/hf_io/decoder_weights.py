@@ -55,9 +55,7 @@ def read_decoder(
         sharding: where an array of the decoder, given as its shape, is to be; None for the default device.
 
     Raises:
-        FileNotFoundError: weights are missing.
         WeightsError: tensors are missing, unknown or misshapen, and nothing has been read.
-        ConfigError: the policy has names that no layer has.
 
     Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """
@@ -86,16 +84,10 @@ def write_decoder(
     """Writes a decoder as a checkpoint that Hugging Face's `from_pretrained` loads, in the decoder's dtype.
 
     Args:
-        root: a folder that does not exist or is empty; it takes its name when all is written.
         decoder: without adapters: merge these first.
         fields: further ones of `config.json`, such as `eos_token_id`.
         texts: contents of further files, such as the tokenizer's, by their names.
-        max_file_bytes: where a file ends and the next begins.
-
-    Raises:
-        FileExistsError: there is something in the folder.
-
-    Cost: the host memory of one file.
+        max_file_bytes: as `write_safetensors` takes it.
     """
     assert not any(isinstance(one, LoraLinear) for one in lora_linears(decoder).values()), "merge adapters"
     maps = tensor_maps(decoder)

@@ -15,7 +15,7 @@ from stacked_remat.training.config_file import decode_config
 from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
-TensorTable: TypeAlias = dict[str, str | ExpertsTensor]
+TensorTable: TypeAlias = Mapping[str, str | ExpertsTensor]
 
 DECODER_TENSORS: TensorTable = {
     "embedding": "model.embed_tokens",
@@ -37,10 +37,10 @@ class HfFormat:
         model_type: its name in `config.json`, and in configs.
         fields: the entries of its `config.json`, in the order in which they are read: some need what those
             before them have found.
-        tensors: names of the parts of a decoder in the names of tensors, where they differ from the
-            attribute's name. And by what the tensor of an expert would be called (`down_proj.weight`) the
-            tensor that holds those of all experts. Linear maps with one name share its tensors, which have
-            their outputs in the order of the attributes.
+        tensors: names of the parts of a decoder in the names of tensors, where they differ from those of
+            `DECODER_TENSORS`, or where that has none, from the attribute's name. And by what the tensor of an
+            expert would be called (`down_proj.weight`) the tensor that holds those of all. Linear maps with
+            one name share its tensors, which have their outputs in the order of the attributes.
         loaded: parts of names that transformers has otherwise in memory, as adapters have them.
         quant_methods: the `quant_method`s of `quantization_config` whose tensors are read.
         further_layers: whether files may have layers after the last, which predict further tokens, and are
@@ -48,17 +48,16 @@ class HfFormat:
     """
 
     model_type: str
-    class_name: str
     config_class: type[DecoderConfig]
     fields: FieldTable
-    tensors: TensorTable = field(default_factory=lambda: DECODER_TENSORS)
+    tensors: TensorTable = field(default_factory=dict)
     loaded: Mapping[str, str] = field(default_factory=dict)
     quant_methods: tuple[str, ...] = ()
     further_layers: bool = False
 
     def name_of(self, part: str) -> str:
         """What an attribute is called in the names of tensors."""
-        name = self.tensors.get(part, part)
+        name = self.tensors.get(part, DECODER_TENSORS.get(part, part))
         assert isinstance(name, str)
         return name
 
@@ -86,12 +85,7 @@ def format_of(config: DecoderConfig) -> HfFormat:
 
 
 def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
-    """The architecture of a folder in Hugging Face's format, and the number of rows of its embedding.
-
-    Raises:
-        FileNotFoundError: there is no `config.json`.
-        WeightsError: it is not valid JSON, of an unknown architecture, or asks for something unsupported.
-    """
+    """The architecture of a folder in Hugging Face's format, and the number of rows of its embedding."""
     path = root / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"There is no config.json in {root}; it describes the weights beside it.")
@@ -135,7 +129,7 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
     known = format_of(config)
     document = {
         "model_type": known.model_type,
-        "architectures": [known.class_name],
+        "architectures": [f"{known.config_class.__name__.removesuffix('Config')}ForCausalLM"],
         "vocab_size": vocab_size,
         "torch_dtype": dtype,
     }

@@ -18,10 +18,6 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
         name: a path, or `owner/model` on the Hub, with `@revision` for one that is not its newest.
         weights: whether its weights are needed; if not, only the Hub's JSON files are fetched. Other formats
             of the weights, and folders in the folder, are not.
-
-    Raises:
-        FileNotFoundError: there is no such folder, and the name can't be one on the Hub.
-        WeightsError: the Hub does not have it, or denies access; or its index can't be read.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

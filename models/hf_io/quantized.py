@@ -6,8 +6,6 @@ share a power of two. A tensor `NAME`, `[..., narrow, wide]`, is transposed in a
 `[..., wide, narrow / 32]`. In FP8, `NAME_scale_inv` has a float32 factor for each block of 128 x 128.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
@@ -31,25 +29,21 @@ def from_mxfp4(
     return np.swapaxes(values.reshape(*scales.shape[:-1], -1), -1, -2)
 
 
-def mxfp4_shapes(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that are in MXFP4 among those of a file, by `NAME`."""
-    found = {}
-    for blocks, shape in shapes.items():
-        name = blocks.removesuffix(BLOCKS)
-        pair = (blocks, name + SCALES)
-        if name == blocks or shapes.get(pair[1]) != shape[:-1] or len(shape) < 3 or shape[-1] != _BYTES:
-            continue
-        if all(dtypes[one] == "U8" for one in pair):
-            *leading, wide, count, size = shape
-            found[name] = (*leading, count * size * 2, wide)
-    return found
-
-
-def fp8_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the factors of a tensor in FP8."""
-    return tuple(-(-size // FP8_BLOCK) for size in shape)
+def join_pairs(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
+    """Replaces the two tensors of each that is quantized, among those of a folder, by one in bfloat16."""
+    for one, shape in [*shapes.items()]:
+        name = one.removesuffix(BLOCKS)
+        if dtypes.get(one) == FP8 and shapes.get(one + FP8_SCALES) == tuple(
+            -(-n // FP8_BLOCK) for n in shape
+        ):
+            dtypes[one] = "BF16"
+            del shapes[one + FP8_SCALES], dtypes[one + FP8_SCALES]
+        elif name != one and shapes.get(name + SCALES) == shape[:-1] and shape[-1] == _BYTES:
+            if len(shape) > 2 and dtypes[one] == dtypes[name + SCALES] == "U8":
+                *leading, wide, count, size = shape
+                shapes[name], dtypes[name] = (*leading, count * size * 2, wide), "BF16"
+                for part in (one, name + SCALES):
+                    del shapes[part], dtypes[part]
 
 
 def from_fp8(

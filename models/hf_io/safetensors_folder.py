@@ -78,14 +78,7 @@ class SafetensorsFolder:
         }
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        for name, shape in quantized.mxfp4_shapes(shapes, dtypes).items():
-            for part in (name + BLOCKS, name + SCALES):
-                del shapes[part], dtypes[part]
-            shapes[name], dtypes[name] = shape, "BF16"
-        for name in [name for name, dtype in dtypes.items() if dtype == FP8]:
-            if shapes.get(name + FP8_SCALES) == quantized.fp8_scales_shape(shapes[name]):
-                del shapes[name + FP8_SCALES], dtypes[name + FP8_SCALES]
-                dtypes[name] = "BF16"
+        quantized.join_pairs(shapes, dtypes)
         return SafetensorsFolder(root, stored, shapes, dtypes)
 
     def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
@@ -154,10 +147,6 @@ def write_safetensors(
     Args:
         documents: contents by file name, to be written as JSON.
         max_file_bytes: of a file; a larger tensor has a file of its own.
-
-    Raises:
-        FileExistsError: there is something in the folder.
-        OSError: it can't be written.
 
     Cost: the host memory of one file.
     """

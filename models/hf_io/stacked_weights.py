@@ -121,10 +121,12 @@ def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding)
     """
     shape = (*one.stacked, *one.layer_shape)
     dtype = jnp.dtype(dtype)
-    shards = [
-        _Shard.empty(SingleDeviceSharding(device, memory_kind=sharding.memory_kind), index, shape, dtype)
-        for device, index in sharding.addressable_devices_indices_map(shape).items()
-    ]
+    shards: list[_Shard] = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        ranges = tuple(range(size)[part] for part, size in zip(index or (), shape, strict=True))
+        place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        # From NumPy, whose zeros take no memory before they are written: on a device they might not fit.
+        shards.append(_Shard(jax.device_put(np.zeros([*map(len, ranges)], dtype), place), ranges))
     with jax.set_mesh(None):  # each shard is an array of one device, also where the caller uses a mesh
         for position, name, inside in one.numbered():
             holders = [shard for shard in shards if shard.holds(position)]
@@ -170,27 +172,16 @@ class _Shard:
     """One device's part of an array that is being filled."""
 
     array: Any
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-
-    @staticmethod
-    def empty(at: Sharding, index: Any, shape: tuple[int, ...], dtype: Any) -> "_Shard":
-        start, stop, _ = zip(
-            *(part.indices(size) for part, size in zip(index, shape, strict=True)), strict=True
-        )
-        own = tuple(b - a for a, b in zip(start, stop, strict=True))
-        # From NumPy, whose zeros take no memory before they are written: on a device they might not fit.
-        return _Shard(jax.device_put(np.zeros(own, dtype), at), start, stop)
+    ranges: tuple[range, ...]
 
     def holds(self, position: tuple[int, ...]) -> bool:
-        return all(a <= at < b for a, at, b in zip(self.start, position, self.stop, strict=False))
+        return all(at in own for at, own in zip(position, self.ranges, strict=False))
 
     def put(self, position: tuple[int, ...], tensor: Tensor) -> None:
-        stacked = len(position)
-        part = tensor[tuple(map(slice, self.start[stacked:], self.stop[stacked:]))]
-        at = np.asarray(position, np.int32) - np.asarray(self.start[:stacked], np.int32)
+        part = tensor[tuple(slice(own.start, own.stop) for own in self.ranges[len(position) :])]
+        at = [at - own.start for at, own in zip(position, self.ranges, strict=False)]
         device = self.array.sharding.with_memory_kind("device")
-        self.array = _put(self.array, part, jax.device_put(at, device))
+        self.array = _put(self.array, part, jax.device_put(np.array(at, np.int32), device))
 
 
 @jax.jit(donate_argnums=0)

@@ -224,12 +224,9 @@ def arranged(array: NamedArray | Array, *axes: Axis) -> NamedArray:
 
 def named_adapter(node: LoraLinear) -> tuple[NamedArray, NamedArray]:
     """A `[Stack, In, lora_rank]` and B `[Stack, lora_rank, Out]`."""
-    (Stack, In, Out), Rank = axes_of(node.wrapped), Axis(RANK_AXIS, _rank(node))
+    rank = node.a.axis_size(RANK_AXIS) if isinstance(node.a, NamedArray) else node.a.shape[-1]
+    (Stack, In, Out), Rank = axes_of(node.wrapped), Axis(RANK_AXIS, rank)
     return arranged(node.a, *Stack, *In, Rank), arranged(node.b, *Stack, Rank, *Out)
-
-
-def _rank(node: LoraLinear) -> int:
-    return node.a.axis_size(RANK_AXIS) if isinstance(node.a, NamedArray) else node.a.shape[-1]
 
 
 def lora_linear(linear: Any, a: NamedArray, b: NamedArray, scale: float) -> LoraLinear:

@@ -27,14 +27,8 @@ def map_modules(tree: T, kinds: tuple[type, ...], function: Callable[[str, Any],
 
 def find_modules(tree: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     """Every outermost module of one of `kinds` by its path, in the order of the tree."""
-    found: dict[str, Any] = {}
-
-    def note(path: str, node: Any) -> Any:
-        found[path] = node
-        return node
-
-    map_modules(tree, kinds, note)
-    return found
+    nodes = jtu.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return {dotted(tree, path): node for path, node in nodes if isinstance(node, kinds)}
 
 
 def dotted(node: Any, path: tuple[Any, ...]) -> str:

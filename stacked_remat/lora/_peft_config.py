@@ -52,14 +52,7 @@ class PeftSettings:
 
     @staticmethod
     def read(folder: Path) -> "PeftSettings":
-        """Read the file in `folder`.
-
-        Warns of an unknown field that is not off.
-
-        Raises:
-            OSError: it is missing or can't be read.
-            ValueError: it is not JSON, or describes anything but plain LoRA.
-        """
+        """Read the file in `folder`; an unknown field that is not off gives a warning."""
         path = adapter_file(folder, CONFIG_FILE)
         entries = read_json_fields(path)
         refused = [
@@ -156,17 +149,16 @@ def describe(
 
 def shortest_suffixes(names: Iterable[str], others: Sequence[str], at_least: int = 1) -> list[str]:
     """The shortest suffix of components of every name that is no suffix of `others`; sorted, unique."""
-    taken = {suffix for other in others for suffix in _suffixes(other)}
-    chosen = set()
-    for name in names:
-        suffixes = _suffixes(name)[at_least - 1 :]
-        chosen.add(next((suffix for suffix in suffixes if suffix not in taken), name))
-    return sorted(chosen)
 
+    def suffixes(name: str) -> list[str]:
+        components = name.split(".")
+        return [".".join(components[-length:]) for length in range(1, len(components) + 1)]
 
-def _suffixes(name: str) -> list[str]:
-    components = name.split(".")
-    return [".".join(components[-length:]) for length in range(1, len(components) + 1)]
+    taken = {suffix for other in others for suffix in suffixes(other)}
+    first = (
+        next((one for one in suffixes(name)[at_least - 1 :] if one not in taken), name) for name in names
+    )
+    return sorted({*first})
 
 
 def _ends_with(name: str, targets: Iterable[str]) -> bool:

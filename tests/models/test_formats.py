@@ -35,7 +35,7 @@ def other(monkeypatch):
     names = {"embedding": "net.tokens", "layers": "net.h", "norm": "net.ln", "head": "out", "mlp": "ffn"}
     monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
     monkeypatch.setattr(DecoderConfig, "_choice_registry", dict(DecoderConfig._choice_registry))
-    formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, DECODER_FIELDS, {**names}))
+    formats.register_format(HfFormat("other", OtherConfig, DECODER_FIELDS, {**names}))
     attention = AttentionConfig(head_dim=4)
     return OtherConfig(
         hidden_dim=8, num_layers=2, num_heads=2, num_kv_heads=1, mlp_dim=6, attention=attention
@@ -69,7 +69,7 @@ def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
     """Also where the layers are of two kinds, which are two stacks."""
     names = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "wi", "up_proj": "wi"}
     fields = DECODER_FIELDS | {"windows": windows(None, full_every(2))}
-    formats.register_format(HfFormat("other", "OtherForCausalLM", OtherConfig, fields, names))
+    formats.register_format(HfFormat("other", OtherConfig, fields, names))
     attention = AttentionConfig(head_dim=4, window=3, layer_types=(FULL, SLIDING), bias=True)
     config = dataclasses.replace(other, num_heads=4, num_kv_heads=2, attention=attention)
     decoder = decoder_of(config)
@@ -77,8 +77,10 @@ def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
     sliding = decoder.layers.stacks["sliding_dense"].stacked
     parts = [getattr(sliding.attention, name) for name in ("q_proj", "k_proj", "v_proj")]
     with safe_open(tmp_path / "model" / SINGLE, framework="np") as tensors:
-        stored, bias = (tensors.get_tensor(f"layers.1.attention.qkv.{kind}") for kind in ("weight", "bias"))
-        assert tensors.get_slice("layers.0.mlp.wi.weight").get_shape() == [12, 8]
+        stored, bias = (
+            tensors.get_tensor(f"model.layers.1.self_attn.qkv.{kind}") for kind in ("weight", "bias")
+        )
+        assert tensors.get_slice("model.layers.0.mlp.wi.weight").get_shape() == [12, 8]
         assert not any("q_proj" in name or "up_proj" in name for name in tensors.keys())
     np.testing.assert_array_equal(stored, np.vstack([part.weight.array.reshape(-1, 8) for part in parts]))
     np.testing.assert_array_equal(bias, np.concatenate([part.bias.array.reshape(-1) for part in parts]))

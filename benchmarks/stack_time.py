@@ -40,7 +40,7 @@ def main(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
     expected = by_role(compiled(REFERENCE, sizes)())
     ready: dict[str, Callable[[], Any]] = {}
     wrong = []
-    for name in _with_gradients(only):
+    for name in (name for name in variants() if "frozen" not in name and re.search(only, name)):
         try:
             one = compiled(name, sizes)
             check_close(name, by_role(one()), expected, _TOLERANCE[sizes.dtype])
@@ -59,10 +59,6 @@ def main(sizes: Sizes = DEEP, rounds: int = 9, only: str = "") -> Rows:
         }
     if wrong:
         raise SystemExit(f"wrong gradients, not timed: {', '.join(wrong)}")
-
-
-def _with_gradients(only: str) -> list[str]:
-    return [name for name in variants() if "frozen" not in name and re.search(only, name)]
 
 
 def compiled(name: str, sizes: Sizes) -> Callable[[], Any]:

@@ -39,7 +39,10 @@ LOOPS = ("equinox, checkpointed", "equinox, 20 checkpoints", "nested", "max_carr
 
 def charts() -> Iterator[tuple[Path, Figure]]:
     """Every chart, by its path."""
-    found, loops = map(_result, ("stack_memory_h200", "long_loops_cpu"))
+    found, loops = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("stack_memory_h200", "long_loops_cpu")
+    )
     for theme, colors in THEMES.items():
         yield PICTURES / f"memory_chart_{theme}.svg", memory_chart(found, colors)
         yield PICTURES / f"loops_chart_{theme}.svg", loops_chart(loops, colors)
@@ -124,10 +127,6 @@ def _legend(figure: Figure, patches: Mapping[str, Patch], text: str, title: str 
         alignment="left",
     )
     legend.get_title().set_color(text)
-
-
-def _result(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def write(figure: Figure, path: Any) -> None:

@@ -1,7 +1,6 @@
 """Chooses a remat policy: the one with the fewest FLOPs among those that fit in memory."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,13 +54,9 @@ class Comparison(Tabular):
         base = self.baseline if self.baseline in flops else "least"
         one = flops.get(base) or min(flops.values(), default=0)
         size, unit = common_unit(max(each.total, each.host.total, each.flops.moved) for each in found)
-        hidden = [] if one else ["FLOPs"]
-        hidden += [] if any(each.sent for each in found) else ["sent"]
-        if not any(each.flops.moved or each.host.total for each in found):
-            hidden += ["host", "moved", "link"]
-        headings = [name for name in _COLUMNS if name not in hidden]
         rows = [(trial.name, _row(trial.report, size, one)) for trial in self.trials]
-        cells = [[name, *map(row.__getitem__, headings)] for name, row in rows]
+        headings = [name for name in _COLUMNS if any(name in row for _, row in rows)]
+        cells = [[name, *(row.get(heading, "") for heading in headings)] for name, row in rows]
         notes = [
             f"FLOPs / {base}: {readable_count(one)} FLOP in matrix products"
             if one
@@ -129,7 +124,7 @@ def compare(
     Cost: one compilation a candidate.
     """
     _check_policies(candidates)
-    search = Search(functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, None))
+    search = Search(lambda policy, _: trace_call(_made(fn_of_policy, policy), args, kwargs, target, donate))
     trials = tuple(map(search.trial, candidates))
     search.check()
     return Comparison(trials)
@@ -203,7 +198,11 @@ def plan(
     if not candidates:
         raise ValueError("plan needs at least one candidate policy; got none")
     _check_policies(candidates)
-    trace = functools.partial(_traced, fn_of_policy, args, kwargs, target, donate, streamed)
+
+    def trace(policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
+        given = arguments_on_host(streamed, args) if on_host and streamed else args
+        return trace_call(_made(fn_of_policy, policy), given, kwargs, target, donate)
+
     search = Search(trace, limits, cache, show)
     chosen = search.least(candidates, layers)
     if chosen is None and streamed is not None:
@@ -222,17 +221,8 @@ def _check_policies(candidates: Any) -> None:
         raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
 
 
-def _traced(
-    fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    target: str | Target,
-    donate: str | Sequence[str],
-    streamed: Callable[..., Sequence[PyTree]] | None,
-    policy: ScanCheckpointSpec,
-    on_host: bool,
-) -> TracedCall:
-    """The program under a policy, with weights on the host or not."""
+def _made(fn_of_policy: Callable[[ScanCheckpointSpec], Callable], policy: ScanCheckpointSpec) -> Callable:
+    """The function to compile under a policy."""
     takes = "The first argument takes a policy and returns the function to compile"
     write = "Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
     try:
@@ -242,8 +232,7 @@ def _traced(
         raise
     if not callable(fn):
         raise TypeError(f"{takes}; of the policy {policy!r} it returned {type(fn).__name__}. {write}")
-    given = arguments_on_host(streamed, args) if on_host and streamed else args
-    return trace_call(fn, given, kwargs, target, donate)
+    return fn
 
 
 _COLUMNS = {
@@ -261,15 +250,15 @@ _COLUMNS = {
 
 def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
     if found is None:
-        return dict.fromkeys(_COLUMNS, "") | {"total": "refused"}
-    sizes = found.total, found.temporaries, found.host.total, found.flops.moved, found.sent
-    compared = f"{found.flops.matmul / flops:.2f}" if flops else ""
-    least = found.least_time
-    link = (
-        "-" if least is None or not least.transfer else "hidden" if least.hidden else f"{least.transfer:.3g}"
-    )
-    others = link, compared + " ?" * (not found.flops.exact), f"{found.compile_seconds:.1f}"
-    return dict(zip(_COLUMNS, (*(f"{size / unit:.2f}" for size in sizes), *others), strict=True))
+        return {"total": "refused"}
+    sizes = {"total": found.total, "temp.": found.temporaries, "host": found.host.total}
+    sizes |= {"moved": found.flops.moved, "sent": found.sent}
+    row = {name: f"{size / unit:.2f}" for name, size in sizes.items() if size or name == "temp."}
+    if (least := found.least_time) and least.transfer:
+        row["link"] = "hidden" if least.hidden else f"{least.transfer:.3g}"
+    if flops:
+        row["FLOPs"] = f"{found.flops.matmul / flops:.2f}{'' if found.flops.exact else ' ?'}"
+    return row | {"compiled": f"{found.compile_seconds:.1f}"}
 
 
 def _nothing_fits(tried: Comparison, limits: Limits) -> str:

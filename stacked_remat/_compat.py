@@ -280,18 +280,13 @@ def make_zeros_in_memory() -> None:
 
 
 def round_kept_values() -> None:
-    """Let JAX leave what `jax.checkpoint` keeps of complex numbers as it is: its rounding refuses them."""
+    """Let JAX leave what a `jax.checkpoint` keeps as it is if some is complex: its rounding refuses that."""
     insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
 
     def of_real_numbers(jaxpr: Any, count: int) -> Any:
-        start = len(jaxpr.outvars) - count
-        kept = jaxpr.outvars[start:]
-        is_complex = [jnp.issubdtype(getattr(out.aval, "dtype", bool), jnp.complexfloating) for out in kept]
-        if not any(is_complex):
-            return insert_rounding(jaxpr, count)
-        last = sorted(range(count), key=lambda i: not is_complex[i])
-        reordered = jaxpr.replace(outvars=[*jaxpr.outvars[:start], *(kept[i] for i in last)])
-        return insert_rounding(reordered, is_complex.count(False)).replace(outvars=jaxpr.outvars)
+        kept = (getattr(out.aval, "dtype", bool) for out in jaxpr.outvars[len(jaxpr.outvars) - count :])
+        is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in kept)
+        return jaxpr if is_complex else insert_rounding(jaxpr, count)
 
     jax._src.ad_checkpoint._insert_reduce_precision = of_real_numbers
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -271,11 +271,8 @@ class _Layers:
             kind: jax.tree.structure(fused._layer_state(trained, self.number, kind)) for kind in self.states
         }
         # With a norm it is the second sweep, and these are known.
-        names: tuple[_Further, ...] = ("args", "kwargs") if norm is None else ()
-        masks = dict(zip(names, self.wanted[1:], strict=False))
-        further: dict[_Further, Any] = {
-            name: mask for name, mask in masks.items() if any(jax.tree.leaves(mask))
-        }
+        wanted = zip(("args", "kwargs"), self.wanted[1:], strict=True) if norm is None else ()
+        further: dict[Any, Any] = {name: mask for name, mask in wanted if any(jax.tree.leaves(mask))}
 
         def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
             kind = visit.kind or ""
@@ -303,9 +300,6 @@ class _Layers:
             return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
 
         return visit_layer
-
-
-_Further: TypeAlias = Literal["args", "kwargs"]
 
 
 def _of_kind(masks: PyTree, kind: str) -> PyTree:

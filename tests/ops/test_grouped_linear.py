@@ -151,8 +151,8 @@ def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, 
     assert run._cache_size() == 1
 
 
-def test_bfloat16_of_any_routing(backend):
-    run, args = of_backend(backend), example(jnp.bfloat16)
+def test_bfloat16_of_any_routing(plain):
+    run, args = of_backend(plain), example(jnp.bfloat16)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), args)
     for choices in routings().values():
         found, wanted = run(choices, *args), block(choices, *wide)

@@ -12,6 +12,7 @@ from stacked_remat.ops import causal_attention, chunked_cross_entropy, grouped_e
 
 from ..blocks import assert_close
 from ..random_arrays import normal
+from .test_per_device import mesh
 
 DEVICES = 4
 Pos, Heads, HeadDim, Experts, Embed, Vocab = hax.make_axes(
@@ -64,20 +65,16 @@ def arguments():
     return normal(0, 8, 8), normal(1, DEVICES, 64)
 
 
-def mesh_of(kind):
-    return jax.make_mesh((DEVICES,), ("data",), axis_types=(kind,), devices=jax.devices()[:DEVICES])
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("operation", [attended, routed, losses])
 def test_inside_shard_map_values_and_gradients_are_those_of_one_device(operation, tracked, kind):
     weights, x = arguments()
-    with jax.set_mesh(mesh := mesh_of(kind)):
+    with jax.set_mesh(own := mesh(kind, data=DEVICES)):
         divided = jax.shard_map(
             operation, in_specs=(PartitionSpec(), DATA), out_specs=DATA, check_vma=tracked
         )
-        found = loss(divided)(weights, jax.device_put(x, NamedSharding(mesh, DATA)))
+        found = loss(divided)(weights, jax.device_put(x, NamedSharding(own, DATA)))
     assert_close(found, on_one_device(operation), atol=1e-5)
 
 
@@ -85,8 +82,8 @@ def test_inside_shard_map_values_and_gradients_are_those_of_one_device(operation
 @pytest.mark.parametrize("operation", [attended, losses])
 def test_axes_that_named_axes_are_mapped_to_divide_operations_without_gathering_tokens(operation, kind):
     weights, x = arguments()
-    with jax.set_mesh(mesh := mesh_of(kind)), hax.axis_mapping({"batch": "data"}):
-        args = jax.device_put((weights, x), (NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, DATA)))
+    with jax.set_mesh(own := mesh(kind, data=DEVICES)), hax.axis_mapping({"batch": "data"}):
+        args = jax.device_put((weights, x), (NamedSharding(own, PartitionSpec()), NamedSharding(own, DATA)))
         compiled = loss(operation).lower(*args).compile()
         assert_close(compiled(*args), on_one_device(operation), atol=1e-5)
     program = compiled.as_text() or ""
@@ -95,10 +92,7 @@ def test_axes_that_named_axes_are_mapped_to_divide_operations_without_gathering_
 
 def test_axes_that_are_mapped_while_types_are_tracked_are_refused():
     weights, x = arguments()
-    mesh = jax.make_mesh(
-        (2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    with jax.set_mesh(mesh), hax.axis_mapping({"position": "model"}):
+    with jax.set_mesh(mesh(data=2, model=2)), hax.axis_mapping({"position": "model"}):
         divided = jax.shard_map(
             attended, in_specs=(PartitionSpec(), DATA), out_specs=DATA, axis_names={"data"}
         )
@@ -112,7 +106,7 @@ def test_experts_that_do_not_divide_are_refused():
         choices, weights = jnp.zeros((len(x), 1), jnp.int32), hax.ones((Experts, Embed))
         return grouped_experts(expert, weights, Experts, x, choices, x[:, :1], over=("data",))
 
-    with jax.set_mesh(mesh_of(AxisType.Auto)):
+    with jax.set_mesh(mesh(data=DEVICES)):
         with pytest.raises(ValueError, match="experts.* can't be divided evenly over .'data',., 4 devices"):
             jax.eval_shape(
                 jax.shard_map(run, in_specs=DATA, out_specs=DATA, check_vma=False), jnp.ones((8, 4))
@@ -123,6 +117,6 @@ def test_experts_that_do_not_divide_are_refused():
 def test_explicit_axes_that_nothing_is_mapped_to_are_refused(operation, width):
     weights, x = arguments()
     x = x[:, :width]
-    with jax.set_mesh(mesh := mesh_of(AxisType.Explicit)):
+    with jax.set_mesh(own := mesh(AxisType.Explicit, data=DEVICES)):
         with pytest.raises(ValueError, match="divided over 'data'.*AxisType.Explicit.*axis_mapping"):
-            operation(weights, jax.device_put(x, NamedSharding(mesh, DATA)))
+            operation(weights, jax.device_put(x, NamedSharding(own, DATA)))

@@ -19,9 +19,9 @@ Row, Col = Axis("row", 8), Axis("col", 3)
 X = hax.named(jnp.arange(24.0).reshape(8, 3), (Row, Col))
 
 
-def mesh(**axes):
+def mesh(kind=AxisType.Auto, **axes):
     devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
-    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 def sizes(x):

@@ -34,8 +34,7 @@ class StackedPattern(StackedKinds[M]):
     ```
 
     `fold` and `scan` equal `for block in blocks: carry = block(carry, ...)`, under every policy. Program size
-    and compile time grow with the number of kinds and not with that of layers, except under policies that
-    drop carries, which unroll the layers.
+    and compile time grow with the number of kinds and not with that of layers.
 
     All kinds take the same carry and the same arguments (`per_kind` gives each its own). Outputs may differ:
     `scan` returns a dict with those of each kind, stacked over the layers of this kind.

@@ -142,11 +142,8 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     arguments, static = eqx.partition(tree, is_array)
     rules, (values, tree) = tuple(rule for _, _, rule in entries), jax.tree.flatten(static)
     key = (caller.fn, "tiled", caller[1:], rules, tree, *values)
-    found, keep = kept(key, arguments)
-    if found is None:
-        plan = _plan(caller, rebuilt, cut, given, pick(dims, is_given))
-        found = keep(plan, plan[2])
-    whole, tiling, constants = found
+    plan = functools.partial(_plan, caller, rebuilt, cut, given, pick(dims, is_given))
+    whole, tiling, constants = kept(key, arguments, plan)
     _check_closure(caller, given, constants)
     types, rest = eqx.partition(whole, _is_type)
     arrays = run_tiles((tiling, constants), given)

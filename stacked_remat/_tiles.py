@@ -136,12 +136,12 @@ class Tiling:
 
     def primal(self, nonzero: Mask) -> "Derived":
         """The outputs where some inputs are differentiated, by what custom rules compute them with."""
-        found, keep = kept((self, nonzero), ())
-        if found is not None:
-            return found
-        traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
-        derived = Tiling.of(self.cut, traced, self.inputs, self.outputs)
-        return derived if derived[1] else keep(derived, [])  # arrays that rules close over are of this trace
+
+        def derived() -> Derived:
+            traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
+            return Tiling.of(self.cut, traced, self.inputs, self.outputs)
+
+        return kept((self, nonzero), (), derived)
 
     @staticmethod
     def of(

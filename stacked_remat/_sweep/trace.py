@@ -68,16 +68,20 @@ def trace_layers(
     while True:
         traced, before = [], init
         for layer in layers:
-            found, keep = kept(layer.key, (layer.shared, layer.stacks, init))
-            while found is None:
+
+            def trace(layer: UntracedLayer = layer) -> TracedLayer:
+                nonlocal init
                 x = _entry_types(layer)
-                closed, (carry, y) = jax.make_jaxpr(layer.body, return_shape=True)(layer.shared, init, x)
-                settled = _settled(layer, x, init, closed.out_avals, carry)
-                if settled is init:
-                    jaxpr, own = without_constants(closed)
-                    trees = jax.tree.structure(carry), jax.tree.structure(y)
-                    found = keep(TracedLayer(jaxpr, [], own, len(own), *trees), own)
-                init = settled
+                while True:
+                    closed, (carry, y) = jax.make_jaxpr(layer.body, return_shape=True)(layer.shared, init, x)
+                    settled = _settled(layer, x, init, closed.out_avals, carry)
+                    if settled is init:
+                        jaxpr, own = without_constants(closed)
+                        trees = jax.tree.structure(carry), jax.tree.structure(y)
+                        return TracedLayer(jaxpr, [], own, len(own), *trees)
+                    init = settled
+
+            found = kept(layer.key, (layer.shared, layer.stacks, init), trace)
             check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
             leaves = zip(jax.tree.leaves(init), found.carry_types, strict=True)
             init = jax.tree.unflatten(found.carry_tree, [_as_type(leaf, like) for leaf, like in leaves])
@@ -121,11 +125,11 @@ _traced: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 _MOST_TRACES = 32  # of one function
 
 
-def kept(key: Any, inputs: PyTree) -> tuple[Any, Callable[[T, Arrays], T]]:
-    """What was kept for a key that begins with a function, and what keeps it outside of `jax.jit`."""
+def kept(key: Any, inputs: PyTree, trace: Callable[[], T]) -> T:
+    """What `trace` returns; outside of `jax.jit` what it did for this key, which begins with a function."""
     leaves, tree = jax.tree.flatten(inputs)
     if key is None or not all(map(is_concrete, leaves)):
-        return None, _not_kept
+        return trace()
     owner, *rest = key
     # Values that are equal may differ: 1, 1.0 and True.
     whole = (*rest, repr(rest), tree, *map(jax.typeof, leaves), trace_context())
@@ -133,19 +137,13 @@ def kept(key: Any, inputs: PyTree) -> tuple[Any, Callable[[T, Arrays], T]]:
         known = _traced.setdefault(owner, {})
         found = known.get(whole)
     except TypeError:  # something has no hash, or no weak references
-        return None, _not_kept
-
-    def keep(found: T, constants: Arrays) -> T:
-        if not any(isinstance(leaf, Tracer) for leaf in constants):
+        return trace()
+    if found is None:
+        found = trace()
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
             if len(known) == _MOST_TRACES:
                 del known[next(iter(known))]
             known[whole] = found
-        return found
-
-    return found, keep
-
-
-def _not_kept(found: T, constants: Arrays) -> T:
     return found
 
 

@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Kind:
     """Layers of one kind, `jaxpr` being `(shared, carry, x) -> (carry, y)`.
 
-    Of all that layers share, all stacks and all outputs, `shared`, `xs` and `ys` are theirs. `by_rules` is
-    for values alone, with the forward rules of `jax.custom_vjp`s, whose `constants` are its first inputs.
+    Of all that layers share, all stacks and all outputs, `shared`, `xs` and `ys` are theirs. `by_rules`
+    is for values alone: a layer with the forward rules of `jax.custom_vjp`s, which takes `constants` first.
     """
 
     number: int
@@ -29,7 +29,7 @@ class Kind:
     shared: tuple[int, ...]
     xs: slice = field(hash=False)  # a slice has no hash before Python 3.12
     ys: slice = field(hash=False)
-    by_rules: Jaxpr | None = None
+    by_rules: "Kind | None" = None
     constants: tuple[PyTree, ...] = field(default=(), compare=False)
 
     @property
@@ -55,14 +55,13 @@ class Kind:
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
-        constants = self.constants if self.by_rules is None else ()
-        outputs = eval_jaxpr(self.jaxpr, (), *constants, *self.pick_shared(shared), *carry, *x)
+        outputs = eval_jaxpr(self.jaxpr, (), *self.constants, *self.pick_shared(shared), *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
     @property
     def evaluated(self) -> "Kind":
         """The same, whose `layer` is for values and not for derivatives."""
-        return self if self.by_rules is None else replace(self, jaxpr=self.by_rules, by_rules=None)
+        return self.by_rules or self
 
 
 @dataclass(frozen=True)

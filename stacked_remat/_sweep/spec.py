@@ -72,14 +72,13 @@ class SweepSpec:
         """
         if self.pattern is None:
             return run(self.kinds[0], self.layer_index(number), state)
-        order = self.pattern.reversed() if self.reverse else self.pattern
-        rows = self.pattern.rows[:: -1 if self.reverse else 1]
+        kinds, rows = self._order.kinds, self.pattern.rows[:: -1 if self.reverse else 1]
         if isinstance(number, int):
-            return run(self.kinds[order.kinds[number]], int(rows[number]), state)
-        kind, row = entry_at(np.asarray(order.kinds, np.int32), number), entry_at(rows, number)
-        every = parts or [range(self.remat.first_layers, self.length)]
-        counts = np.sum([self._before[part.stop] - self._before[part.start] for part in every], 0).tolist()
-        for k in sorted({*order.kinds}):
+            return run(self.kinds[kinds[number]], int(rows[number]), state)
+        kind, row = entry_at(np.asarray(kinds, np.int32), number), entry_at(rows, number)
+        before, every = self._order.before, parts or [range(self.remat.first_layers, self.length)]
+        counts = np.sum([before[part.stop] - before[part.start] for part in every], 0).tolist()
+        for k in sorted({*kinds}):
             trips = (kind == k).astype(np.int32)
             # Without the counter, which is 0, XLA for TPUs reads the weights of all kinds ahead of the loops.
             with known_trips(counts[k], sum(counts)):
@@ -93,15 +92,15 @@ class SweepSpec:
         return self.length if self.pattern is None else int(self.pattern.before[-1, kind.number])
 
     @functools.cached_property
-    def _before(self) -> np.ndarray:
+    def _order(self) -> Pattern:
         assert self.pattern is not None
-        return (self.pattern.reversed() if self.reverse else self.pattern).before
+        return self.pattern.reversed() if self.reverse else self.pattern
 
     def entry(self, kind: Kind, number: Index, first: Index) -> Any:
         """How many layers of this kind have numbers from `first` to before `number`."""
         if self.pattern is None:
             return number - first
-        table = self._before[:, kind.number]
+        table = self._order.before[:, kind.number]
         return entry_at(table, number) - entry_at(table, first)
 
     def inputs(self, kind: Kind, xs: Arrays, row: Index, fetched: Arrays | tuple[()] = ()) -> Arrays:
@@ -234,6 +233,6 @@ def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
     def of(kind: Kind) -> Kind:
         mask = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
         jaxpr, constants = without_constants(primal_of(kind.jaxpr, mask))
-        return replace(kind, by_rules=jaxpr, constants=tuple(constants))
+        return replace(kind, by_rules=replace(kind, jaxpr=jaxpr, constants=tuple(constants)))
 
     return replace(spec, kinds=tuple(map(of, spec.kinds)))

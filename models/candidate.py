@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -18,6 +18,7 @@ from stacked_remat.training import ConfigError, Partitioning, TokenBatch, TrainS
 from stacked_remat.training.memory_check import check_fits, check_host_fits
 from stacked_remat.training.remat import remat_entry
 
+_Show: TypeAlias = Callable[[Trial], None]
 STREAMED = {"trainer.streaming": True}
 """The setting with which the layers' weights are on the host."""
 
@@ -116,13 +117,7 @@ class Candidate:
         with self.partitioning.activations():
             return report(self.train_step, *self.shapes, donate="state", target=self.target, cache=self.cache)
 
-    def plan(
-        self,
-        *,
-        budget: int | str,
-        host_budget: int | str | None = None,
-        show: Callable[[Trial], None] | None = None,
-    ) -> Plan:
+    def plan(self, *, budget: str, host_budget: str | None = None, show: _Show | None = None) -> Plan:
         """The policy with the fewest FLOPs under which the step fits, as `stacked_remat.memory.plan`.
 
         Where none fits, with the layers' weights on the host, if they can be there.
@@ -187,10 +182,9 @@ class Candidate:
         batch, state = self.shapes
         try:
             with self.partitioning.active():
-                if self.config.trainer.update.fused:  # has rules of its own for the loss
-                    eqx.filter_eval_shape(self.train_step, batch, state)
-                else:
-                    eqx.filter_eval_shape(self.config.loss, state.model, batch)
+                fused = self.config.trainer.update.fused  # which has rules of its own for the loss
+                loss = (self.config.loss, state.model, batch)
+                eqx.filter_eval_shape(*((self.train_step, batch, state) if fused else loss))
         except UnsupportedCallError as error:  # other errors are the model's, whose traceback is wanted
             raise ConfigError(f"The model of this config can't be applied here: {error}") from error
 

@@ -162,7 +162,7 @@ class ModelToEvaluate:
                     max_new_tokens=most,
                     sampling=sampling,
                     key=jax.random.key(0),
-                    stops=self._found.stops,
+                    stops=[(end,) for end in self._found.ends],
                     stop_texts=until,
                     rows=self.batch_size,
                 ):

@@ -54,7 +54,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
     sampling, found = _sampling(options), model_of_arguments(options)
     model: Decoder | None = None
-    stops = found.stops
+    stops = [(end,) for end in found.ends]
     if options.chat:
         with _template_errors(found):
             stops = [*stops, end_of_turn(found.tokenizer)]

@@ -27,10 +27,7 @@ def next_token_loss(
         batch: all `[Batch, Pos]`; a target of weight 0 does not count, and documents do not see each other.
         z_loss: as `chunked_cross_entropy` takes it; the cross entropy includes it.
 
-    Returns:
-        The scalar to minimise, and metrics with the cross entropy alone under `loss`.
-
-    Cost: that of the model, and of `stacked_remat.ops.chunked_cross_entropy`.
+    The metrics have the cross entropy alone under `loss`.
     """
     losses, auxiliary = _token_losses(model, batch, z_loss)
     cross_entropy = hax.sum(losses).scalar() / _total_weight(batch)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import datetime
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,7 +53,6 @@ class FoundModel:
     """A model, before its weights are read.
 
     Attributes:
-        ends: tokens that end a text, the tokenizer's own first.
         read: reads the model with its adapters, divided like this over devices, or on the first one.
         root: the folder of that model, or of this one; None if there is none, or it is gone.
         base: the name of the model that it began with or adapts; None if there is none.
@@ -65,7 +65,6 @@ class FoundModel:
     Vocab: Axis
     tokenizer: Tokenizer
     tokenizer_name: str
-    ends: tuple[int, ...]
     read: Callable[[Partitioning | None], Decoder] = field(repr=False)
     root: Path | None = None
     base: str | None = None
@@ -74,16 +73,18 @@ class FoundModel:
     weights: PyTree | None = None
 
     def __post_init__(self) -> None:
+        assert self.ends  # which refuses what the model lacks
         if self.tokenizer.vocab_size > self.Vocab.size:
             raise ConfigError(
                 f"The tokenizer has {self.tokenizer.vocab_size} tokens, and the model's embedding "
                 f"{self.Vocab.size} rows. Name the model's own with --tokenizer."
             )
 
-    @property
-    def stops(self) -> list[tuple[int, ...]]:
-        """`ends`, each as a sequence of tokens."""
-        return [(end,) for end in self.ends]
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text: the tokenizer's, then others that the folder of a chat model names."""
+        found = () if self.root is None else end_tokens(self.root, self.Vocab.size)
+        return (self.tokenizer.end, *sorted({*found} - {self.tokenizer.end}))
 
     def load(self, partitioning: Partitioning | None = None) -> Decoder:
         """The model with its adapters merged, its weights in the dtype in which it computes."""
@@ -176,7 +177,7 @@ def find_model(
         model = read_decoder(root, config, Vocab, remat=False, dtype=dtype, sharding=sharding)
         return model if adapters is None else load_adapters(model, adapters)
 
-    return FoundModel(config, Vocab, tokens, tokenizer, _ends(tokens, root, Vocab), read, root, base)
+    return FoundModel(config, Vocab, tokens, tokenizer, read, root, base)
 
 
 def _of_run(run_dir: Path, step: int | None, dtype: Dtype | None, tokenizer: str | None) -> FoundModel:
@@ -204,7 +205,6 @@ def _of_run(run_dir: Path, step: int | None, dtype: Dtype | None, tokenizer: str
         config.Vocab,
         tokens,
         tokenizer,
-        _ends(tokens, root, config.Vocab),
         read,
         root,
         config.initialize_from_hf,
@@ -254,12 +254,6 @@ def _like(
     like = initial_state(config, partitioning)
     check_unsaved(run_dir / _CHECKPOINTS, eqx.filter(like, saved_arrays(like), inverse=True), step=step)
     return like
-
-
-def _ends(tokenizer: Tokenizer, root: Path | None, Vocab: Axis) -> tuple[int, ...]:
-    """The tokens that end a text: the tokenizer's, and more of them that the folder of a chat model names."""
-    found = () if root is None else end_tokens(root, Vocab.size)
-    return (tokenizer.end, *sorted({*found} - {tokenizer.end}))
 
 
 def _mebibytes(num_bytes: int) -> str:

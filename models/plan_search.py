@@ -94,9 +94,6 @@ def find_size(candidate: Candidate, what: str, budget: Budget) -> tuple[int, Can
     The policy that takes the least memory at the config's own size is compiled at other sizes, first doubled
     or halved, then by bisection, to about a thirty-second; only sizes that the mesh allows are tried.
 
-    Raises:
-        BudgetError: the step fits with none of the sizes.
-
     Cost: up to seven compilations to find that policy, and one for each size that is tried.
     """
     config, parts_of, key = candidate.config, candidate.partitioning.parts_of, KEYS[what]

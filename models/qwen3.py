@@ -41,10 +41,6 @@ def _read_dense_layers(given: hf.ConfigFields, found: hf.Found) -> None:
     found["experts.dense_layers"] = [i for i in range(num_layers) if i in dense or (i + 1) % step]
 
 
-def _dense_layers(config: Qwen3MoeConfig) -> dict[str, Any]:
-    return {"decoder_sparse_step": 1, "mlp_only_layers": list(config.experts.dense_layers)}
-
-
 def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
     """Transformers has a window in all layers or in none, whatever `layer_types` says."""
     window = config.layer(0).window
@@ -67,7 +63,10 @@ MOE_FIELDS = {
     "moe_intermediate_size": hf.attribute("experts.intermediate_dim"),
     "norm_topk_prob": hf.attribute("experts.norm_topk_prob", False),
     "load_balance": hf.LOAD_BALANCE,
-    "dense_layers": hf.computed(_read_dense_layers, _dense_layers),
+    "dense_layers": hf.computed(
+        _read_dense_layers,
+        lambda config: {"decoder_sparse_step": 1, "mlp_only_layers": list(config.experts.dense_layers)},
+    ),
 }
 MOE_TENSORS = {"router": "gate"}
 

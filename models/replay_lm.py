@@ -9,7 +9,6 @@ the held-out loss through all these steps (`stacked_remat.ghost.replay`). Writes
 be higher without the sequence in that step, to first order.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -58,7 +57,12 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 
 def _replay(arguments: Sequence[str], console: Console) -> int:
-    options = _parser().parse_args(arguments)
+    parser = command_parser("replay_lm", __doc__)
+    add = parser.add_argument
+    add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
+    add("--from_step", type=int, help="of the checkpoint to begin with; the one before the latest by default")
+    add("--batches", type=int, default=1, help="of held-out text (default 1)")
+    options = parser.parse_args(arguments)
     check_one_process("models.replay_lm")
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
     config = _checked(read_run_config(options.run_dir, first))
@@ -93,15 +97,6 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
         f"  python -m stacked_remat.ghost top {log.folder}"
     )
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("replay_lm", __doc__)
-    add = parser.add_argument
-    add("--run_dir", type=local_path, required=True, help="a run folder of models.train_lm")
-    add("--from_step", type=int, help="of the checkpoint to begin with; the one before the latest by default")
-    add("--batches", type=int, default=1, help="of held-out text (default 1)")
-    return parser
 
 
 def _span(folder: Path, first: int | None) -> tuple[int, int]:

@@ -171,13 +171,8 @@ class LmRunConfig:
     def resolved(self, *, check_folder: bool = True) -> Self:
         """The config with the architecture and the rows of the embedding that the run has.
 
-        Args:
-            check_folder: whether to read the folder of `initialize_from_hf`, and the tokenizer, even where
-                they don't decide the architecture.
-
-        Raises:
-            ConfigError: `model` or `vocab_size` is not that of the folder (names every field that differs);
-                `vocab_size` is less than the tokenizer's.
+        With `check_folder`, the folder of `initialize_from_hf` and the tokenizer are also read where they
+        don't decide it.
         """
         model, rows = self.model, self.vocab_size
         of_folder = says_nothing(model)

@@ -21,7 +21,6 @@ from stacked_remat.training.config_checks import check_choices, check_positive
 OF_RUN = MappingProxyType({"of_run": True})
 """The metadata of fields that a run decides, not the folder of its weights; null takes the folder's value."""
 SLIDING, FULL = "sliding_attention", "full_attention"
-_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -298,8 +297,6 @@ class DecoderConfig(draccus.ChoiceRegistry):
     def __post_init__(self) -> None:
         sizes = ("hidden_dim", "num_layers", "num_heads", "num_kv_heads", "mlp_dim", "tiles")
         check_positive("model", self, *sizes, "rms_norm_eps", "initializer_range")
-        if self.num_layers > _MOST_LAYERS:
-            raise ValueError(f"model.num_layers is {self.num_layers}; at most {_MOST_LAYERS} are supported.")
         self._check_heads()
         check_choices("model", self)
         types = self.attention.layer_types or ()

@@ -268,7 +268,6 @@ class Decoder(eqx.Module):
         Args:
             tokens: integers `[Batch, position]`. Rows may differ in length: pad the shorter ones at their
                 ends with any tokens, which no earlier position sees and `decode` overwrites.
-            slots: how many tokens the longest sequence will have in the end.
         """
         (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
         rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))

@@ -114,9 +114,8 @@ class SparseExperts(eqx.Module):
     ) -> tuple[NamedArray, NamedArray, RouterStatistics]:
         """Chooses experts for every token `[..., Embed]`.
 
-        Returns:
-            The experts' numbers and their gates in float32, both `[..., choice]`, and the sums over tokens of
-            which the statistics are means; without padding, where `documents` is 0.
+        Gives their numbers and gates in float32, both `[..., choice]`, and the sums over tokens of which the
+        statistics are means; without padding, where `documents` is 0.
         """
         # Tokens and experts may be divided over the same devices, and router logits are of both.
         with unmapped(self.config.Experts):

@@ -1,5 +1,8 @@
 """Multi-head latent attention: keys and values are projected from a narrow vector per token."""
 
+import functools
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
@@ -13,7 +16,8 @@ from models.decoder.config import DecoderConfig, LatentConfig, LayerSpec
 from models.decoder.layers import linear
 from stacked_remat.ops import RotaryTable, apply_rotary
 
-_EPSILON = 1e-6  # of the norms of latents, whatever that of other norms
+# The norms of latents have an epsilon of their own, whatever that of other norms.
+_norm: Any = functools.partial(hnn.RmsNorm.init, eps=1e-6, use_bias=False, dtype=jnp.float32)
 
 
 class LatentAttention(CausalAttention):
@@ -96,7 +100,3 @@ class LatentAttention(CausalAttention):
         if latent is not None and latent.interleaved:  # neighbours are the pairs
             x = hax.concatenate(name, [x[name, 0::2], x[name, 1::2]])
         return apply_rotary(x, rotary, x.resolve_axis(name))
-
-
-def _norm(Over: Axis) -> hnn.RmsNorm:
-    return hnn.RmsNorm.init(Over, eps=_EPSILON, use_bias=False, dtype=jnp.float32)

@@ -19,9 +19,6 @@ class Sampling:
         top_k: how many of the likeliest tokens remain; None for all.
         top_p: of the tokens that `top_k` leaves, the fewest remain whose probabilities reach this; None for
             all.
-
-    Raises:
-        ValueError: out of range, or without effect.
     """
 
     temperature: float = 1.0

@@ -38,9 +38,8 @@ def load_adapters(model: Decoder, folder: Path) -> Decoder:
 def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "fused") -> PeftNames:
     """The names of a decoder's linear maps in transformers' model, for `save_peft` and `load_peft`.
 
-    Args:
-        experts: `fused`, as transformers 5 has them: the adapters of gate and up become one of twice the rank
-            in `gate_up_proj`, with the product unchanged. `separate`, as files of transformers 4 have them.
+    Experts are `fused` in transformers 5: the adapters of gate and up become one of twice the rank in
+    `gate_up_proj`, with the product unchanged. They are `separate` in files of transformers 4.
     """
     known = format_of(config)
     if experts == "fused" and not known.fused:

@@ -107,7 +107,6 @@ def attribute(
     """A field that is an attribute of the config, at this path.
 
     Args:
-        path: of the attribute.
         default: where the field is absent or null, as in transformers, or the path of the attribute whose
             value it has then; `...` if it may not be.
         aliases: other names that are read.

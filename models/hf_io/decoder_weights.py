@@ -54,9 +54,6 @@ def read_decoder(
         Vocab: axis of the embedding's rows, as many as the checkpoint has.
         sharding: where an array of the decoder, given as its shape, is to be; None for the default device.
 
-    Raises:
-        WeightsError: tensors are missing, unknown or misshapen, and nothing has been read.
-
     Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """
     folder = _without_unused(SafetensorsFolder.open(root), config)

@@ -14,10 +14,8 @@ _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja")
 def model_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model: `name` itself where there is one, else the Hub's, downloaded or from its cache.
 
-    Args:
-        name: a path, or `owner/model` on the Hub, with `@revision` for one that is not its newest.
-        weights: whether its weights are needed; if not, only the Hub's JSON files are fetched. Other formats
-            of the weights, and folders in the folder, are not.
+    On the Hub a name may end in `@revision`. Without `weights` only JSON files are fetched. Other formats of
+    the weights, and folders in the folder, are not.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

@@ -58,12 +58,7 @@ class SafetensorsFolder:
 
     @staticmethod
     def open(root: Path) -> "SafetensorsFolder":
-        """Reads the index, if there is one, and the headers of the files; no tensor.
-
-        Raises:
-            FileNotFoundError: there are no weights, or files that the index names are missing.
-            WeightsError: a file is truncated or not a safetensors file.
-        """
+        """Reads the index, if there is one, and the headers of the files; no tensor."""
         files, named = weight_files(root), _weight_map(root)
         if missing := [file for file in files if not (root / file).is_file()]:
             raise FileNotFoundError(
@@ -85,9 +80,6 @@ class SafetensorsFolder:
         """One tensor, or its entry at indices of its first axes: a view of the file.
 
         What is quantized is read, and in float32.
-
-        Raises:
-            WeightsError: the file has changed or can't be read, or NumPy lacks the dtype.
         """
         if name not in self.stored:
             return quantized.from_mxfp4(self.read(name + BLOCKS, at), self.read(name + SCALES, at))

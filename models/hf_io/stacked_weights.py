@@ -141,30 +141,23 @@ def read_array(one: TensorMap, read: Read, dtype: DTypeLike, sharding: Sharding)
 
 def pending_tensors(arrays: Iterable[tuple[TensorMap, Shaped[Array, "..."]]]) -> dict[str, Pending]:
     """The tensors of the arrays of a model by name, each made only when it is written."""
-    entries: dict[str, list[_Entry]] = {}
+    entries: dict[str, list[tuple[TensorMap, Array, tuple[int, ...], tuple[int, ...]]]] = {}
     for one, array in arrays:
         for position, name, inside in one.numbered():
             entries.setdefault(name, []).append((one, array, position, inside))
+
+    def made(name: str) -> Tensor:
+        (one, array, *_), *_ = entries[name]
+        tensor = np.empty(one.tensor_shape, array.dtype)
+        for one, array, position, inside in entries[name]:
+            view = one.part(tensor[inside])
+            view[...] = _one(array, position).reshape(view.shape)
+        return tensor
+
     return {
-        name: Pending(math.prod(own[0][0].tensor_shape) * own[0][1].dtype.itemsize, partial(_whole, own))
-        for name, own in entries.items()
+        name: Pending(math.prod(one.tensor_shape) * array.dtype.itemsize, partial(made, name))
+        for name, ((one, array, *_), *_) in entries.items()
     }
-
-
-_Entry: TypeAlias = tuple[TensorMap, Array, tuple[int, ...], tuple[int, ...]]
-"""A map, its array, the index of an entry in the array, and in its tensor."""
-
-
-def _whole(entries: Sequence[_Entry]) -> Tensor:
-    """The tensor that has these entries."""
-    one, array, position, _ = entries[0]
-    if len(entries) == 1 and not one.transposed:
-        return _one(array, position).reshape(one.tensor_shape)
-    tensor = np.empty(one.tensor_shape, array.dtype)
-    for one, array, position, inside in entries:
-        view = one.part(tensor[inside])
-        view[...] = _one(array, position).reshape(view.shape)
-    return tensor
 
 
 @dataclass

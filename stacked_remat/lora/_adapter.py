@@ -4,7 +4,6 @@ import difflib
 import fnmatch
 import math
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -116,7 +115,7 @@ class LoraLinear(eqx.Module):
         )
 
 
-_LINEARS = (hnn.Linear, eqx.nn.Linear, LoraLinear)
+LINEARS = (hnn.Linear, eqx.nn.Linear, LoraLinear)
 
 
 def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> T:
@@ -140,7 +139,7 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
 
     Memory: `rank * (In + Out)` numbers of `dtype` for each linear and layer.
     """
-    paths = list(find_modules(model, _LINEARS))
+    paths = list(find_modules(model, LINEARS))
     for target in config.targets:
         if not any(fnmatch.fnmatchcase(path, target) for path in paths):
             raise ValueError(_no_match(target, paths))
@@ -160,7 +159,7 @@ def apply_lora(model: T, config: LoraConfig, *, key: PRNGKeyArray, dtype: DTypeL
         b = hax.zeros((*Stack, Rank, *Out), dtype=dtype)
         return lora_linear(linear, a.astype(dtype), b, config.scale)
 
-    return map_modules(model, _LINEARS, adapt)
+    return map_modules(model, LINEARS, adapt)
 
 
 def lora_filter(model: Any) -> Any:
@@ -198,12 +197,7 @@ def merge_lora(model: T, *, donate: bool = False) -> T:
 
 def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinear]:
     """Every linear, adapted or not, by the path that patterns of `LoraConfig` match."""
-    return find_modules(model, _LINEARS)
-
-
-def replace_linears(model: T, by_path: Mapping[str, LoraLinear]) -> T:
-    """The model with some linears replaced, by the paths of `lora_linears`."""
-    return map_modules(model, _LINEARS, lambda path, linear: by_path.get(path, linear))
+    return find_modules(model, LINEARS)
 
 
 def axes_of(linear: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]]:

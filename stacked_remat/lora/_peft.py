@@ -16,14 +16,15 @@ from jaxtyping import DTypeLike
 from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
 from .._messages import entry_problems, float_problems
 from ._adapter import (
+    LINEARS,
     RANK_AXIS,
     LoraLinear,
     axes_of,
     lora_linear,
     lora_linears,
     named_adapter,
-    replace_linears,
 )
+from ._paths import map_modules
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
 from ._peft_layout import PREFIX, Pair, PeftParameter, Target, Where, find_targets, tensor_keys
 
@@ -120,8 +121,7 @@ def load_peft(model: T, folder: Path, names: PeftNames, *, dtype: DTypeLike = jn
         for name, (a, b) in keys.items():
             scale = settings.scale(targets[name].parameter)
             pairs |= targets[name].take_apart(Pair(file.get_tensor(a), file.get_tensor(b), scale))
-    found = ((path, _with_adapter(path, linear, pairs, dtype)) for path, linear in linears.items())
-    return replace_linears(model, {path: new for path, new in found if new is not None})
+    return map_modules(model, LINEARS, lambda path, linear: _with_adapter(path, linear, pairs, dtype))
 
 
 def peft_tensor_names(folder: Path) -> list[str]:
@@ -168,12 +168,12 @@ def _pairs(path: str, linear: Any) -> Iterator[tuple[Where, Pair]]:
             yield (path, index), Pair(a[index].T, b[index].T, linear.scale)
 
 
-def _with_adapter(path: str, linear: Any, pairs: Mapping[Where, Pair], dtype: DTypeLike) -> LoraLinear | None:
-    """The linear with its own adapters of `pairs`; None if there are none."""
+def _with_adapter(path: str, linear: Any, pairs: Mapping[Where, Pair], dtype: DTypeLike) -> Any:
+    """The linear with its own adapters of `pairs`, if there are any."""
     stack, narrow, wide = _sizes(linear)
     own = {index: pairs[path, index] for index in np.ndindex(stack) if (path, index) in pairs}
     if not own:
-        return None
+        return linear
     rank = max(pair.a.shape[0] for pair in own.values())
     scale = max(pair.scale for pair in own.values())
     a, b = np.zeros((*stack, narrow, rank), np.float32), np.zeros((*stack, rank, wide), np.float32)

@@ -107,13 +107,14 @@ class Attention:
 
 def _attend_of_one_device(backend: str, query: NamedArray, key: NamedArray, value: NamedArray) -> NamedArray:
     """Of eight, over which positions are divided: the last eighth of each of their parts, and all keys."""
-    arrays, (position, *_, head_dim) = [each.array[None] for each in (query, key, value)], key.axes
+    arrays: Any = [each.array[None] for each in (query, key, value)]
+    position, *_, head_dim = key.axes
     parts = np.arange(position.size, dtype=np.int32).reshape(_DEVICES, _DEVICES, -1)
     blocks = Blocks(head_dim.size**-0.5, _BLOCK, strips=_DEVICES)
     shape = {"position": parts[0].size, "head_dim": head_dim.size, "among": _DEVICES}
     call = AttentionCall(dtype=query.dtype, has_documents=False, blocks=blocks, **shape)
     kernel = choose_backend("attention", BACKENDS, backend, call)
-    attend = exact_attention if kernel is None else functools.partial(attend_by, kernel)
+    attend: Any = exact_attention if kernel is None else functools.partial(attend_by, kernel)
     return NamedArray(attend(*arrays, Sight(jnp.asarray(parts[:, -1].ravel())), blocks)[0], query.axes)
 
 

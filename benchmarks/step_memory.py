@@ -59,18 +59,21 @@ def main(
         config = config.resolved(check_folder=False)
         assert isinstance(config.model, DecoderConfig)
         step = Candidate(config, target, devices or 1)
-        found = (step.having({}, POLICIES[policy]) if policy else step).report()
-        yield {
+        row = {
             "config": file.stem,
             "layers": config.model.num_layers,
             "tokens": config.data.seq_len,
             "policy": policy or str(config.remat),
             "update": "fused" if config.trainer.update.fused else "after",
             "weights divided by": ", ".join(config.trainer.mesh.param_mapping),
-            "transfers": _transfers(found, config.data.batch_size * config.data.seq_len),
-            "sent": found.sent,
-            **memory_row(found),
         }
+        try:
+            found = (step.having({}, POLICIES[policy]) if policy else step).report()
+        except memory.DoesNotFit as error:
+            yield row | {"refused": str(error).splitlines()[0]}
+            continue
+        moved = _transfers(found, config.data.batch_size * config.data.seq_len)
+        yield row | {"transfers": moved, "sent": found.sent, **memory_row(found)}
 
 
 def _transfers(found: memory.MemoryReport, tokens: int) -> str:

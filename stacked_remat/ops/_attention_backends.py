@@ -111,6 +111,8 @@ def _why_not_cudnn(call: AttentionCall) -> str | None:
     capability = float(getattr(jax.local_devices()[0], "compute_capability", "0"))
     if reason := _why_not_width(call, 256 if capability >= 9.0 else 128):
         return reason
+    if 0 < capability < 8.0:
+        return f"its kernels are for GPUs of compute capability 8.0 and later, not {capability}"
     if call.has_documents:
         return "it has no document boundaries: its statistics would take memory for documents x positions"
     if call.among > 1:

@@ -72,8 +72,8 @@ def splash_kernel(interpret: bool = False) -> Kernel:
     scores twice; less for a window and documents. Memory: the results, a copy of each array with heads first,
     and while a forward kernel runs, 128 copies of one key head's log-sum-exp.
     """
-    of = functools.partial
-    return Kernel(of(_forward, interpret=interpret), of(_backward, interpret=interpret))
+    rules: Any = [functools.partial(rule, interpret=interpret) for rule in (_forward, _backward)]
+    return Kernel(*rules)
 
 
 def _of_heads(

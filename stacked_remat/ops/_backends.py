@@ -96,10 +96,6 @@ def choose_backend(of: str, backends: Mapping[str, Backend[K]], name: str, call:
 
     `of` is the operation, as in `"attention"`, and `kind` is that of the call, as in `"window 128"`, for
     `backends_taken`.
-
-    Raises:
-        ValueError: no backend has that name.
-        UnsupportedCallError: it does not support the call; says why.
     """
     reasons: list[str] = []
     if name == "auto":
@@ -120,7 +116,5 @@ def choose_backend(of: str, backends: Mapping[str, Backend[K]], name: str, call:
 def devices_left_to_the_compiler(x: Array) -> int:
     """Devices of the mesh of `x`, without the axes that `jax.shard_map` has made manual."""
     mesh = jax.typeof(x).sharding.mesh
-    manual = AxisType.Manual
-    return math.prod(
-        size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != manual
-    )
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in axes if kind != AxisType.Manual)

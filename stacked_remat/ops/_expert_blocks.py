@@ -176,9 +176,8 @@ def _any_real(real: Array) -> Array:
 
 
 @_any_real.def_vmap
-def _in_any_example(size: int, batched: Any, real: Array) -> tuple[Array, bool]:
+def _in_any_example(_size: int, _batched: Any, real: Array) -> tuple[Array, bool]:
     # With an answer for each example, both branches would run and all state be copied.
-    del size, batched
     return _any_real(jnp.any(real, axis=0)), False
 
 

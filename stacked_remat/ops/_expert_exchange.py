@@ -26,11 +26,7 @@ _MOST_BYTES = 2**29  # of the rows of a round
 
 
 def devices_along(over: Sequence[str]) -> int:
-    """How many devices there are along axes of the mesh.
-
-    Raises:
-        ValueError: it is not called inside of `jax.shard_map` over these.
-    """
+    """How many devices there are along axes of the mesh that `jax.shard_map` has made manual."""
     try:
         return math.prod(lax.axis_size(one) for one in over)
     except NameError:

@@ -10,6 +10,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+from equinox import tree_pformat
 from haliax import NamedArray
 from haliax.quantization import DefaultDotGeneralOp
 from jaxtyping import Array, Bool, Float, Int
@@ -178,8 +179,8 @@ class GroupedLinear:
             return self._named(linear, x)
         if isinstance(linear, hnn.Linear) or not is_array(linear) or linear.ndim != 3:
             raise ValueError(
-                f"An expert maps rows by {linear!r}. Grouped products take hnn.Linear, LoraLinear, named "
-                "arrays and matrices; take the backend 'block' for others."
+                f"An expert maps rows by {tree_pformat(linear)}. Grouped products take hnn.Linear, "
+                "LoraLinear, named arrays and matrices; take the backend 'block' for others."
             )
         return self._dot(x, linear, transposed=False)
 

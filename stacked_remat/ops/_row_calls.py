@@ -52,7 +52,6 @@ def _batched(axis: Any, leaves: Any, dims: Any, *, fn: Any, tree: Any, count: in
         options = {"in_axes": jax.tree.unflatten(tree, dims), "spmd_axis_name": axis.spmd_name}
         mapped = jax.vmap(fn, **options)(*jax.tree.unflatten(tree, leaves))
         return jax.tree.leaves(mapped), [0] * len(jax.tree.leaves(mapped))
-
     rows = [
         jnp.broadcast_to(leaf, (axis.size, *leaf.shape)) if dim is None else jnp.moveaxis(leaf, dim, 0)
         for leaf, dim in zip(leaves[:count], dims, strict=False)

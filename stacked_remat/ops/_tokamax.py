@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import custom_batching, lax
 from jax.experimental import layout
 from jax.extend import backend
 from jaxtyping import Array, Int
@@ -104,7 +104,7 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
     if sight.rows is not None or (window is None and sight.starts is None):
         seen = []
     chunks = sorted({-(-each // _CHUNK) * _CHUNK for each in seen})
-    chunks = [chunk for chunk in chunks if 2 * chunk < length]
+    chunks = [chunk for chunk in chunks if 0 < 2 * chunk < length]
     ways = [functools.partial(_in_chunks, blocks=blocks, chunk=chunk) for chunk in chunks]
     mask = _mask(sight.first(length, window), sight.rows)
     ways.append(functools.partial(_gradients, mask=mask, scale=blocks.scale))
@@ -114,7 +114,12 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
     return lax.switch(jnp.sum(longest > jnp.asarray(chunks, jnp.int32)), ways, attended, cotangent)
 
 
-ATTENTION = Kernel(_forward, _backward)
+def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.vmap` calls it for each example: it would trace a kernel again outside of `calling_tokamax`."""
+    return lambda *arrays: custom_batching.sequential_vmap(lambda *own: run(*own, arrays[-1]))(*arrays[:-1])
+
+
+ATTENTION = Kernel(_one_by_one(_forward), _one_by_one(_backward))
 
 
 def _in_strips(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Query, Key, Key]:

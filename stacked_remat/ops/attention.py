@@ -96,7 +96,7 @@ def causal_attention(
     if query.size == 0:
         return query
     factor = HeadDim.size**-0.5 if scale is None else float(scale)
-    window = None if window is None else int(window)
+    window = None if window is None else min(int(window), Pos.size)
     blocks = Blocks(factor, _BLOCKS[platform() == "cpu"], window, heads_first=platform() == "cpu")
     names = Pos.name, KVHeads.name, HeadDim.name
 
@@ -165,7 +165,7 @@ def decode_attention(
         Slot,
         HeadDim,
         last=last,
-        first=None if window is None else last - (window - 1),
+        first=None if window is None else last - (min(window, Slot.size) - 1),
         scale=HeadDim.size**-0.5 if scale is None else scale,
         sinks=sinks,
     )
@@ -192,7 +192,7 @@ def _attend(
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))
     size, groups = (math.prod(axis.size for axis in axes) for axes in (batch, group))
     call = AttentionCall(
-        dtype=max(query.dtype, key.dtype, value.dtype, key=lambda dtype: dtype.itemsize),
+        dtype=query.dtype if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32),
         devices=devices_left_to_the_compiler(query.array),
         position=Row.size,
         head_dim=HeadDim.size,
@@ -227,5 +227,5 @@ def _attend(
 
 
 def _check_window(window: Any) -> None:
-    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+    if window is not None and (window is True or not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"window must be a number of positions, at least 1; got {window!r}.")

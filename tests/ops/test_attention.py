@@ -267,6 +267,12 @@ def test_a_report_for_a_gpu_uses_a_gpu_kernel():
     assert found.temporaries != local.temporaries
 
 
+def test_a_window_over_all_positions_is_none():
+    arguments = *named_arrays(), Pos, KVHeads, HeadDim
+    wide, none = (causal_attention(*arguments, window=window) for window in (2**40, None))
+    np.testing.assert_allclose(wide.array, none.array, rtol=1e-6)
+
+
 def test_no_positions():
     query, key, value = (array["position", :0] for array in named_arrays())
     assert causal_attention(query, key, value, Pos.resize(0), KVHeads, HeadDim).axes == query.axes

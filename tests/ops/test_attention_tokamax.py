@@ -12,7 +12,7 @@ from haliax import Axis
 
 from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._placement import compiled_for
-from stacked_remat.ops import _tokamax, causal_attention
+from stacked_remat.ops import _tokamax, backends_taken, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
 from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
 
@@ -158,6 +158,24 @@ def test_a_gpu_takes_any_width_and_divided_positions(head_dim, dtype):
 
     with jax.set_mesh(mesh), hax.axis_mapping({"position": "context"}):
         assert memory.report(gradients, query, key, target="h200").flops.exact
+
+
+@pytest.mark.target("cuda")
+def test_examples_of_short_documents_are_mapped_after_they_are_traced():
+    pytest.importorskip("tokamax")
+    query, key, *_ = shapes(17, 2, 2, 64)
+
+    def loss(query, key, numbers):
+        documents = hax.named(numbers, key.axes[0])
+        return hax.sum(causal_attention(query, key, key, *key.axes, documents=documents)).scalar()
+
+    def gradients(query, key, numbers):
+        return jax.vmap(jax.grad(jax.checkpoint(loss)), (None, None, 0))(query, key, numbers)
+
+    numbers = jax.ShapeDtypeStruct((3, 17), jnp.int32)
+    with backends_taken() as taken:
+        assert memory.report(gradients, query, key, numbers, target="h200").temporaries > 0
+    assert taken["attention"].startswith("tokamax")
 
 
 def test_in_float16_it_takes_whole_blocks_of_queries():

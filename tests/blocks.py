@@ -51,6 +51,12 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(name))
 
 
+def assert_equal(found: Any, expected: Any) -> None:
+    """Trees of equal arrays, whatever holds them."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def assert_close_to_scale(
     found: Any, expected: Any, tolerance: float = 2e-5, name: Any = "", least: float = 1.0
 ) -> None:

@@ -14,7 +14,7 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.memory import report
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, TrainState, TrainStep
 
-from ..blocks import with_remat3
+from ..blocks import assert_equal, with_remat3
 from .stacks import filled
 
 Layers, Wide, Hidden = hax.make_axes(layers=12, wide=128, hidden=256)
@@ -87,21 +87,13 @@ def test_the_compiled_step_holds_no_gradient_of_the_frozen_weights(remat, standa
     assert found[2].flops.matmul < 0.8 * found[None].flops.matmul
 
 
-def test_only_adapters_have_optimizer_state_and_only_they_change(standard_promotion):
+def test_only_adapters_change(standard_promotion):
     stack = filled(eqx.filter_eval_shape(stack_of, 2), 0)
     state = TrainState.init(stack, ADAM, lora_filter(stack))
-    moments = [leaf.shape for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]
-    adapters = [leaf.shape for leaf in jax.tree.leaves(state.trained)]
-    assert sorted(moments) == sorted(2 * adapters) and len(adapters) == 4
-    assert all(2 in shape for shape in moments)
-    frozen = [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(state.frozen, eqx.is_array))]
-    before = [np.asarray(leaf) for leaf in jax.tree.leaves(state.trained)]
+    frozen, before = jax.tree.map(np.asarray, (eqx.filter(state.frozen, eqx.is_array), state.trained))
     step = eqx.filter_jit(STEP, donate="all-except-first")
     for _ in range(2):
-        state, metrics = step(first_batch(), state)
-    after = [leaf for leaf in jax.tree.leaves(eqx.filter(state.frozen, eqx.is_array))]
-    for old, new in zip(frozen, after, strict=True):
-        np.testing.assert_array_equal(old, new)
-    for old, new in zip(before, jax.tree.leaves(state.trained), strict=True):
+        state, _ = step(first_batch(), state)
+    assert_equal(eqx.filter(state.frozen, eqx.is_array), frozen)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.trained), strict=True):
         assert not np.array_equal(old, new)
-    assert metrics["grad_norm"] > 0

@@ -25,6 +25,7 @@ from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import rotary_table
 from stacked_remat.training import TokenBatch
 
+from ..blocks import assert_close
 from ..jaxprs import equations_of
 from .random_weights import random_weights
 
@@ -172,27 +173,15 @@ def test_packed_documents_do_not_see_each_other():
     np.testing.assert_allclose(packed.array[:, 2:], second.array, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def unchecked():
-    return loss_and_gradients(with_policy(make(), False), batch_of_tokens())
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(CONFIG.remat_presets["attention_offloaded"], marks=pytest.mark.deep),
-        CONFIG.remat_presets["nested_attention_saved"],
-        CONFIG.remat_presets["products_saved"],
-    ],
-    ids=range(3),
-)
-def test_every_policy_gives_the_same_finite_gradients(policy, unchecked):
-    (expected_loss, _), expected = unchecked
-    (loss, _), gradients = loss_and_gradients(with_policy(make(), policy), batch_of_tokens())
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    for got, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        assert jnp.all(jnp.isfinite(got)) and jnp.any(got != 0)
-        np.testing.assert_allclose(got, wanted, atol=1e-6, rtol=1e-4)
+def test_a_preset_gives_the_same_finite_gradients():
+    preset = CONFIG.remat_presets["nested_attention_saved"]
+    found, expected = (
+        loss_and_gradients(with_policy(make(), policy), batch_of_tokens()) for policy in (preset, False)
+    )
+    assert_close(found[0], expected[0])
+    assert_close(found[1], expected[1], rtol=1e-4)
+    for leaf in jax.tree.leaves(found[1]):
+        assert jnp.all(jnp.isfinite(leaf)) and jnp.any(leaf != 0)
 
 
 DENSE = Qwen3Config(hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=24)
@@ -298,13 +287,6 @@ def test_bfloat16_computes_in_bfloat16_and_trains_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
     exact, _ = layer_states(make(), batch.tokens)
     np.testing.assert_allclose(hidden.array.astype(jnp.float32), exact.array, atol=0.1)
-
-
-def test_later_tokens_do_not_change_earlier_states():
-    model, tokens = make(), batch_of_tokens().tokens
-    changed = hax.where(hax.arange(Pos) < 3, tokens, (tokens + 1) % Vocab.size)
-    before, after = layer_states(model, tokens)[0], layer_states(model, changed)[0]
-    np.testing.assert_allclose(before.array[:, :3], after.array[:, :3], atol=1e-6)
 
 
 def test_saving_attention_leaves_it_out_of_the_backward_pass(recomputed):

@@ -26,6 +26,7 @@ from models.run_state import initial_state, run_optimizer
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import SgdConfig, TokenBatch, TrainerConfig, UpdateConfig
 
+from ..blocks import assert_equal
 from .random_weights import random_weights
 
 Vocab = Axis("vocab", 10)
@@ -68,8 +69,7 @@ def test_files_in_8_bits_are_read(folder):
     assert rows == 10 and config.num_layers == 2
     found = read_decoder(folder / "published", config, Vocab)
     expected = read_decoder(folder / "plain", config, Vocab)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(found, expected)
 
 
 def test_scales_of_other_blocks_are_not_taken_for_these(tmp_path):

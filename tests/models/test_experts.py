@@ -12,14 +12,15 @@ from haliax import Axis
 
 from models.decoder.config import ExpertsConfig
 from models.decoder.decoder import DecoderLayer
-from models.decoder.experts import SparseExperts, load_balance_loss, means
+from models.decoder.experts import SparseExperts, means
 from models.gpt_oss import GptOssConfig
 from models.qwen3 import Qwen3MoeConfig
-from stacked_remat.lora import LoraConfig, apply_lora, lora_filter, merge_lora
+from stacked_remat.lora import LoraConfig, apply_lora, merge_lora
 from stacked_remat.ops._backends import Backend
 from stacked_remat.ops._grouped_linear import megablox_kernels
 from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS
 
+from ..lora.stacks import with_trained_adapters
 from .random_weights import random_weights
 
 Batch, Pos = Axis("batch", 2), Axis("position", 3)
@@ -72,37 +73,23 @@ def route(layer, x, documents=None):
     return choices, gates, means(sums, x, layer.config.Embed, documents)
 
 
-def naive(layer, x):
-    """Gates and output [tokens, ...], a token and one of its experts at a time."""
-    config = layer.config
-    router = np.asarray(layer.router.weight.array, np.float64)
-    gate, up, down = (
-        np.asarray(getattr(layer.experts.stacked, name).weight.array, np.float64)
-        for name in ("gate_proj", "up_proj", "down_proj")
-    )
-    tokens = np.asarray(x.array, np.float64).reshape(-1, config.hidden_dim)
-    gates, out = np.zeros((len(tokens), config.experts.num_experts)), np.zeros_like(tokens)
-    for row, token in enumerate(tokens):
-        scores = router @ token
-        probabilities = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-        chosen = np.argsort(-probabilities)[: config.experts.experts_per_token]
-        total = probabilities[chosen].sum() if config.experts.norm_topk_prob else 1.0
-        for expert in chosen:
-            inner = gate[expert] @ token
-            gates[row, expert] = probabilities[expert] / total
-            out[row] += gates[row, expert] * (
-                down[expert] @ (inner / (1 + np.exp(-inner)) * (up[expert] @ token))
-            )
-    return gates, out
+def of_all_experts(choices, gates, layer):
+    """Gates `[..., experts]`, zero for those that were not chosen."""
+    return hax.sum(hax.nn.one_hot(choices, layer.config.Experts, dtype=jnp.float32) * gates, "choice")
 
 
-def dense(choices, gates, layer):
-    """Gates [tokens, experts], zero for those that were not chosen."""
-    count = layer.config.experts.experts_per_token
-    choices, gates = (np.asarray(named.array).reshape(-1, count) for named in (choices, gates))
-    found = np.zeros((len(gates), layer.config.experts.num_experts))
-    np.put_along_axis(found, choices, gates, axis=1)
-    return found
+def on_every_token(layer, x):
+    """Each expert applied to all tokens, times its gate or zero."""
+    expert = layer.experts.stacked
+    choices, gates, _ = layer.route(x)
+    gate, up = expert.gate_proj(x), expert.up_proj(x)
+    if isinstance(layer.config, GptOssConfig):
+        gate, up = hax.minimum(gate, 7.0), hax.clip(up, -7.0, 7.0)
+        inner = gate * hax.nn.sigmoid(1.702 * gate) * (up + 1)
+    else:
+        inner = gate * hax.nn.sigmoid(gate) * up
+    mixed = hax.sum(expert.down_proj(inner) * of_all_experts(choices, gates, layer), "experts")
+    return mixed.rearrange(x.axes)
 
 
 @pytest.mark.parametrize(
@@ -110,22 +97,17 @@ def dense(choices, gates, layer):
 )
 def test_each_token_gets_the_weighted_sum_of_its_experts(experts_per_token, norm_topk_prob):
     layer, x = make(experts_per_token=experts_per_token, norm_topk_prob=norm_topk_prob)
-    expected_gates, expected = naive(layer, x)
+    logits = np.asarray(x.array, np.float64) @ np.asarray(layer.router.weight.array, np.float64).T
+    expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected *= expected >= np.sort(expected)[..., -experts_per_token, None]
+    expected /= expected.sum(-1, keepdims=True) if norm_topk_prob else 1.0
     choices, gates, statistics = route(layer, x)
-    np.testing.assert_allclose(dense(choices, gates, layer), expected_gates, atol=1e-5)
-    np.testing.assert_allclose(statistics.load.array, (expected_gates > 0).mean(axis=0), atol=1e-6)
+    found = of_all_experts(choices, gates, layer).rearrange((Batch, Pos, layer.config.Experts))
+    np.testing.assert_allclose(found.array, expected, atol=1e-5)
+    np.testing.assert_allclose(statistics.load.array, (expected > 0).mean(axis=(0, 1)), atol=1e-6)
     mixed, _ = apply(layer, x)
     assert mixed.axes == x.axes
-    np.testing.assert_allclose(mixed.array.reshape(expected.shape), expected, atol=1e-4)
-
-
-def on_every_token(layer, x):
-    """Experts with biases and a clamped SwiGLU: each applied to all tokens, times its gate or zero."""
-    expert = layer.experts.stacked
-    choices, gates, _ = layer.route(x)
-    chosen = hax.sum(hax.nn.one_hot(choices, layer.config.Experts, dtype=jnp.float32) * gates, "choice")
-    gate, up = hax.minimum(expert.gate_proj(x), 7.0), hax.clip(expert.up_proj(x), -7.0, 7.0)
-    return hax.sum(expert.down_proj(gate * hax.nn.sigmoid(1.702 * gate) * (up + 1)) * chosen, "experts")
+    np.testing.assert_allclose(mixed.array, on_every_token(layer, x).array, atol=1e-4)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -139,7 +121,7 @@ def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(ke
     @jax.jit
     def both(layer, x):
         def loss(of, layer, x):
-            mixed = of(layer, x).rearrange(x.axes)
+            mixed = of(layer, x)
             return hax.sum(mixed * weights).scalar(), mixed
 
         functions = (lambda layer, x: layer(x)[0], on_every_token)
@@ -153,29 +135,10 @@ def test_biases_and_the_clamp_have_the_values_and_gradients_of_plain_products(ke
 
 def test_adapters_of_experts_with_biases_equal_merged_weights():
     layer, x = with_biases()
-    adapted = apply_lora(layer, LoraConfig(2, 2.0, ("experts.*", "router")), key=jax.random.key(3))
-    rng = np.random.default_rng(1)
-    adapted = jax.tree.map(
-        lambda leaf, own: jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype) if own else leaf,
-        adapted,
-        lora_filter(adapted),
-    )
+    adapted = with_trained_adapters(layer, LoraConfig(2, 2.0, ("experts.*", "router")))
     of_both = jax.jit(lambda *layers: [layer(x)[0].array for layer in layers])(adapted, merge_lora(adapted))
     np.testing.assert_allclose(of_both[0], of_both[1], rtol=1e-4, atol=1e-4)
     assert jnp.abs(of_both[0] - apply(layer, x)[0].array).max() > 1
-
-
-def test_load_balance_loss_by_hand():
-    Experts = Axis("experts", 4)
-
-    def loss(load, importance):
-        load, importance = (hax.named(jnp.array(values), Experts) for values in (load, importance))
-        return float(load_balance_loss(load, importance, Experts).scalar())
-
-    even = [0.25] * 4
-    assert loss([0.5] * 4, even) == pytest.approx(2.0)  # two experts a token, evenly
-    assert loss([1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]) == pytest.approx(4.0)
-    assert loss([1.0, 1.0, 0.0, 0.0], [0.5, 0.3, 0.1, 0.1]) == pytest.approx(4 * 0.8)
 
 
 def test_the_z_loss_is_the_mean_square_of_the_log_normaliser():

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
@@ -20,6 +19,9 @@ from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import HfFormat, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
 from stacked_remat.lora import LoraConfig, apply_lora
+
+from ..blocks import assert_equal
+from ..lora.stacks import filled
 
 Vocab = Axis("vocab", 7)
 
@@ -43,9 +45,7 @@ def other(monkeypatch):
 
 
 def decoder_of(config):
-    shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
+    return filled(eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0)), 0)
 
 
 def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
@@ -56,9 +56,7 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
     assert {"net.tokens.weight", "net.h.1.ffn.up_proj.weight", "net.ln.weight", "out.weight"} <= names
     config, rows = read_hf_config(tmp_path / "model")
     assert config == other and rows == Vocab.size
-    again = read_decoder(tmp_path / "model", config, Vocab)
-    for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(decoder), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_equal(read_decoder(tmp_path / "model", config, Vocab), decoder)
     adapted = apply_lora(decoder, LoraConfig(rank=2), key=jax.random.key(1))
     save_adapters(tmp_path / "adapters", adapted)
     loaded = load_adapters(decoder, tmp_path / "adapters")
@@ -84,9 +82,7 @@ def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
         assert not any("q_proj" in name or "up_proj" in name for name in tensors.keys())
     np.testing.assert_array_equal(stored, np.vstack([part.weight.array.reshape(-1, 8) for part in parts]))
     np.testing.assert_array_equal(bias, np.concatenate([part.bias.array.reshape(-1) for part in parts]))
-    again = read_decoder(tmp_path / "model", read_hf_config(tmp_path / "model")[0], Vocab)
-    for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(decoder), strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert_equal(read_decoder(tmp_path / "model", read_hf_config(tmp_path / "model")[0], Vocab), decoder)
 
 
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):

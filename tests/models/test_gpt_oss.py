@@ -5,7 +5,6 @@ import re
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
@@ -20,6 +19,8 @@ from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder, WeightsEr
 from stacked_remat import StackedPattern
 from stacked_remat.ops import YarnRotary
 
+from ..blocks import assert_equal
+from ..lora.stacks import filled
 from .test_published_configs import PUBLISHED as PUBLISHED_CONFIGS
 
 PUBLISHED, _ = PUBLISHED_CONFIGS["gpt-oss 20b"]
@@ -62,20 +63,13 @@ def test_what_a_gpt_oss_has_not_is_refused(change):
 
 @pytest.fixture(scope="module")
 def decoder():
-    shapes = eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, key=jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), shapes)
+    return filled(eqx.filter_eval_shape(Decoder.init, CONFIG, Vocab, key=jax.random.key(0)), 0)
 
 
 @pytest.fixture
 def folder(decoder, tmp_path):
     write_decoder(tmp_path / "weights", decoder)
     return tmp_path / "weights"
-
-
-def assert_equal(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_experts_are_fused_with_gate_and_up_in_turns(decoder, folder):

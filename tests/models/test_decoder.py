@@ -154,8 +154,7 @@ def test_layers_of_several_kinds_are_the_python_loop_and_have_its_gradients():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted.layers))
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(wanted.layers))
-    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6 * largest)
+    assert_close(gradients, wanted, rtol=1e-4, atol=1e-6 * largest)
 
 
 def test_a_dense_decoder_has_no_auxiliary_loss():
@@ -260,8 +259,7 @@ def test_tiles_give_the_same_loss_gradients_and_statistics(config):
 
     expected, found = run([adapted(config, tiles) for tiles in (1, 4)])
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected[1]))
-    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6 * largest)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6 * largest)
 
 
 def test_a_tied_head_is_the_embedding():

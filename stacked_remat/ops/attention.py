@@ -29,7 +29,7 @@ def causal_attention(
     value: NamedArray,
     Pos: AxisSelector,
     KVHeads: AxisSelector,
-    HeadDim: Axis,
+    HeadDim: AxisSelector,
     *,
     documents: NamedArray | None = None,
     window: int | None = None,
@@ -50,7 +50,7 @@ def causal_attention(
         value: like `key`.
         Pos: the axis of positions, or its name.
         KVHeads: the axis of key and value heads, or its name.
-        HeadDim: the axis that is contracted.
+        HeadDim: the axis that is contracted, or its name.
         documents: integers `[..., Pos]`; consecutive positions with the same are a document, and a position
             sees no other. None for one document.
         window: how many positions a query sees, itself included; None for all before it.
@@ -78,7 +78,9 @@ def causal_attention(
     tokamax do not support. Where `Pos` is divided (context parallelism), each device gathers all keys and
     values, and the devices exchange queries, so that each has as many to see; all backends but cuDNN do that.
     """
-    Pos, KVHeads = (one if isinstance(one, Axis) else key.resolve_axis(one) for one in (Pos, KVHeads))
+    check_named("key", key, FLOATS, ())
+    named = (one if isinstance(one, Axis) else key.resolve_axis(one) for one in (Pos, KVHeads, HeadDim))
+    Pos, KVHeads, HeadDim = named
     batch = tuple(axis for axis in key.axes if axis not in (Pos, KVHeads, HeadDim))
     check_named("key", key, FLOATS, (Pos, KVHeads, HeadDim), batch)
     check_named("value", value, FLOATS, key.axes, ())
@@ -114,7 +116,7 @@ def decode_attention(
     key: NamedArray,
     value: NamedArray,
     Slot: AxisSelector,
-    HeadDim: Axis,
+    HeadDim: AxisSelector,
     *,
     positions: NamedArray,
     window: int | None = None,
@@ -133,7 +135,7 @@ def decode_attention(
         key: `[..., KVHeads, Slot, HeadDim]` in any order; `query` has all its axes but `Slot`.
         value: like `key`.
         Slot: the axis of positions in the cache, or its name.
-        HeadDim: the axis that is contracted.
+        HeadDim: the axis that is contracted, or its name.
         positions: integers over some axes of `query`: the position of each query. Its key and value are in
             the cache already.
 
@@ -143,7 +145,8 @@ def decode_attention(
     Cost: `4 * heads * Slot * HeadDim` FLOPs per query, masked slots included, and one read of the cache;
     memory for `heads * Slot` scores per query. Fastest where `key` and `value` end in `Slot, HeadDim`.
     """
-    Slot = Slot if isinstance(Slot, Axis) else key.resolve_axis(Slot)
+    check_named("key", key, FLOATS, ())
+    Slot, HeadDim = (one if isinstance(one, Axis) else key.resolve_axis(one) for one in (Slot, HeadDim))
     if any(axis.name == Slot.name for axis in query.axes):
         raise ValueError(
             f"query has the axis {Slot.name!r} of the cache's slots; rename its own axis of positions, as in "
@@ -183,10 +186,7 @@ def _attend(
     backend: str,
     context: tuple[str, ...],
 ) -> NamedArray:
-    """Attention of one device, to which the axes `context` of the mesh may leave some of the positions.
-
-    `names` are of the axes of positions, key heads and coordinates.
-    """
+    """Attention of one device's positions, which the axes `context` of the mesh divide, if there are any."""
     own = Row, KVHeads, HeadDim = tuple(key.resolve_axis(name) for name in names)
     batch = tuple(axis for axis in key.axes if axis not in own)
     group = tuple(axis for axis in query.axes if axis not in (*own, *batch))

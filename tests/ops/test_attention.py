@@ -199,6 +199,8 @@ def test_no_group_axis_is_one_head_a_key_head():
             "'cudnn' does not support this call: it runs on NVIDIA GPUs, and the program is for 'cpu'",
         ),
         (dict(window=0), "window must be a number of positions, at least 1; got 0"),
+        (dict(window=True), "at least 1; got True"),
+        (dict(key=jnp.ones(3), Pos="position"), "`key` must be a named array of floating-point numbers; got"),
         (dict(HeadDim=Axis("head_dim", 3)), "`key` has .*head_dim=6; it must have .* head_dim=3"),
         (dict(Pos=Axis("position", 4)), "`key` has .*position=5.*; it must have position=4"),
         (dict(query=hax.ones((Batch, KVHeads, HeadDim))), "`query` has .*; it must have .*position=5"),

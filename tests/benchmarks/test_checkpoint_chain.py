@@ -6,10 +6,8 @@ from benchmarks.checkpoint_chain import measure, variants
 from benchmarks.residual_mlp import Sizes
 from tests.recorded_on import ON_H200, ON_V5P
 
-TARGETS = [ON_H200, ON_V5P]
 
-
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
 def test_recomputation_survives_compilation(target):
     """As `tests/test_checkpoint.py` shows for CPUs."""
     chosen = "nothing", "checkpoint(layer)", "checkpoint_sequential", "checkpoint(layer, save=dots_saveable)"

@@ -14,7 +14,7 @@ MLP = "--layers 4 --tokens 32 --width 16 --inner 24"
 SMALL = "--model.num_layers 2 --model.hidden_dim 32"
 CONTEXT = f"--config {CONFIG.with_name('qwen3_moe_65k_cpu.yaml')} --target local {SMALL}"
 STEP = f"--configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --target local --devices 8"
-# The command, the file that it writes, and how many rows.
+# The command, the file that it writes, and how many rows, but for those of kernels that are refused.
 COMMANDS = [
     (f"step_memory {STEP} --layers 1 --policies True", "qwen3_moe_tiny_local_8", 1),
     (f"stack_memory {MLP} --only ^lax[^,]*$", "stack_memory_local", 2),
@@ -30,6 +30,11 @@ COMMANDS = [
         "expert_layer --rounds 2 --tokens 64 --embed 16 --inner 8 --experts 4 --chosen 2",
         "expert_layer_cpu",
         4,
+    ),
+    (
+        "attention_layer --kv_heads 1 --group 2 --head_dim 8 --tokens 64 --check 64 --rounds 1",
+        "attention_layer_cpu",
+        10,
     ),
     pytest.param(
         "influence --examples 32 --epochs 1 --runs 2 --targets 2", "influence", 9, marks=pytest.mark.slow
@@ -47,14 +52,19 @@ def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch,
     adapted.write_text(CONFIG.with_name("qwen3_moe_65k_cpu.yaml").read_text() + "lora: {rank: 2}\n")
     monkeypatch.setattr("benchmarks.ghost.CONFIG", adapted)
     monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters")])
+    monkeypatch.setattr("benchmarks.attention_layer.matmul_peak", lambda: 1.0)
     monkeypatch.chdir(tmp_path)
     module, *arguments = command.split(" ")
     path = importlib.import_module(f"benchmarks.{module}").main([*arguments, "--out", str(tmp_path)])
     found = json.loads(path.read_text())
-    assert path == tmp_path / f"{name}.json" and len(found["rows"]) == rows
+    measured = [row for row in found["rows"] if "refused" not in row]
+    assert path == tmp_path / f"{name}.json" and len(measured) == rows
     assert found["target"] == "local" if "target" in found else found["device"] == "cpu"
-    for row in found["rows"]:
-        assert min(row.get(key, 1) for key in ("median_seconds", "total", "sent")) > 0
+    for row in measured:
+        assert (
+            min(row.get(key, 1) for key in ("median_seconds", "utilisation_of_matmul_peak", "total", "sent"))
+            > 0
+        )
 
 
 def rows_of(sizes: Sizes = SIZES, only: tuple[int, ...] = (), fast: bool = False, overrides=()):

@@ -22,7 +22,6 @@ def test_a_killed_run_ends_like_an_uninterrupted_one_and_a_fault_in_one_message(
         (1, "error: config.yaml is empty", True),
         (0, "error: config.yaml is empty", False),
         (1, "Traceback (most recent call last): error: config.yaml is empty", False),
-        (1, "error: config.yaml is empty\nerror: again", False),
         (1, "error: something else", False),
     ],
 )

@@ -31,10 +31,7 @@ def test_kinds_take_the_memory_of_the_widest_and_the_arithmetic_of_all(kinds, re
             assert found["matmul_flops"] < alone["matmul_flops"]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [ON_H200, ON_V5P],
-)
+@pytest.mark.parametrize("target", [ON_H200, ON_V5P])
 def test_memory_is_within_a_twentieth_of_what_the_benchmark_recorded(target):
     for row in main.rows(FULL, target, KINDS[3].name):
         assert row["temporaries"] <= 1.05 * of(target, row["name"])["temporaries"]

@@ -7,8 +7,6 @@ from stacked_remat import memory
 from tests.recorded_on import ON_H200, ON_V5P, recorded
 
 GIB = 2**30
-
-
 COMPILED = [
     *((ON_H200, f" {name}", 2_048) for name in ("True", "nested=7", "max_carries=6", "offload")),
     *((ON_H200, f" {name}", 16_384) for name in ("nested", "nested, 8 keep carries", "nested, 16 tiles")),
@@ -37,15 +35,11 @@ def test_memory_is_within_a_tenth_of_what_the_benchmark_recorded(target, name, i
     [
         ("h200", "nested", 2_048, 3.7, 0),
         ("h200", "nested", 16_384, 7.3, 0),
-        ("h200", "nested=7", 2_048, 4.4, 0),
-        ("h200", "nested, frozen weights", 16_384, 7.3, 0),
         ("h200", "nested, 16 tiles", 16_384, 3.78, 0),
         ("h200", "offload, 16 tiles", 16_384, 1.28, 12.0),
         ("h200", "offload", 16_384, 4.9, 12.0),
         ("h200", "nested + offload", 2_048, 2.6, 2.1),
-        ("v5p", "nested", 2_048, 3.7, 0),
         ("v5p", "nested", 16_384, 5.5, 0),
-        ("v5p", "nested + offload", 2_048, 2.6, 2.1),
     ],
 )
 def test_recorded_memory_is_within_limits(target, name, inner, device, host):

@@ -11,6 +11,8 @@ import pytest
 import models.candidate as candidate
 import models.plan_lm as plan_lm
 from models.candidate import STREAMED, Candidate
+from models.command import error_message
+from models.decoder.decoder import Decoder
 from models.plan_lm import PlanLmConfig, compared, main
 from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes
@@ -58,14 +60,11 @@ def reports():
         return {name: under(CONFIG, compared(CONFIG)[name]) for name in ("False", "True", "nested")}
 
 
-def test_keeping_less_takes_less_memory_and_more_arithmetic(reports):
+def test_keeping_less_takes_less_memory_and_more_arithmetic_and_the_state_is_updated_in_place(reports):
     memory = {name: found.temporaries for name, found in reports.items()}
     assert memory["False"] > 2 * memory["True"] > 2 * memory["nested"]
     arithmetic = {name: found.flops.matmul for name, found in reports.items()}
     assert arithmetic["False"] < arithmetic["True"] < arithmetic["nested"] < 1.3 * arithmetic["True"]
-
-
-def test_weights_and_optimizer_state_are_updated_in_place(reports):
     for found in reports.values():
         assert found.aliased > 0.95 * found.arguments - 3 * 64 * 16 * 4
 
@@ -142,6 +141,19 @@ def test_weights_that_could_be_on_the_host_are_said_to_be():
             with pytest.raises(ConfigError) as caught:
                 step.check(at_least=True)
             assert "trainer.streaming" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [CONFIG, FUSED], ids=["plain", "fused"])
+def test_errors_of_a_model_are_not_errors_of_its_config(monkeypatch, config):
+    """They keep their class, and a command shows their traceback."""
+
+    def broken(self, *args, **kwargs):
+        raise ValueError("operands do not fit")
+
+    monkeypatch.setattr(Decoder, "hidden_states", broken)
+    with pytest.raises(ValueError, match="operands do not fit") as raised:
+        config.candidate.check_applies()
+    assert type(raised.value) is ValueError and error_message(raised.value) is None
 
 
 def test_layers_on_the_host_of_gpus_that_are_not_attached_are_refused(monkeypatch):

@@ -27,11 +27,6 @@ def asked(monkeypatch, tmp_path):
     return calls
 
 
-def test_a_local_folder_is_used_as_it_is(tmp_path, asked):
-    assert model_folder(str(tmp_path)) == tmp_path
-    assert not asked
-
-
 @pytest.mark.parametrize("name", ["Qwen/Qwen3--30B", "Qwen/.."])
 def test_names_that_the_hub_does_not_allow_are_refused(name):
     with pytest.raises(WeightsError, match="could not be fetched from the Hugging Face Hub"):

@@ -46,11 +46,9 @@ def by_hand(temperature=1.0, top_k=5, top_p=1.0):
     ("sampling", "support"),
     [
         (Sampling(), 5),
-        (Sampling(temperature=2.0), 5),
         (Sampling(temperature=0.5), 5),
         (Sampling(top_k=2), 2),
         (Sampling(top_p=0.7), 2),
-        (Sampling(top_p=1.0), 5),
         (Sampling(temperature=2.0, top_k=3, top_p=0.6), 2),
         (Sampling(top_k=1), 1),
         (Sampling(top_p=0.01), 1),
@@ -82,12 +80,7 @@ def test_the_smallest_temperature_takes_the_likeliest():
 
 @pytest.mark.parametrize(
     ("k", "expected"),
-    [
-        (2, [1, 3]),
-        (3, [0, 1, 3]),
-        (5, [0, 1, 2, 3, 4]),
-        (2**40, [0, 1, 2, 3, 4]),
-    ],
+    [(2, [1, 3]), (3, [0, 1, 3]), (2**40, [0, 1, 2, 3, 4])],
 )
 def test_top_k_keeps_k_and_their_equals(k, expected):
     """Tokens 2 and 4 are alike."""
@@ -109,7 +102,6 @@ def test_a_row_depends_on_its_own_key_alone():
         (dict(top_k=0), "top_k must be at least 1 token; got 0"),
         (dict(top_p=0.0), "top_p must be above 0 and at most 1; got 0.0"),
         (dict(temperature=0.0, top_k=3), "top_k has no effect with temperature 0"),
-        (dict(temperature=0.0, top_p=0.9), "top_p has no effect with temperature 0"),
     ],
 )
 def test_invalid_settings_are_refused(options, message):

@@ -42,14 +42,9 @@ SPARSE_WINDOWS = Qwen3MoeConfig(
     attention=AttentionConfig(window=4, layer_types=(SLIDING, FULL)),
 )
 LORA = LoraConfig(rank=3, targets=("*.q_proj", "*.experts.*_proj"))
-POLICIES = {
-    "True": True,
-    "nested": "nested",
-    "offload": "offload",
-    "nested, offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
-    "offload internals": ScanCheckpointPolicy(offload_block_internals=["attention_output"]),
-    "save": ScanCheckpointPolicy(save_block_internals=["attention_output", "attention_lse"]),
-}
+NESTED_OFFLOAD = ScanCheckpointPolicy(nested=True, save_carries="offload")
+OFFLOAD_INTERNALS = ScanCheckpointPolicy(offload_block_internals=["attention_output"])
+SAVE = ScanCheckpointPolicy(save_block_internals=["attention_output", "attention_lse"])
 CONTEXT = {"position": "context"}
 TENSOR = {"kv_heads": "model", "mlp": "model"}
 MESHES = {
@@ -85,13 +80,12 @@ def deep(*case):
 
 FSDP_CASES = [  # experts with the policy whose program has most parts
     (SPARSE, "nested"),
-    deep(DENSE, "nested, offload"),
-    deep(DENSE, "offload internals"),
+    deep(DENSE, NESTED_OFFLOAD),
+    deep(DENSE, OFFLOAD_INTERNALS),
     deep(SPARSE_WINDOWS, "nested"),
 ]
 
 OTHERS = {
-    "data parallel": (DENSE, MeshConfig(param_mapping={}), 1, 1),
     "hybrid": (DENSE, MeshConfig({"replica": 2, "data": 4}, {"batch": ["replica", "data"]}), 1, 1 / 4),
     "experts first": (
         SPARSE,
@@ -105,12 +99,12 @@ OTHERS = {
 CONTEXT_CASES = [
     (DENSE, "data, context, fsdp", "nested"),
     deep(DENSE, "context, fsdp", "offload"),
-    deep(dataclasses.replace(DENSE, num_kv_heads=2), "context, fsdp, tensor", "save"),
+    deep(dataclasses.replace(DENSE, num_kv_heads=2), "context, fsdp, tensor", SAVE),
     deep(WINDOWS, "data, context, fsdp", "nested"),
 ]
 
 TENSOR_CASES = [
-    (DENSE, "tensor", "True"),
+    (DENSE, "tensor", True),
     deep(SPARSE, "expert, tensor", "offload"),
 ]
 
@@ -206,7 +200,7 @@ def share(state):
 
 @pytest.mark.parametrize(("config", "policy"), FSDP_CASES)
 def test_divided_weights_are_gathered_layer_by_layer(config, policy):
-    program, found = compiled_on(MeshConfig(), config, POLICIES[policy], POSITIONS)
+    program, found = compiled_on(MeshConfig(), config, policy, POSITIONS)
     assert_same(found, on_one_device(config, POSITIONS))
     gathers = (shapes for kind, shapes, _ in collectives(program) if kind == "all-gather")
     gathered = [shape for shapes in gathers for shape in shapes]
@@ -231,7 +225,7 @@ def test_other_meshes_of_rows_and_weights(case):
 
 @pytest.mark.parametrize(("config", "mesh", "policy"), CONTEXT_CASES)
 def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, policy):
-    program, found = compiled_on(MESHES[mesh], config, POLICIES[policy], POSITIONS)
+    program, found = compiled_on(MESHES[mesh], config, policy, POSITIONS)
     assert_same(found, on_one_device(config, POSITIONS))
     gathers = [(shapes, name) for kind, shapes, name in collectives(program) if kind == "all-gather"]
     assert not [shapes for shapes, _ in gathers for shape in shapes if LAYERS in shape]
@@ -249,7 +243,7 @@ def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, polic
 
 @pytest.mark.parametrize(("mesh", "policy", "lora"), EXPERT_CASES)
 def test_divided_experts_stay_where_they_are_and_tokens_go_to_them(mesh, policy, lora):
-    program, found = compiled_on(MESHES[mesh], SPARSE, POLICIES[policy], POSITIONS, lora=lora)
+    program, found = compiled_on(MESHES[mesh], SPARSE, policy, POSITIONS, lora=lora)
     assert_same(found, on_one_device(SPARSE, POSITIONS, lora))
     sent = collectives(program)
     assert not [shape for _, shapes, _ in sent for shape in shapes if LAYERS in shape]
@@ -264,7 +258,7 @@ def test_divided_experts_stay_where_they_are_and_tokens_go_to_them(mesh, policy,
 @pytest.mark.parametrize(("config", "mesh", "policy"), TENSOR_CASES)
 def test_divided_heads_and_inner_widths_sum_activations_in_the_loop_over_layers(config, mesh, policy):
     config = dataclasses.replace(config, num_kv_heads=2)
-    program, found = compiled_on(MESHES[mesh], config, POLICIES[policy], POSITIONS)
+    program, found = compiled_on(MESHES[mesh], config, policy, POSITIONS)
     assert_same(found, on_one_device(config, POSITIONS))
     sent = collectives(program)
     assert not [shape for _, shapes, _ in sent for shape in shapes if LAYERS in shape]

@@ -13,16 +13,8 @@ from .tiny_run import train
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 RATE = 1e-4
-OPTIMIZER = ("--optimizer.type", "sgd", "--optimizer.learning_rate", str(RATE), "--optimizer.warmup", "0")
-CONSTANT = (
-    "--optimizer.schedule.type",
-    "constant",
-    "--optimizer.weight_decay",
-    "0",
-    "--optimizer.momentum",
-    "0",
-)
-SGD = (*OPTIMIZER, *CONSTANT, "--optimizer.max_grad_norm", "null")
+PLAIN = {"type": "sgd", "learning_rate": RATE, "warmup": 0, "weight_decay": 0, "momentum": 0}
+SGD = ("--optimizer", json.dumps(PLAIN | {"max_grad_norm": None, "schedule": {"type": "constant"}}))
 SCORED = ("--ghost", json.dumps({"method": "grad_dot", "token_mean": "batch", "every": 1}))
 CHECKPOINTS = ("--trainer.checkpoint.every_steps", "1", "--trainer.checkpoint.keep_last", "3")
 

@@ -29,7 +29,7 @@ class DeepseekV3Config(SparseDecoderConfig):
         num_groups: groups of experts.
         groups_per_token: from how many of them a token chooses.
         gate_scale: factor of the gates.
-        shared_experts: experts that all tokens visit.
+        shared_experts: experts that all tokens are routed to.
         bias: of routers: `frozen`, or `by_load`: its gradient is 1 for experts that more tokens than the mean
             chose and -1 for others, so that the optimizer evens the load out without a loss (Wang et al.
             2024, arXiv:2408.15664). The norm that `optimizer.max_grad_norm` bounds leaves them out.
@@ -58,10 +58,12 @@ class DeepseekV3Config(SparseDecoderConfig):
             )
 
     def _check_heads(self) -> None:
-        if self.attention.head_dim not in (None, self.HeadDim.size) or self.num_kv_heads != self.num_heads:
+        if self.attention.head_dim not in (None, self.HeadDim.size):
+            raise ValueError("Leave model.attention.head_dim out: model.latent gives the width of heads.")
+        if self.num_kv_heads != self.num_heads:
             raise ValueError(
-                "In latent attention model.latent gives the width of heads, and model.num_kv_heads is "
-                "model.num_heads. Leave model.attention.head_dim out."
+                f"model.num_kv_heads = {self.num_kv_heads} must be model.num_heads = {self.num_heads} in "
+                f"latent attention."
             )
 
     @property

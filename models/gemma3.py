@@ -18,9 +18,8 @@ class Gemma3Config(DecoderConfig):
         local_theta: the base of the wavelengths in layers with a window.
     """
 
-    block: ClassVar[LayerSpec] = LayerSpec(
-        qk_norm="per_head", norms="both", norm_offset=1.0, activation="gelu_tanh"
-    )
+    block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head", norms="both", activation="gelu_tanh")
+    norm_offset: ClassVar[float] = 1.0
 
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: int = 256

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -94,7 +93,7 @@ class ExpertsConfig:
 
     Attributes:
         num_experts: experts in a layer.
-        experts_per_token: how many of them each token visits.
+        experts_per_token: how many of them each token is routed to.
         intermediate_dim: inner width of one expert.
         norm_topk_prob: whether the weights of the chosen experts are rescaled to sum to one.
         load_balance_weight: weight in the training loss of the load-balance loss; null for that of the folder
@@ -190,7 +189,7 @@ class RouterSpec:
         num_groups: experts are in so many groups.
         groups_per_token: the groups with the best two experts in sum, from which a token chooses.
         gate_scale: factor of the gates.
-        shared_dim: inner width of an MLP that all tokens visit besides; 0 for none.
+        shared_dim: inner width of an MLP that all tokens are routed to besides; 0 for none.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -222,7 +221,6 @@ class LayerSpec:
         swiglu_limit: clamps both halves of gated MLPs (`SwiGlu`); None for no clamp.
         norms: whether attention and MLP have RMS norms of what they are given, of what they add to the
             residual stream, or of both.
-        norm_offset: added to the weights of all norms.
     """
 
     window: int | None = None
@@ -239,11 +237,10 @@ class LayerSpec:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     swiglu_limit: float | None = None
     norms: Literal["before", "after", "both"] = "before"
-    norm_offset: float = 0.0
 
     @property
     def name(self) -> str:
-        """What paths of arrays, and targets of adapters, call layers of this kind: `sliding_sparse`."""
+        """What layers of this kind are called: `sliding_sparse`."""
         return ("" if self.window is None else "sliding_") + ("sparse" if self.sparse else "dense")
 
 
@@ -260,6 +257,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     Attributes:
         block: what all layers of an architecture have alike.
+        norm_offset: added to the weights of all norms.
         embedding_scale: factor of the embedded tokens; None for none.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
@@ -279,6 +277,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
     """
 
     block: ClassVar[LayerSpec] = LayerSpec()
+    norm_offset: ClassVar[float] = 0.0
     embedding_scale: ClassVar[Any] = None
 
     hidden_dim: int = 128
@@ -319,7 +318,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     @property
     def _internal_names(self) -> tuple[str, ...]:
-        named = (SPARSE_NAMES if spec.sparse else DENSE_NAMES for spec in self.kinds)
+        named = (SPARSE_NAMES if spec.sparse else DENSE_NAMES for spec in self.kinds.values())
         return tuple(dict.fromkeys(name for names in named for name in names))
 
     def _check_heads(self) -> None:
@@ -393,7 +392,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
     @property
     def balances_by_bias(self) -> bool:
         """Whether the biases of routers follow the load of their experts; see `RouterSpec.bias`."""
-        return any(spec.router.bias == "by_load" for spec in self.kinds)
+        return any(spec.router.bias == "by_load" for spec in self.kinds.values())
 
     @property
     def has_auxiliary_losses(self) -> bool:
@@ -402,15 +401,20 @@ class DecoderConfig(draccus.ChoiceRegistry):
         weighted = experts is not None and (experts.load_balance_weight_used or experts.z_loss_weight)
         return self.balances_by_bias or bool(weighted)
 
-    @property
-    def kinds(self) -> Mapping[LayerSpec, int]:
-        """How many layers there are of each kind."""
-        return Counter(self.specs)
+    @functools.cached_property
+    def kinds(self) -> Mapping[str, LayerSpec]:
+        """Each kind by its name in paths of arrays and targets of adapters: `dense`, then `dense_2`."""
+        found: dict[str, LayerSpec] = {}
+        for spec in dict.fromkeys(self.specs):
+            number = 1 + [kind.name for kind in found.values()].count(spec.name)
+            found[spec.name if number == 1 else f"{spec.name}_{number}"] = spec
+        return found
 
     @property
     def pattern(self) -> tuple[str, ...]:
         """The name of the kind of each layer."""
-        return tuple(spec.name for spec in self.specs)
+        names = {spec: name for name, spec in self.kinds.items()}
+        return tuple(names[spec] for spec in self.specs)
 
     def layers_of(self, kind: str) -> list[int]:
         """The numbers of the layers of a kind, by its name."""

@@ -189,15 +189,14 @@ class Decoder(eqx.Module):
         weight = hax.random.normal(embedding_key, (Vocab, config.Embed)) * config.initializer_range
         keys = jax.random.split(layers_key, config.num_layers)
 
-        def stack(spec: LayerSpec, keys: PRNGKeyArray) -> Stacked:
-            make_layers = init_stack(config.Layers.resize(len(keys)), DecoderLayer, remat=remat)
-            return make_layers(config, spec, key=keys)
+        def stack(name: str, spec: LayerSpec) -> Stacked:
+            own = keys[np.array(config.layers_of(name))]
+            make_layers = init_stack(config.Layers.resize(len(own)), DecoderLayer, remat=remat)
+            return make_layers(config, spec, key=own)
 
-        kinds = [*config.kinds]
-        if len(kinds) == 1:
-            layers = stack(kinds[0], keys)
-        else:
-            stacks = {kind.name: stack(kind, keys[np.array(config.layers_of(kind.name))]) for kind in kinds}
+        stacks = {name: stack(name, spec) for name, spec in config.kinds.items()}
+        (layers, *others) = stacks.values()
+        if others:
             layers = StackedPattern(stacks, config.pattern, config.Layers, remat)
         check_remat_names(config.remat_names, layers.remat)
         tied = config.tie_word_embeddings
@@ -256,9 +255,9 @@ class Decoder(eqx.Module):
         sparse = [number for number, spec in enumerate(self.config.specs) if spec.sparse]
         sign = jnp.sign(load.array - jnp.mean(load.array, axis=-1, keepdims=True))  # [layers, Experts]
         term, layers = jnp.zeros(()), self.layers
-        for spec in (spec for spec in self.config.kinds if spec.sparse):
-            stack = layers.stacks[spec.name] if isinstance(layers, StackedPattern) else layers
-            rows = np.array([sparse.index(number) for number in self.config.layers_of(spec.name)])
+        for name in (name for name, spec in self.config.kinds.items() if spec.sparse):
+            stack = layers.stacks[name] if isinstance(layers, StackedPattern) else layers
+            rows = np.array([sparse.index(number) for number in self.config.layers_of(name)])
             term += jnp.sum(stack.stacked.mlp.bias.array * jax.lax.stop_gradient(sign[rows]))
         return term - jax.lax.stop_gradient(term)
 
@@ -302,11 +301,11 @@ class Decoder(eqx.Module):
     def _rotary(self, positions: NamedArray) -> Any:
         """The rotary table of all layers, or that of each kind."""
         tables, RotaryDim = {}, self.config.RotaryDim
-        for rotary in dict.fromkeys(spec.rotary for spec in self.config.kinds):
+        for rotary in dict.fromkeys(spec.rotary for spec in self.config.kinds.values()):
             tables[rotary] = rotary_table(positions, RotaryDim, theta=rotary.theta, scaling=rotary.scaling)
         if len(tables) == 1:
             return next(iter(tables.values()))
-        return per_kind({spec.name: tables[spec.rotary] for spec in self.config.kinds})
+        return per_kind({name: tables[spec.rotary] for name, spec in self.config.kinds.items()})
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
         embedding, out = self.embedding, (*tokens.axes, self.config.Embed)

@@ -50,7 +50,7 @@ Norm: TypeAlias = hnn.RmsNorm | OffsetRmsNorm
 
 def rms_norm(config: DecoderConfig, Over: AxisSpec) -> Norm:
     """An RMS norm over `Over` with a weight and no bias, always computed in float32, with factors of 1."""
-    if offset := config.block.norm_offset:
+    if offset := config.norm_offset:
         return OffsetRmsNorm(hax.full(Over, 1 - offset), Over, config.rms_norm_eps, offset)
     return hnn.RmsNorm.init(Over, eps=config.rms_norm_eps, use_bias=False, dtype=jnp.float32)
 

@@ -174,7 +174,7 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
         window=config.attention.window if SLIDING in types else None,
         layer_types=tuple(types) if SLIDING in types else None,
     )
-    has_mlp = any(not spec.sparse for spec in config.kinds)
+    has_mlp = any(not spec.sparse for spec in config.kinds.values())
     return dataclasses.replace(config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None)
 
 

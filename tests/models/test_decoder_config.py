@@ -1,6 +1,6 @@
 """Configs of decoders: axes, checks and defaults."""
 
-import collections
+import dataclasses
 from typing import Any, get_args, get_type_hints
 
 import draccus
@@ -49,7 +49,18 @@ def test_layers_may_be_of_several_kinds():
     assert config.pattern == ("dense", *["sparse"] * 2, *["sliding_sparse"] * 3, "sliding_dense")
     assert not config.layer(6).sparse and config.layer(6).window == 16
     assert config.layers_of("sliding_sparse") == [3, 4, 5]
-    assert {kind.name: count for kind, count in config.kinds.items()} == collections.Counter(config.pattern)
+    assert [*config.kinds] == [*dict.fromkeys(config.pattern)]
+
+
+def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(monkeypatch):
+    own, windows = DecoderConfig.layer, (16, 8, 16, None)
+    layer = lambda config, number: dataclasses.replace(own(config, number), window=windows[number])  # noqa: E731
+    monkeypatch.setattr(Qwen3Config, "layer", layer)
+    config, Vocab = Qwen3Config(), Axis("vocab", 9)
+    assert config.pattern == ("sliding_dense", "sliding_dense_2", "sliding_dense", "dense")
+    layers = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0)).layers
+    found = {name: stack.stacked.attention.spec.window for name, stack in layers.stacks.items()}
+    assert found == {"sliding_dense": 16, "sliding_dense_2": 8, "dense": None}
 
 
 @pytest.mark.parametrize(

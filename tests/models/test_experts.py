@@ -49,7 +49,7 @@ def test_a_router_may_compute_in_float32(lora):
     config = Qwen3MoeConfig(8, 1, 2, 1, experts=sizes, compute_dtype="bfloat16")
 
     def init(*, key):
-        layer = DecoderLayer.init(config, next(iter(config.kinds)), key=key)
+        layer = DecoderLayer.init(config, next(iter(config.kinds.values())), key=key)
         return apply_lora(layer, LoraConfig(2, targets=("mlp.router",)), key=key) if lora else layer
 
     layer = random_weights(init, spread=0.7)

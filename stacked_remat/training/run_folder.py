@@ -74,9 +74,8 @@ class RunFolder:
             accept_changes: also open the folder of a run of another config, even if that run is finished.
 
         Raises:
-            FileExistsError: the folder has a finished run, or results without a config.
-            ConfigError: the folder has a run of another config (the message names the keys that differ), or
-                one whose config can't be read.
+            FileExistsError: the folder has a finished run, or files and no config.
+            ConfigError: it has a run of another config (the message names the keys), or an unreadable config.
         """
         folder = RunFolder(root)
         if overwrite:
@@ -101,12 +100,7 @@ class RunFolder:
 
     def _check(self, config: Mapping[str, Any], accept_changes: bool) -> None:
         if not self.config.exists():
-            if self._results():
-                raise FileExistsError(
-                    f"{self.root} has results of an earlier run "
-                    f"({', '.join(path.name for path in self._results())}) but no config. {_WAYS_OUT}"
-                )
-            return
+            return _check_empty(self.root)
         changes = config_changes(read_config_file(str(self.config)), config)
         if changes and not accept_changes:
             lines = "\n  ".join(changes)
@@ -135,16 +129,24 @@ _WAYS_OUT = (
 )
 
 
+def _check_empty(root: Path) -> None:
+    if others := sorted({path.name for path in root.glob("*")} - {_LOCK, ".config.yaml.unfinished"}):
+        raise FileExistsError(
+            f"{root} has files and no run, which has {_LOCK} and config.yaml: {shortened(others, most=3)}. "
+            f"Give this run a folder of its own with --trainer.run_dir."
+        )
+
+
 @contextlib.contextmanager
 def lock_run_folder(root: Path) -> Iterator[None]:
-    """Locks a run's folder, which is made if needed. The system releases the lock of a process that dies.
-
-    Does nothing on file systems without locks.
+    """Makes a run's folder if needed, and locks it where the file system can, while this process lives.
 
     Raises:
-        FileExistsError: another process has locked it.
+        FileExistsError: another process has locked it, or it has files and no lock: it is no run's.
     """
     root.mkdir(parents=True, exist_ok=True)
+    if not (root / _LOCK).exists():
+        _check_empty(root)
     with (root / _LOCK).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -114,3 +114,24 @@ def test_one_process_locks_a_folder_until_it_is_done(tmp_path):
         pass
     with lock_run_folder(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.yaml"])
+def test_a_folder_of_something_else_is_refused_and_stays(tmp_path, file):
+    (tmp_path / file).touch()
+    for _ in range(2):
+        refused = pytest.raises(FileExistsError, match=f"no run.*: {file}. .*--trainer.run_dir")
+        with refused, lock_run_folder(tmp_path):
+            RunFolder.open(tmp_path, CONFIG, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_a_start_that_was_killed_early_starts_again_and_takes_no_files_that_came_since(tmp_path):
+    with lock_run_folder(tmp_path):
+        (tmp_path / ".config.yaml.unfinished").write_text("half")
+    with lock_run_folder(tmp_path):
+        RunFolder.open(tmp_path, CONFIG).config.unlink()
+        (tmp_path / "text.txt").touch()
+        with pytest.raises(FileExistsError, match="no run.*: text.txt. "):
+            RunFolder.open(tmp_path, CONFIG)
+        RunFolder.open(tmp_path, CONFIG, overwrite=True)

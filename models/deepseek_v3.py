@@ -47,8 +47,7 @@ class DeepseekV3Config(SparseDecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = ("num_groups", "groups_per_token", "gate_scale", "shared_experts")
-        check_positive("model", self, *sizes)
+        check_positive("model", self, "num_groups", "groups_per_token", "gate_scale", "shared_experts")
         check_choices("model", self)
         members = self.experts.num_experts // self.num_groups
         if self.experts.num_experts % self.num_groups or self.num_groups > 1 > members - 1:
@@ -62,8 +61,7 @@ class DeepseekV3Config(SparseDecoderConfig):
             raise ValueError("Leave model.attention.head_dim out: model.latent gives the width of heads.")
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
-                f"model.num_kv_heads = {self.num_kv_heads} must be model.num_heads = {self.num_heads} in "
-                f"latent attention."
+                f"model.num_kv_heads must be model.num_heads = {self.num_heads}, got {self.num_kv_heads}."
             )
 
     @property
@@ -105,8 +103,8 @@ def _read_prefix(given: hf.ConfigFields, found: hf.Found) -> None:
 
 
 def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
-    heads = {"num_key_value_heads": config.num_heads}
-    return {"first_k_dense_replace": len(config.experts.dense_layers), **heads}
+    dense = len(config.experts.dense_layers)
+    return {"first_k_dense_replace": dense, "num_key_value_heads": config.num_heads}
 
 
 FIELDS = {

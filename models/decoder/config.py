@@ -45,11 +45,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         check_choices("model.attention", self)
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"model.attention.window must be at least 1 position, got {self.window}; null lets every "
-                f"position see all before it."
-            )
+        check_positive("model.attention", self, "window")
         if self.layer_types and (SLIDING in self.layer_types) != (self.window is not None):
             raise ValueError(
                 "model.attention.window is of layers of the type sliding_attention. Give both, or leave "
@@ -130,10 +126,7 @@ class ExpertsConfig:
         for name in ("load_balance_weight", "z_loss_weight"):
             weight = getattr(self, name)
             if weight is not None and not 0 <= weight < math.inf:
-                raise ValueError(
-                    f"model.experts.{name} must not be negative or infinite, got {weight}; 0 turns the loss "
-                    f"off."
-                )
+                raise ValueError(f"model.experts.{name} must not be negative or infinite, got {weight}.")
         check_choices("model.experts", self)
 
     @property

@@ -66,7 +66,7 @@ def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(monk
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (AttentionConfig, {"window": 0}, "model.attention.window must be at least 1 position, got 0"),
+        (AttentionConfig, {"window": 0}, "model.attention.window must be positive, got 0"),
         (AttentionConfig, {"layer_types": (SLIDING,)}, "model.attention.window is of layers of the type"),
         (AttentionConfig, {"window": 3, "layer_types": (FULL,)}, "Give both, or leave model.attention"),
         (Qwen3MoeConfig, {"num_kv_heads": 3}, "num_heads = 4 must be a multiple of model.num_kv_heads = 3"),

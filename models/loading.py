@@ -143,7 +143,6 @@ def find_model(
         step: of the run's checkpoint; the latest if not given.
         dtype: in which to compute; the one that the run or the folder's `config.json` names if not given.
         tokenizer: replaces the model's own.
-
     """
     root, base, adapters = model_folder(name), None, None
     if (root / _CHECKPOINTS).is_dir():
@@ -151,11 +150,14 @@ def find_model(
     if step is not None:
         raise ConfigError(f"--step has no effect with {name}, which is no run folder. Leave it out.")
     if (root / ADAPTER_CONFIG).is_file() and not (root / "config.json").is_file():
-        adapters, base = root, read_json(root / ADAPTER_CONFIG).get("base_model_name_or_path")
+        adapters, settings = root, read_json(root / ADAPTER_CONFIG)
+        base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
         if not isinstance(base, str):
             raise WeightsError(
                 f"{root / ADAPTER_CONFIG} has no base_model_name_or_path: name the model there."
             )
+        if revision is not None and not Path(base).expanduser().is_dir():
+            base = f"{base}@{revision}"
         root = model_folder(base)
     config, rows = read_hf_config(root)
     fields = read_json(root / "config.json")
@@ -190,28 +192,19 @@ def _of_run(run_dir: Path, step: int | None, dtype: Dtype | None, tokenizer: str
     if config.trainer.streaming:
         state = state_shapes(config)
         weights = state.trained if config.lora is None else state.frozen
-    root, result = None, run_dir / "result.json"
-    if config.initialize_from_hf is not None:
+    root, base, result = None, config.initialize_from_hf, run_dir / "result.json"
+    figures = read_json(result) if step is None and result.is_file() else {}
+    if base is not None:
         with contextlib.suppress(FileNotFoundError, WeightsError):
-            root = model_folder(config.initialize_from_hf, weights=False)
+            root = model_folder(base, weights=False)
 
     def read(partitioning: Partitioning | None) -> Decoder:
         like = _like(run_dir, config, step, partitioning)
         trained = load_checkpoint(run_dir / _CHECKPOINTS, like.trained, step=step, part="trained")
         return eqx.combine(trained, like.frozen)
 
-    return FoundModel(
-        config.model,
-        config.Vocab,
-        tokens,
-        tokenizer,
-        read,
-        root,
-        config.initialize_from_hf,
-        config,
-        read_json(result) if step is None and result.is_file() else {},
-        weights,
-    )
+    model, rows = config.model, config.Vocab
+    return FoundModel(model, rows, tokens, tokenizer, read, root, base, config, figures, weights)
 
 
 def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:

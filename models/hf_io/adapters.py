@@ -13,26 +13,26 @@ from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
 from models.hf_io.decoder_weights import tensor_maps
 from models.hf_io.formats import format_of
+from models.hf_io.safetensors_folder import WeightsError
 from models.hf_io.stacked_weights import ExpertsTensor
-from stacked_remat.lora import (
-    PeftNames,
-    PeftParameter,
-    load_peft,
-    peft_tensor_names,
-    save_peft,
-)
+from stacked_remat.lora import PeftNames, PeftParameter, load_peft, peft_tensor_names, save_peft
 
 
 def save_adapters(folder: Path, model: Decoder, *, base_model: str | None = None) -> None:
     """Writes the adapters of `model` for PEFT; see `stacked_remat.lora.save_peft`."""
-    save_peft(folder, model, peft_names(model.config), base_model=base_model, task_type="CAUSAL_LM")
+    try:
+        save_peft(folder, model, peft_names(model.config), base_model=base_model, task_type="CAUSAL_LM")
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
 
 
 def load_adapters(model: Decoder, folder: Path) -> Decoder:
     """The model with the adapters in `folder`, in either layout of experts."""
-    tensors = peft_tensor_names(folder)
-    is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in tensors)
-    return load_peft(model, folder, peft_names(model.config, "separate" if is_separate else "fused"))
+    try:
+        is_separate = any(re.search(r"\.experts\.\d+\.", name) for name in peft_tensor_names(folder))
+        return load_peft(model, folder, peft_names(model.config, "separate" if is_separate else "fused"))
+    except (ValueError, re.error) as error:  # a pattern of modules may be no pattern
+        raise WeightsError(f"The adapters in {folder} can't be used: {error}") from error
 
 
 def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "fused") -> PeftNames:

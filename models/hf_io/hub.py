@@ -55,21 +55,16 @@ def _fetched(
     name: str, repository: str, revision: str, patterns: Sequence[str], files: Sequence[str] = ()
 ) -> Path:
     """The folder, with the files at its top that match patterns, and with other files."""
-    import huggingface_hub
-    import huggingface_hub.errors
+    from huggingface_hub import errors, snapshot_download
 
     try:
-        found = huggingface_hub.snapshot_download(
+        found = snapshot_download(
             repository,
             revision=revision or None,
             allow_patterns=[*patterns, *files],
             ignore_patterns=[f"*/{pattern}" for pattern in patterns],
         )
-    except (
-        huggingface_hub.errors.HFValidationError,
-        huggingface_hub.errors.HfHubHTTPError,
-        huggingface_hub.errors.LocalEntryNotFoundError,
-    ) as error:
+    except (errors.HFValidationError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise WeightsError(
             f"{name} is not a folder here, and it could not be fetched from the Hugging Face Hub: "
             f"{str(error).rstrip('.')}. Check the name, the network, and `hf auth login` for gated models."

@@ -101,11 +101,7 @@ class LoraLinear(eqx.Module):
 
     @property
     def weight(self) -> Any:
-        """Raises an error, because the adapter is not part of the wrapped weight.
-
-        Raises:
-            AttributeError: always.
-        """
+        """Raises AttributeError, because the adapter is not part of the wrapped weight."""
         raise AttributeError(
             "A LoraLinear has no single weight. Call it, use `wrapped.weight`, which lacks the adapter, or "
             "merge with `merge_lora`. A linear whose weight is used directly, such as a head in a chunked "
@@ -202,6 +198,7 @@ def lora_linears(model: Any) -> dict[str, hnn.Linear | eqx.nn.Linear | LoraLinea
 
 def axes_of(linear: Any) -> tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]]:
     """The axes of the stacks around a linear, of its input and of its output; a plain one gets names."""
+    linear = linear.wrapped if isinstance(linear, LoraLinear) else linear
     if not isinstance(linear, hnn.Linear):
         *stack, wide, narrow = linear.weight.shape
         Stack = tuple(Axis(f"stack_{number}", size) for number, size in enumerate(stack))
@@ -219,12 +216,13 @@ def arranged(array: NamedArray | Array, *axes: Axis) -> NamedArray:
 def named_adapter(node: LoraLinear) -> tuple[NamedArray, NamedArray]:
     """A `[Stack, In, lora_rank]` and B `[Stack, lora_rank, Out]`."""
     rank = node.a.axis_size(RANK_AXIS) if isinstance(node.a, NamedArray) else node.a.shape[-1]
-    (Stack, In, Out), Rank = axes_of(node.wrapped), Axis(RANK_AXIS, rank)
+    (Stack, In, Out), Rank = axes_of(node), Axis(RANK_AXIS, rank)
     return arranged(node.a, *Stack, *In, Rank), arranged(node.b, *Stack, Rank, *Out)
 
 
 def lora_linear(linear: Any, a: NamedArray, b: NamedArray, scale: float) -> LoraLinear:
-    """The linear with an adapter, of plain arrays if it is plain itself."""
+    """The linear with this adapter in place of its own, of plain arrays if it is plain itself."""
+    linear = linear.wrapped if isinstance(linear, LoraLinear) else linear
     is_named = isinstance(linear, hnn.Linear)
     return LoraLinear(linear, a if is_named else a.array, b if is_named else b.array, scale)
 

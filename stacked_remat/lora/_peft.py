@@ -15,15 +15,7 @@ from jaxtyping import DTypeLike
 
 from .._files import import_safetensors, opened_safetensors, replaced_whole, written_safetensors
 from .._messages import entry_problems, float_problems
-from ._adapter import (
-    LINEARS,
-    RANK_AXIS,
-    LoraLinear,
-    axes_of,
-    lora_linear,
-    lora_linears,
-    named_adapter,
-)
+from ._adapter import LINEARS, RANK_AXIS, LoraLinear, axes_of, lora_linear, lora_linears, named_adapter
 from ._paths import map_modules
 from ._peft_config import CONFIG_FILE, PeftSettings, adapter_file, describe
 from ._peft_layout import PREFIX, Pair, PeftParameter, Target, Where, find_targets, tensor_keys
@@ -54,7 +46,7 @@ def save_peft(
         folder: is created if needed.
         model: a model with adapters.
         names: the name of each linear in Hugging Face's model, adapted or not.
-        base_model: name or folder of the base model, for PEFT's config.
+        base_model: name (`owner/model`, `owner/model@revision`) or folder of the base, for PEFT's config.
         task_type: selects PEFT's class around the model, such as `CAUSAL_LM`; None for the generic one.
 
     Raises:
@@ -150,12 +142,8 @@ def _targets(linears: Mapping[str, Any], names: PeftNames) -> dict[str, Target]:
 
 def _sizes(linear: Any) -> tuple[tuple[int, ...], int, int]:
     """The sizes of the stacks around a linear, and how many inputs and outputs it has."""
-    Stack, In, Out = axes_of(_wrapped(linear))
+    Stack, In, Out = axes_of(linear)
     return tuple(axis.size for axis in Stack), axis_size(In), axis_size(Out)
-
-
-def _wrapped(linear: Any) -> Any:
-    return linear.wrapped if isinstance(linear, LoraLinear) else linear
 
 
 def _pairs(path: str, linear: Any) -> Iterator[tuple[Where, Pair]]:
@@ -181,12 +169,12 @@ def _with_adapter(path: str, linear: Any, pairs: Mapping[Where, Pair], dtype: DT
         a[index][:, : pair.a.shape[0]] = pair.a.T
         b[index][: pair.a.shape[0]] = pair.b.T
         b[index] *= pair.scale / scale
-    (Stack, In, Out), Rank = axes_of(_wrapped(linear)), Axis(RANK_AXIS, rank)
+    (Stack, In, Out), Rank = axes_of(linear), Axis(RANK_AXIS, rank)
     of_a, of_b = (
         NamedArray(jnp.asarray(array.reshape([axis.size for axis in axes]), dtype), axes)
         for array, axes in ((a, (*Stack, *In, Rank)), (b, (*Stack, Rank, *Out)))
     )
-    return lora_linear(_wrapped(linear), of_a, of_b, scale)
+    return lora_linear(linear, of_a, of_b, scale)
 
 
 def _adapted(targets: Mapping[str, Target], settings: PeftSettings, keys: set[str]) -> dict[str, Target]:

@@ -15,33 +15,27 @@ from ._peft_layout import Pair, PeftParameter, Target
 
 CONFIG_FILE = "adapter_config.json"
 
-# Fields that change the arithmetic in ways that LoraLinear does not support, and the values for off.
-_UNSUPPORTED = {
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "use_bdlora": (None,),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "layer_replication": (None, []),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change base weights
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-    "alora_invocation_tokens": (None, []),
+# Fields that change the arithmetic in ways that LoraLinear does not support, unless they are off.
+_UNSUPPORTED = (
+    "use_dora use_qalora use_bdlora lora_bias fan_in_fan_out modules_to_save trainable_token_indices "
+    "layer_replication arrow_config kasa_config monteclora_config alora_invocation_tokens".split()
+)
+_SUPPORTED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change base weights
 }
 # With one of these, the tensors decide which layers have adapters.
 _NARROWING = ("layers_to_transform", "exclude_modules")
-_READ = "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules target_parameters".split()
+_READ = {"r": int, "lora_alpha": (int, float), "rank_pattern": dict, "alpha_pattern": dict}
+_READ |= {"use_rslora": bool, "target_modules": (str, list), "target_parameters": list}
 # Names, and how the adapters were trained: no effect on the arithmetic in evaluation.
 _WITHOUT_EFFECT = (
     "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config inference_mode "
-    "layers_pattern loftq_config lora_dropout lora_ga_config megatron_config megatron_core peft_type "
+    "layers_pattern loftq_config lora_dropout lora_ga_config megatron_config megatron_core "
     "peft_version qalora_group_size revision runtime_config task_type velora_config".split()
 )
-_KNOWN = {*_UNSUPPORTED, *_NARROWING, *_READ, *_WITHOUT_EFFECT}
+_KNOWN = {*_UNSUPPORTED, *_SUPPORTED, *_NARROWING, *_READ, *_WITHOUT_EFFECT}
 
 
 @dataclass(frozen=True)
@@ -54,11 +48,13 @@ class PeftSettings:
     def read(folder: Path) -> "PeftSettings":
         """Read the file in `folder`; an unknown field that is not off gives a warning."""
         path = adapter_file(folder, CONFIG_FILE)
-        entries = read_json_fields(path)
+        entries = {name: value for name, value in read_json_fields(path).items() if value is not None}
         refused = [
-            f"{name} = {reprlib.repr(entries[name])}"
-            for name, neutral in {"peft_type": ("LORA",), **_UNSUPPORTED}.items()
-            if name in entries and entries[name] not in neutral
+            f"{name} = {reprlib.repr(value)}"
+            for name, value in entries.items()
+            if (value and name in _UNSUPPORTED)
+            or value not in _SUPPORTED.get(name, (value,))
+            or not isinstance(value, _READ.get(name, object))
         ]
         if refused:
             raise ValueError(f"{path} has settings that are not supported: {', '.join(refused)}.")
@@ -116,6 +112,8 @@ def describe(
     """The fields of the file for adapters of some of the targets."""
     ranks = {name: tensor.a.shape[0] // targets[name].parameter.size for name, tensor in tensors.items()}
     kinds = {name: (rank, tensors[name].scale * rank) for name, rank in ranks.items()}
+    base = base_model or ""
+    name, _, revision = (base, "", "") if Path(base).expanduser().is_dir() else base.partition("@")
     ((rank, alpha), _), *_ = collections.Counter(kinds.values()).most_common()
     others = [name for name in targets if name not in tensors]
     parameters = [name for name in tensors if targets[name].parameter.parameter]
@@ -123,12 +121,11 @@ def describe(
     entries: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": task_type,
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": name or None,
+        "revision": revision or None,
         "inference_mode": True,
         "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
+        **dict.fromkeys(("fan_in_fan_out", "use_rslora", "use_dora"), False),
         "lora_dropout": 0.0,
         "r": rank,
         "lora_alpha": _integral(alpha),

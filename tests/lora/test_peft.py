@@ -80,7 +80,7 @@ def rewrite(folder, change=None, **settings):
 
 @pytest.fixture
 def saved(tmp_path):
-    save_peft(tmp_path / "made", adapted(), names, base_model="some/model")
+    save_peft(tmp_path / "made", adapted(), names, base_model="some/model@v1")
     return tmp_path / "made"
 
 
@@ -113,6 +113,7 @@ def test_the_layout_of_the_files(saved):
     np.testing.assert_array_equal(b.reshape(8, 2, 3)[:, :, 2], up.b.array[1, 2].T)
     config = json.loads((saved / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == "some/model"
+    assert config["revision"] == "v1"
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (2, 3, {})
     assert config["target_modules"] == ["o_proj", "q_proj"]
     assert config["target_parameters"] == ["experts.down_proj", "experts.up_proj"]
@@ -225,6 +226,7 @@ def test_the_tensors_may_decide_which_layers_are_adapted(saved):
         ({"bias": "all", "modules_to_save": ["lm_head"]}, r"bias = 'all', modules_to_save = \['lm_head'\]"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4'"),
+        ({"r": "two", "target_modules": 5}, "r = 'two', target_modules = 5"),
         ({"arrow_config": {"top_k": 2}}, "arrow_config = "),
     ],
 )

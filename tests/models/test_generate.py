@@ -122,6 +122,23 @@ def test_adapters_are_found_with_their_base(spoken, tmp_path):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+def test_adapters_that_cannot_be_used_are_named(spoken, tmp_path):
+    adapted = with_trained_adapters(find_model(str(spoken), dtype="float32").load(), LoraConfig(2))
+    save_adapters(tmp_path, adapted, base_model=str(spoken))
+    path = tmp_path / "adapter_config.json"
+    fields = json.loads(path.read_text())
+    fitting = "r = 'two'", "use_dora = True", "do not fit the model", "nothing to repeat", "truncated"
+    changes = {"r": "two"}, {"use_dora": True}, {"r": 3}, {"target_modules": "*.q_proj"}, {}
+    for change, message in zip(changes, fitting, strict=True):
+        path.write_text(json.dumps(fields | change))
+        if not change:
+            os.truncate(tmp_path / "adapter_model.safetensors", 1000)
+        status, shown = generate("--model", tmp_path, "--prompt", "ab")
+        assert status == 1 and f"The adapters in {tmp_path} can't be used" in shown and message in shown
+    with pytest.raises(WeightsError, match="no adapters to save"):
+        save_adapters(tmp_path, merge_lora(adapted))
+
+
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_an_interrupted_text_stays_shown(finished, monkeypatch, name, status):
     def interrupted(*args, **options):

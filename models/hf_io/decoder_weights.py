@@ -27,13 +27,7 @@ from models.decoder.decoder import Decoder
 from models.decoder.layers import Norm
 from models.hf_io.formats import HfFormat, config_to_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, write_safetensors
-from models.hf_io.stacked_weights import (
-    ExpertsTensor,
-    TensorMap,
-    check_tensors,
-    pending_tensors,
-    read_array,
-)
+from models.hf_io.stacked_weights import ExpertsTensor, TensorMap, check_tensors, pending_tensors, read_array
 from stacked_remat import ScanCheckpointSpec, StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
 

@@ -5,9 +5,10 @@ Opening a folder reads the headers; tensors are read one at a time. Files are no
 """
 
 import json
+import mmap
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,13 +33,9 @@ class WeightsError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file; raises WeightsError if it can't be read, or is not a JSON object."""
+    """The fields of a JSON file; raises WeightsError if it is not a JSON object."""
     try:
         return read_json_fields(path)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise WeightsError(f"{path} can't be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise WeightsError(str(error)) from error
 
@@ -94,6 +91,7 @@ class StoredTensor:
     """A tensor in a safetensors file, from its first byte on, as the file's header describes it."""
 
     path: Path
+    mapped: mmap.mmap = field(repr=False)
     offset: int
     shape: tuple[int, ...]
     dtype: str
@@ -101,10 +99,11 @@ class StoredTensor:
     def view(self) -> Shaped[np.ndarray, "..."]:
         """The tensor, of which only what is used is read."""
         try:
-            if 0 in self.shape:
-                return np.zeros(self.shape, _DTYPES[self.dtype])
-            return np.asarray(np.memmap(self.path, _DTYPES[self.dtype], "r", self.offset, self.shape))
-        except (OSError, ValueError, KeyError) as error:
+            if self.mapped.size() < len(self.mapped):
+                raise ValueError("it was truncated")
+            self.mapped.madvise(mmap.MADV_DONTNEED)  # else all that was read counts as the process's memory
+            return np.ndarray(self.shape, _DTYPES[self.dtype], self.mapped, self.offset)
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise WeightsError(f"{self.path} can't be read ({error}). Fetch or save it again.") from error
 
 
@@ -117,9 +116,10 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
     with opened_safetensors(path, WeightsError), path.open("rb") as file:  # which checks the header
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     header.pop("__metadata__", None)
     return {
-        name: StoredTensor(path, 8 + size + one["data_offsets"][0], tuple(one["shape"]), one["dtype"])
+        name: StoredTensor(path, mapped, 8 + size + one["data_offsets"][0], tuple(one["shape"]), one["dtype"])
         for name, one in header.items()
     }
 
@@ -187,4 +187,7 @@ def weight_files(root: Path) -> list[str]:
 
 def _weight_map(root: Path) -> dict[str, str]:
     """The file of every tensor by the index; empty without an index."""
-    return read_json(root / INDEX).get("weight_map", {}) if (root / INDEX).is_file() else {}
+    files = read_json(root / INDEX).get("weight_map", {}) if (root / INDEX).is_file() else {}
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise WeightsError(f"weight_map in {root / INDEX} is not the file of each tensor. Fetch it again.")
+    return files

@@ -5,6 +5,7 @@ import errno
 import json
 import random
 import resource
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ def test_the_file_size_decides_the_number_of_files(tmp_path):
     assert index["metadata"]["total_size"] == 64
 
 
-def test_a_header_is_read_once_and_entries_of_any_dtype_alone(tmp_path, monkeypatch):
+def test_a_file_is_opened_once_and_entries_of_any_dtype_alone(tmp_path, monkeypatch):
     dtypes = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
     arrays = {name: np.arange(24).reshape(2, 3, 4).astype(name) for name in dtypes}
     arrays["bfloat16"] = np.arange(24).reshape(2, 3, 4).astype(jnp.bfloat16)
@@ -62,21 +63,33 @@ def test_a_header_is_read_once_and_entries_of_any_dtype_alone(tmp_path, monkeypa
         opened[path] += 1
         return real(path, *args)
 
+    def count(event, args):
+        if event == "open" and str(args[0]).startswith(str(tmp_path / "x" / "model-")):
+            opened[f"{args[0]} by Python"] += 1
+
     monkeypatch.setattr(safetensors, "safe_open", counted)
+    sys.addaudithook(count)
     folder = SafetensorsFolder.open(tmp_path / "x")
     for name, array in arrays.items():
         for at in ((), (1,), (1, 2), (0, 1, 3)):
             found = folder.read(name, at)
             assert found.dtype == array.dtype
             np.testing.assert_array_equal(found, array[at])
-    assert set(opened.values()) == {1}
+    files = {stored.path for stored in folder.stored.values()}
+    assert opened == {**dict.fromkeys(files, 1), **{f"{path} by Python": 1 for path in files}}
     path = folder.stored["float64"].path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(WeightsError, match="can't be read .*Fetch or save it again"):
         folder.read("float64")
-    path.unlink()
-    with pytest.raises(WeightsError, match=f"{path.name} can't be read .*No such file"):
-        folder.read("float64")
+
+
+@pytest.mark.parametrize("files", [[], None, {"a": 5}], ids=str)
+def test_an_index_without_the_files_of_tensors_is_named(tmp_path, files):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(
+        WeightsError, match=f"weight_map in {tmp_path / INDEX} is not the file of each tensor"
+    ):
+        SafetensorsFolder.open(tmp_path)
 
 
 def test_nothing_is_overwritten(tmp_path):

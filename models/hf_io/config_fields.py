@@ -55,26 +55,34 @@ class ConfigFields:
     """The fields of a `config.json`; reading one removes it, so that the unknown ones are left over.
 
     A field that is absent or null has its default.
+
+    Attributes:
+        read: the values that were read since this was emptied.
     """
 
     def __init__(self, document: Mapping[str, Any]):
-        self._left = dict(document)
+        self._left, self.read = dict(document), {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
-    def __call__(self, name: str, default: Any = None) -> Any:
-        """The field, or its default."""
+    def __call__(self, name: str, default: Any = None, kind: Any = None) -> Any:
+        """The field, which has the type `kind` or that of its default, or the default."""
         value = self._left.pop(name, None)
-        return default if value is None else value
+        if value is None:
+            return default
+        self.read[name], kind = value, kind or (object if default is None else type(default))
+        if not isinstance(value, (int, float) if kind is float else kind):
+            raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}.")
+        return value
 
     def only(self, name: str, supported: Any) -> None:
         """Raises ValueError for a field that has another value than the only one that is supported."""
-        value = self(name, supported)
-        if value != supported:
+        value = self(name)
+        if value not in (None, supported):
             raise ValueError(f"{name} is {shown(value)}; only {supported!r} is supported.")
 
-    def check_left(self, model_type: str) -> None:
+    def check_left(self, model_type: str, place: str) -> None:
         """Refuses fields that change the model and were not read, and warns of others that are unknown."""
         left = {name: value for name, value in self._left.items() if value not in (None, False, [], {})}
         for name in sorted(left.keys() & _MUST_BE_ONE):
@@ -84,8 +92,8 @@ class ConfigFields:
         known = _WITHOUT_EFFECT | _MUST_BE_ONE | _MUST_BE_OFF
         if unknown := [printable(name) for name in sorted(left.keys() - known)]:
             warnings.warn(
-                f"{shortened(unknown)}: unknown fields of a {model_type} decoder, which are not used. Check "
-                f"that they do not change what the model computes.",
+                f"{place} has {shortened(unknown)}: unknown fields of a {model_type} decoder, which are not "
+                f"used. Check that they do not change what the model computes.",
                 stacklevel=3,
             )
 
@@ -114,7 +122,8 @@ def attribute(
     """
 
     def read(name: str, given: ConfigFields, found: Found) -> None:
-        values = [value for one in (name, *aliases) if (value := given(one)) is not None]
+        kind = int if default is ... else object  # of sizes, which other entries need
+        values = [value for one in (name, *aliases) if (value := given(one, kind=kind)) is not None]
         if not values and default is ...:
             raise ValueError(f"{name} is missing.")
         usual = found[default] if isinstance(default, str) else default
@@ -169,7 +178,7 @@ def rope(
         whole, of_windows = of_kinds["full_attention"], of_kinds.get("sliding_attention", {})
         base = whole.get("rope_theta", given("rope_theta", theta))
         found["rotary.theta"], found["rotary.max_position_embeddings"] = base, length
-        found["rotary.scaling"] = _scaling(given("rope_scaling") or whole or scaling, length)
+        found["rotary.scaling"] = _scaling(given("rope_scaling", {}) or whole or scaling, length)
         if local is not None:
             found[local] = of_windows.get("rope_theta", given("rope_local_base_freq", 10_000.0))
         is_another = local is None and of_windows.get("rope_theta", base) != base

@@ -1,13 +1,14 @@
 """The registry of architectures in Hugging Face's formats; the file of each registers it."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from models.decoder.config import SLIDING, DecoderConfig
-from models.hf_io.config_fields import ConfigFields, FieldTable, Found, layer_types
+from models.hf_io.config_fields import ConfigFields, FieldTable, Found, attribute, layer_types
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat._messages import shortened, shown
@@ -88,21 +89,24 @@ def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
     """The architecture of a folder in Hugging Face's format, and the number of rows of its embedding."""
     path = root / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"There is no config.json in {root}; it describes the weights beside it.")
+        raise FileNotFoundError(
+            f"There is no config.json in {root}; it describes the weights beside it. If the folder is a run "
+            f"or adapters, export it first with models.export_hf."
+        )
     document = read_json(path)
     try:
-        return config_from_hf(document)
-    except (ValueError, TypeError, AttributeError) as error:  # a field may be of any type
+        return config_from_hf(document, str(path))
+    except ValueError as error:
         raise WeightsError(f"{path} can't be used: {error}") from error
 
 
-def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
+def config_from_hf(document: Mapping[str, Any], place: str = "config.json") -> tuple[DecoderConfig, int]:
     """The architecture that a `config.json` describes, and its vocabulary's size.
 
     A field that is not known gives a warning; one that is missing or has an unsupported value, a ValueError.
     """
     given, found = ConfigFields(document), Found()
-    model_type = given("model_type")
+    model_type = given("model_type", "")
     if model_type not in _FORMATS:
         raise ValueError(f"model_type is {shown(model_type)}; {', '.join(sorted(_FORMATS))} are read.")
     known = _FORMATS[model_type]
@@ -110,10 +114,18 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     if method not in ("none", *known.quant_methods):  # the tensors say which of them are quantized
         supported = " or ".join(map(repr, known.quant_methods)) or "None"
         raise ValueError(f"quant_method is {shown(method)}; only {supported} is supported.")
-    vocab_size = int(given("vocab_size"))
-    for name, entry in known.fields.items():
-        entry.read(name, given, found)
-    given.check_left(model_type)
+    names: dict[str, str] = {}  # of fields, by the path of the attribute that has its value
+    for name, entry in {"vocab_size": attribute("vocab_size"), **known.fields}.items():
+        given.read, before = {}, len(found)
+        try:
+            entry.read(name, given, found)
+        except (ArithmeticError, AttributeError, TypeError) as error:  # of zeros, and of values in sections
+            values = ", ".join(f"{one} is {shown(value)}" for one, value in given.read.items())
+            raise ValueError(f"{values}: this can't be used ({error}).") from error
+        new = [*found.items()][before:]
+        names |= {path: one for one, own in given.read.items() for path, value in new if value is own}
+    given.check_left(model_type, place)
+    vocab_size = found.pop("vocab_size")
     tree: dict[str, Any] = {}
     for path, value in found.items():
         section, _, own = path.rpartition(".")
@@ -121,7 +133,10 @@ def config_from_hf(document: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     try:
         return decode_config(known.config_class, tree, "in config.json"), vocab_size
     except ConfigError as error:
-        raise ValueError(str(error)) from error
+        text = re.sub(
+            r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)", lambda at: names.get(at[1], at[0]), str(error)
+        )
+        raise ValueError(text) from error
 
 
 def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[str, Any]:
@@ -146,6 +161,9 @@ def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[
 
 def differing_fields(path: str, config: object, found: object) -> list[str]:
     """A line for each field in which two configs differ, but for those that a run decides."""
+    if isinstance(config, DecoderConfig) and type(config) is not type(found):
+        own, other = (DecoderConfig.get_choice_name(type(one)) for one in (config, found))
+        return [f"{path}.type: {own} in the config, {other} in the folder"]
     if type(config) is not type(found) or not dataclasses.is_dataclass(config):
         same = config == found
         return [] if same else [f"{path}: {config!r} in the config, {found!r} in the folder"]

@@ -11,6 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 from models.hf_io.formats import config_to_hf
 from models.hf_io.hub import model_folder
 from models.hf_io.safetensors_folder import WeightsError
+from models.loading import find_model
 from models.qwen3 import Qwen3Config
 from models.run_config import LmRunConfig
 
@@ -86,6 +87,14 @@ def test_a_config_from_the_hub_is_read_without_the_weights(asked, tmp_path):
     config = LmRunConfig(initialize_from_hf="owner/model").resolved()
     assert config.vocab_size == 300 and config.model.num_layers == 1
     assert asked == {("owner/model", None)}
+
+
+def test_the_base_of_adapters_has_the_revision_that_they_name(asked, tmp_path):
+    base = {"base_model_name_or_path": "owner/base", "revision": "v1"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(base))
+    with pytest.raises(FileNotFoundError, match="If the folder is a run or adapters, export it first"):
+        find_model(str(tmp_path))
+    assert asked == {("owner/base", "v1")}
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "model", "a/b/c"])

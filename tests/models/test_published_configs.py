@@ -6,7 +6,7 @@ import pytest
 
 import models.architectures as architectures
 from models.decoder.decoder import num_weights
-from models.hf_io.formats import config_from_hf, config_to_hf
+from models.hf_io.formats import config_from_hf, config_to_hf, differing_fields
 from models.hf_io.safetensors_folder import WeightsError
 
 assert architectures  # registers them
@@ -141,6 +141,7 @@ def test_layers_are_what_the_papers_say():
         ("Phi-4", {"rope_scaling": LONGROPE}, "rope_type 'longrope' is not supported"),
         ("Phi-4", {"rope_scaling": LLAMA3}, "model.rotary.scaling is llama3: .* no scaling but longrope"),
         ("Phi-4", {"layer_types": ["full_attention"] * 40}, "layer_types is .*; only None"),
+        ("Gemma 3 1B", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0: this can't be used"),
         ("gpt-oss 20b", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is supported"),
         (
             "OLMo 3 7B",
@@ -156,6 +157,7 @@ def test_what_changes_the_model_and_is_not_implemented_is_refused(name, fields, 
 
 def test_a_decoder_that_an_architecture_lacks_is_not_written():
     config, vocab_size = config_from_hf(PUBLISHED["Llama 3.1 8B"][0])
-    attention = type(config.attention)(window=8)
+    attention, (phi, _) = type(config.attention)(window=8), config_from_hf(PUBLISHED["Phi-4"][0])
+    assert differing_fields("model", config, phi) == ["model.type: llama in the config, phi3 in the folder"]
     with pytest.raises(WeightsError, match="llama can't have this decoder; .* model.attention.window"):
         config_to_hf(type(config)(**{**vars(config), "attention": attention}), vocab_size, dtype="float32")

@@ -1,5 +1,7 @@
 """Configs of Qwen3 to and from Hugging Face's config.json."""
 
+import json
+
 import pytest
 
 from models.decoder.config import AttentionConfig, ExpertsConfig, RotaryConfig
@@ -99,9 +101,21 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
         ({"logit_softcap": 30.0}, "logit_softcap is 30.0; this is not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
-        ({"layer_types": ["linear"] * 4}, "`attention.layer_types.0` in config.json must be .*'linear'"),
+        ({"layer_types": ["linear"] * 4}, "`layer_types.0` in config.json must be .*'linear'"),
         ({"layer_types": ["sliding_attention"] * 4}, "window is of layers of the type sliding_attention"),
-        ({"hidden_size": "wide"}, "`hidden_dim` in config.json must be int, got 'wide'"),
+        ({"hidden_size": "wide"}, "hidden_size must be int, got 'wide'"),
+        ({"num_hidden_layers": "x"}, "num_hidden_layers must be int, got 'x'"),
+        ({"num_key_value_heads": "x"}, "`num_key_value_heads` in config.json must be int, got 'x'"),
+        ({"num_attention_heads": 3}, "num_attention_heads = 3 must be a multiple of num_key_value_heads"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"quantization_config": 5}, "quantization_config must be dict, got 5"),
+        ({"rope_parameters": 5}, "rope_parameters must be dict, got 5"),
+        (
+            {"rope_parameters": {"full_attention": 5}},
+            "rope_parameters is {'full_attention': 5}.*: this can't",
+        ),
+        ({"layer_types": 5}, "layer_types must be list, got 5"),
+        ({"model_type": []}, r"model_type must be str, got \[\]"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),
     ],
@@ -130,10 +144,12 @@ def test_fields_that_published_configs_add_and_the_decoder_has_built_in_are_read
     assert config_from_hf(MOE | dict.fromkeys((*coder, "hidden_act"))) == config_from_hf(MOE)
 
 
-def test_unknown_fields_are_named_in_a_warning():
+def test_unknown_fields_are_named_in_a_warning(tmp_path):
     odd = {"\x1b[2J": 1, "newer": 2}
-    with pytest.warns(UserWarning, match=r"'\\x1b\[2J', newer: unknown fields of a qwen3_moe"):
-        assert config_from_hf(MOE | odd) == config_from_hf(MOE)
+    (tmp_path / "config.json").write_text(json.dumps(MOE | odd))
+    unknown = rf"{tmp_path}/config.json has '\\x1b\[2J', newer: unknown fields of a qwen3_moe"
+    with pytest.warns(UserWarning, match=unknown):
+        assert read_hf_config(tmp_path) == config_from_hf(MOE)
 
 
 @pytest.mark.parametrize(

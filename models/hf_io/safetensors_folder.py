@@ -7,7 +7,7 @@ Opening a folder reads the headers; tensors are read one at a time. Files are no
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -46,12 +46,14 @@ class SafetensorsFolder:
 
     Attributes:
         dtypes: what the format calls the dtype of every tensor: `BF16`, `I64`, ...
+        files: in which the tensors are.
     """
 
     root: Path
     stored: Mapping[str, "StoredTensor"]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
+    files: Set[mmap.mmap]
 
     @staticmethod
     def open(root: Path) -> "SafetensorsFolder":
@@ -71,7 +73,7 @@ class SafetensorsFolder:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         quantized.join_pairs(shapes, dtypes)
-        return SafetensorsFolder(root, stored, shapes, dtypes)
+        return SafetensorsFolder(root, stored, shapes, dtypes, {one.mapped for one in stored.values()})
 
     def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
         """One tensor, or its entry at indices of its first axes: a view of the file.
@@ -80,6 +82,8 @@ class SafetensorsFolder:
         """
         if name not in self.stored:
             return quantized.from_mxfp4(self.read(name + BLOCKS, at), self.read(name + SCALES, at))
+        for file in self.files:  # else all that was read would count as memory of the process
+            file.madvise(mmap.MADV_DONTNEED)
         tensor = self.stored[name].view()
         if self.stored[name].dtype == FP8:
             tensor = quantized.from_fp8(tensor, self.stored[name + FP8_SCALES].view())
@@ -101,7 +105,6 @@ class StoredTensor:
         try:
             if self.mapped.size() < len(self.mapped):
                 raise ValueError("it was truncated")
-            self.mapped.madvise(mmap.MADV_DONTNEED)  # else all that was read counts as the process's memory
             return np.ndarray(self.shape, _DTYPES[self.dtype], self.mapped, self.offset)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise WeightsError(f"{self.path} can't be read ({error}). Fetch or save it again.") from error

@@ -8,6 +8,7 @@ batches, with a cache, and divided over devices with `--mesh`. Scores are those 
 rounding.
 """
 
+import argparse
 import functools
 import json
 import sys
@@ -23,7 +24,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array
 from rich.console import Console
 
-from models.command import command_parser, run_command, shown_on
+from models.command import USER_ERRORS, command_parser, run_command, shown_on
 from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
@@ -223,8 +224,15 @@ def _evaluate(arguments: Sequence[str]) -> int:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--max_length", type=int, help="most tokens of a row; what the model was made for if not given")
+    add("--batch_size", "-b", type=int, default=16, help="rows of a batch (default 16)")
+    add("--model_args", "-a", nargs="*", help=argparse.SUPPRESS)
     add("--mesh", help="axes of devices, as trainer.mesh.axes has them: '{data: 8}'; one if not given")
     options, others = parser.parse_known_args(arguments)
+    if options.model_args is not None:
+        raise ConfigError("--model_args has no effect; --model, --dtype and --tokenizer say what it would.")
+    for name in ("max_length", "batch_size"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {number}.")
     partitioning = None
     if options.mesh is not None:
         partitioning = Partitioning.of(parse_config(MeshConfig, ["--axes", options.mesh]))
@@ -232,17 +240,22 @@ def _evaluate(arguments: Sequence[str]) -> int:
     import lm_eval.__main__  # pyright: ignore[reportMissingImports]
     import lm_eval.api.registry  # pyright: ignore[reportMissingImports]
 
-    def make(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    def make(*_: Any) -> Any:
         found = model_of_arguments(options)
         if partitioning is None:
             found.rows_that_fit(1)
-        sizes = {"batch_size": int(settings["batch_size"]), "max_length": options.max_length}
+        sizes = {"batch_size": options.batch_size, "max_length": options.max_length}
         return evaluated(found, found.load(partitioning), partitioning=partitioning, **sizes)
 
     evaluated.create_from_arg_obj = make
     lm_eval.api.registry.register_model("stacked_remat")(evaluated)
-    sys.argv = ["lm-eval", "run", "--model", "stacked_remat", "--batch_size", "16", *others]
-    lm_eval.__main__.cli_evaluate()
+    sys.argv = ["lm-eval", "run", "--model", "stacked_remat", f"--batch_size={options.batch_size}", *others]
+    try:
+        lm_eval.__main__.cli_evaluate()
+    except USER_ERRORS:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"lm-eval: {error} (`lm-eval ls tasks` lists what --tasks takes.)") from error
     return 0
 
 

@@ -21,7 +21,7 @@ from models.command import command_parser, escaped, local_path, run_command, sho
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.formats import GENERATION_CONFIG
-from models.hf_io.hub import push_folder
+from models.hf_io.hub import REPOSITORY, push_folder
 from models.hf_io.safetensors_folder import WeightsError, check_new_folder
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.lora import merge_lora
@@ -60,19 +60,28 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
     """The text of a `README.md`: the base, the data, the config and the losses."""
     fields: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["stacked_remat"]}
     fields["library_name"] = "peft" if relation == "adapter" else "transformers"
-    if found.base is not None and not Path(found.base).expanduser().exists():  # a name on the Hub
+    base = found.base or "none, from random weights"
+    if found.base is not None and _is_local(found.base):
+        base = f"a local folder, {Path(found.base).name}"
+    elif found.base is not None:
         fields |= {"base_model": found.base.partition("@")[0], "base_model_relation": relation}
-    lines = ["---", yaml.safe_dump(fields).rstrip(), "---", f"# {title}", ""]
-    lines += [f"- base: {found.base or 'none, from random weights'}"]
+    lines = ["---", yaml.safe_dump(fields).rstrip(), "---", f"# {title}", "", f"- base: {base}"]
     if found.run is None:
         return "\n".join([*lines, ""])
     config = config_as_dict(found.run)
-    for section, key in (("trainer", "run_dir"), ("data", "cache_dir"), ("data", "sources")):  # local paths
+    local = [("trainer", "run_dir"), ("data", "cache_dir"), ("data", "sources")]
+    for section, key in [*local, ("data", "tokenizer")] if _is_local(found.run.data.tokenizer) else local:
         config.get(section, {}).pop(key, None)
+    if base != found.base:
+        config.pop("initialize_from_hf", None)
     lines += [f"- data: {', '.join(found.run.data.sources) or 'the default text'}"]
     lines += [f"- {name}: {json.dumps(value)}" for name, value in found.figures.items()]
     lines += ["", "Trained with stacked_remat by this config:", "", "```yaml"]
     return without_credentials("\n".join([*lines, yaml.safe_dump(config, sort_keys=False) + "```", ""]))
+
+
+def _is_local(name: str) -> bool:
+    return not REPOSITORY.fullmatch(name.partition("@")[0]) or Path(name).exists()
 
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -89,11 +98,14 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
         options = parser.parse_args(arguments)
         if options.private and options.push_to_hub is None:
             raise ConfigError("--private has no effect without --push_to_hub.")
+        name = options.push_to_hub
+        if name is not None and (not REPOSITORY.fullmatch(name) or "--" in name or ".." in name):
+            raise ConfigError(f"--push_to_hub {name!r} is no OWNER/NAME of the Hub.")
         check_new_folder(options.out)
         export(model_of_arguments(options), options.out, adapters=options.adapters)
         show(escaped(f"wrote {options.out}"))
-        if options.push_to_hub is not None:
-            show(escaped(f"pushed {push_folder(options.out, options.push_to_hub, private=options.private)}"))
+        if name is not None:
+            show(escaped(f"pushed {push_folder(options.out, name, private=options.private)}"))
         return 0
 
     return run_command(run, arguments, show)

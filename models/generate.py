@@ -38,8 +38,6 @@ from models.generation.text_generation import (
 from models.loading import FoundModel, add_model_arguments, model_of_arguments
 from stacked_remat.training import ChatTemplateError, ConfigError
 
-_OF_CHATS = ("system", "messages", "chat_template_kwargs")
-
 
 def main(arguments: Sequence[str], console: Console | None = None) -> int:
     """The command: returns the exit status."""
@@ -113,9 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat_template_kwargs", help="with --chat: the template's variables: '{enable_thinking: false}'")
     add("--stop", action="append", default=[], help="a text that ends one; may be given several times")
     add("--max_new_tokens", type=int, default=128, help="for each prompt, at the most (default 128)")
-    add(
-        "--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest token"
-    )
+    add("--temperature", type=float, default=1.0, help="divides logits (default 1); 0 for the likeliest")
     add("--top_k", type=int, help="sample from the K likeliest tokens")
     add("--top_p", type=float, help="draw among the fewest tokens whose probabilities reach this")
     add("--batch_size", type=int, default=16, help="prompts at once, or fewer that fit (default 16)")
@@ -124,12 +120,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in _OF_CHATS:
+    for name in ("system", "messages", "chat_template_kwargs"):
         if getattr(options, name) is not None and not options.chat:
             raise ConfigError(f"--{name} has no effect without --chat. Leave it out.")
     for name in ("max_new_tokens", "batch_size"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}.")
+    if "" in options.stop:
+        raise ConfigError("--stop needs a text, and got an empty one. Leave it out.")
     if not 0 <= options.seed < 2**32:  # what JAX makes a key of; it drops further bits
         raise ConfigError(f"--seed must be from 0 to {2**32 - 1}, got {options.seed}.")
 
@@ -174,11 +172,15 @@ def _chat_beginning(options: argparse.Namespace) -> list[Message]:
 
 def _mapping(text: str | None) -> Mapping[str, Any]:
     try:
-        return dict(yaml.safe_load(text or "{}"))
+        found = dict(yaml.safe_load(text or "{}"))
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--chat_template_kwargs {text!r} is no mapping such as {{enable_thinking: false}}."
         ) from error
+    for name in found:
+        if not isinstance(name, str) or name in ("messages", "add_generation_prompt"):
+            raise ConfigError(f"--chat_template_kwargs has {name!r}, which no variable may be called.")
+    return found
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from stacked_remat.lora import merge_lora
 from stacked_remat.training import (
     CheckpointDamagedError,
     ConfigError,
+    DataError,
     Partitioning,
     Tokenizer,
     TrainState,
@@ -128,9 +129,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def model_of_arguments(options: argparse.Namespace) -> FoundModel:
     """`find_model` by the arguments of a command."""
-    if options.run_dir is None:
-        return find_model(options.model, options.step, options.dtype, options.tokenizer)
-    return _of_run(options.run_dir, options.step, options.dtype, options.tokenizer)
+    find, name = (find_model, options.model) if options.run_dir is None else (_of_run, options.run_dir)
+    try:
+        return find(name, options.step, options.dtype, options.tokenizer)
+    except DataError as error:
+        key = "data.tokenizer" if options.tokenizer is None else "--tokenizer"
+        raise DataError(str(error).replace("data.tokenizer", key)) from error
 
 
 def find_model(

@@ -8,6 +8,7 @@ from pathlib import Path
 from models.hf_io.safetensors_folder import WeightsError, weight_files
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
+REPOSITORY = re.compile(r"(?![.-])[\w.-]+/[\w.-]+")
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja")
 
 
@@ -21,7 +22,7 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     if folder.is_dir():
         return folder
     repository, _, revision = name.partition("@")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or name.startswith((".", "/", "~")):
+    if not REPOSITORY.fullmatch(repository):
         raise FileNotFoundError(
             f"There is no folder {name}, and it is not a name on the Hugging Face Hub, which would be "
             f"owner/model."

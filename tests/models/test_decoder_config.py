@@ -68,7 +68,7 @@ def test_kinds_that_differ_in_more_than_their_name_have_stacks_of_their_own(monk
     [
         (AttentionConfig, {"window": 0}, "model.attention.window must be positive, got 0"),
         (AttentionConfig, {"layer_types": (SLIDING,)}, "model.attention.window is of layers of the type"),
-        (AttentionConfig, {"window": 3, "layer_types": (FULL,)}, "Give both, or leave model.attention"),
+        (AttentionConfig, {"window": 3, "layer_types": (FULL,)}, "Give both, or neither"),
         (Qwen3MoeConfig, {"num_kv_heads": 3}, "num_heads = 4 must be a multiple of model.num_kv_heads = 3"),
         (Qwen3MoeConfig, {"hidden_dim": 30}, "hidden_dim = 30 is not divisible .*model.attention.head_dim"),
         (Qwen3MoeConfig, {"hidden_dim": 12}, "hidden_dim / model.num_heads = 3 must be even"),

@@ -83,6 +83,32 @@ def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
     assert "pip install 'stacked_remat[eval]'" in console.export_text()
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--max_length=-5", "--max_length must be at least 1, got -5."),
+        ("--batch_size=0", "--batch_size must be at least 1, got 0."),
+        ("--model_args=dtype=float16", "--model_args has no effect"),
+        ("--tasks=none", "lm-eval: Tasks not found: none. (`lm-eval ls tasks`"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(monkeypatch, option, message):
+    def refuse():
+        raise ValueError(f"Tasks not found: {sys.argv[-1].partition('=')[2]}.")
+
+    registry = SimpleNamespace(register_model=lambda _: lambda evaluated: evaluated)
+    package = SimpleNamespace(__main__=SimpleNamespace(cli_evaluate=refuse))
+    package.api = SimpleNamespace(registry=registry)
+    modules = {"": package, ".__main__": package.__main__, ".api": package.api, ".api.registry": registry}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
+    monkeypatch.setattr("models.eval_lm.lm_class", SimpleNamespace)
+    monkeypatch.setattr(sys, "argv", [])
+    console = Console(record=True, width=200)
+    assert main(["--model", "a", option], console) == 1
+    assert message in console.export_text()
+
+
 def test_a_chat_may_end_within_its_last_message(folder):
     found = find_model(str(folder))
     model = ModelToEvaluate(found, found.load())

@@ -116,6 +116,8 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     np.testing.assert_array_equal(logits(found.load()), logits(merged))
     assert found.ends == (256, 7)
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
+    card = (workplace / "alone/README.md").read_text()
+    assert "- base: a local folder, base\n" in card and str(workplace) not in card
     base: Any = read_decoder(workplace / "base", config.model, Vocab)
     np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
 
@@ -155,6 +157,8 @@ def test_what_cannot_be_exported_is_named(workplace, tmp_path):
     assert status == 1 and "is not a run folder" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
+    status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out", "--push_to_hub", "me/a/b")
+    assert status == 1 and "--push_to_hub 'me/a/b' is no OWNER/NAME of the Hub" in shown
 
 
 def test_end_tokens_of_the_config_are_exported(workplace, tmp_path):

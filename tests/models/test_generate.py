@@ -314,6 +314,10 @@ def test_chats_have_the_date_of_the_run(folders, monkeypatch):
         (("--model", "{untemplated}", "--chat", "--prompt", "a"), "no chat template"),
         (("--model", "{spoken}", "--chat_template_kwargs", "{{a: 1}}", "--prompt", "a"), "no effect without"),
         (("--model", "{spoken}", "--chat", "--chat_template_kwargs", "[", "--prompt", "a"), "is no mapping"),
+        (("--model", "a", "--chat", "--chat_template_kwargs", "{{messages: 2}}"), "has 'messages', which no"),
+        (("--model", "a", "--chat", "--chat_template_kwargs", "{{1: 2}}"), "has 1, which no variable"),
+        (("--model", "a", "--stop", "", "--prompt", "a"), "--stop needs a text"),
+        (("--model", "{spoken}", "--tokenizer", "a/b/c", "--prompt", "a"), "--tokenizer = 'a/b/c' is "),
         (
             ("--model", "{refusing}", "--chat", "--prompt", "a"),
             "refusing does not take a user's message and an answer: never. Correct it (chat_template.jinja",

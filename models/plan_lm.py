@@ -48,8 +48,6 @@ LEANER = ("nested", "offload")
 experts in blocks and layers in tiles, where the config has neither."""
 
 _FOUND = {"context": "longest context", "batch": "largest batch", "mesh": "fewest FLOPs, under trainer"}
-_BASELINE = "True"
-_NAMES_A_MODEL = ("--config_path", "--model", "--initialize_from_hf")
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
         tuple(trials),
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{each}{some.target} and not run",
-        baseline=_BASELINE,
+        baseline="True",
         notes=(
             f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}",
             *(["on a CPU, offloaded arrays stay in the same memory"] if on_cpu else []),
@@ -145,7 +143,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
 
 def _plan(arguments: Sequence[str], console: Console) -> int:
     config = parse_config(PlanLmConfig, arguments).resolved(check_folder=False)
-    if not any(argument.startswith(_NAMES_A_MODEL) for argument in arguments):
+    if not any(one.startswith(("--config_path", "--model", "--initialize_from_hf")) for one in arguments):
         raise ConfigError(
             "No model to plan for: give --config_path FILE, such as one of models/configs, or the keys of a "
             "model, beginning with --model.type."

@@ -48,8 +48,7 @@ class AttentionConfig:
         check_positive("model.attention", self, "window")
         if self.layer_types and (SLIDING in self.layer_types) != (self.window is not None):
             raise ValueError(
-                "model.attention.window is of layers of the type sliding_attention. Give both, or leave "
-                "model.attention.window and model.attention.layer_types out."
+                "model.attention.window is of layers of the type sliding_attention. Give both, or neither."
             )
 
     @property
@@ -119,10 +118,8 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         check_positive("model.experts", self, "num_experts", "experts_per_token", "intermediate_dim")
         if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"model.experts.experts_per_token = {self.experts_per_token} is more than "
-                f"model.experts.num_experts = {self.num_experts}. Lower the one or raise the other."
-            )
+            most, given = self.num_experts, self.experts_per_token
+            raise ValueError(f"model.experts.experts_per_token = {given} is more than num_experts = {most}.")
         for name in ("load_balance_weight", "z_loss_weight"):
             weight = getattr(self, name)
             if weight is not None and not 0 <= weight < math.inf:
@@ -159,10 +156,7 @@ class LatentConfig:
         sizes = ("query_rank", "key_value_rank", "plain_dim", "rotary_dim", "value_dim")
         check_positive("model.latent", self, *sizes)
         if self.rotary_dim % 2:
-            raise ValueError(
-                f"model.latent.rotary_dim = {self.rotary_dim} must be even, because the rotary embedding "
-                f"turns pairs of coordinates."
-            )
+            raise ValueError(f"model.latent.rotary_dim = {self.rotary_dim} must be even: pairs are rotated.")
         if self.value_dim > self.plain_dim + self.rotary_dim:
             raise ValueError(
                 f"model.latent.value_dim = {self.value_dim} must be at most plain_dim + rotary_dim = "
@@ -316,10 +310,8 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_heads = {self.num_heads} must be a multiple of model.num_kv_heads = "
-                f"{self.num_kv_heads}, because every key-value head serves the same number of query heads."
-            )
+            heads, own = self.num_heads, self.num_kv_heads
+            raise ValueError(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {own}.")
         given = self.attention.head_dim is not None
         if not given and self.hidden_dim % self.num_heads:
             raise ValueError(
@@ -328,10 +320,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
             )
         if self.HeadDim.size < 2 or self.HeadDim.size % 2:
             what = "model.attention.head_dim" if given else "model.hidden_dim / model.num_heads"
-            raise ValueError(
-                f"{what} = {self.HeadDim.size} must be even and at least 2, because the rotary embedding "
-                f"turns pairs of coordinates."
-            )
+            raise ValueError(f"{what} = {self.HeadDim.size} must be even and at least 2: pairs are rotated.")
 
     Layers = _axis("layers", "num_layers", "The layers.")
     Embed = _axis("embed", "hidden_dim", "The residual stream.")
@@ -434,8 +423,7 @@ class SparseDecoderConfig(DecoderConfig):
         dense, last = self.experts.dense_layers, self.num_layers - 1
         if list(dense) != sorted({*dense} & {*range(self.num_layers)}):
             raise ValueError(
-                f"model.experts.dense_layers = {list(dense)} must be numbers of layers from 0 to {last}, in "
-                f"increasing order."
+                f"model.experts.dense_layers = {list(dense)} must be from 0 to {last}, in increasing order."
             )
 
     def _check_all_sparse(self) -> None:

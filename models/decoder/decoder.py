@@ -139,9 +139,8 @@ class DecoderLayer(eqx.Module):
             )
         mixed, sums = half(layer, x, documents)
         mixed = _normed(layer.mlp_output_norm, mixed)
-        if sums is None:
-            return x + mixed, None
-        return x + mixed, means(sums, x, self.attention.config.Embed, documents)
+        Embed = self.attention.config.Embed
+        return x + mixed, None if sums is None else means(sums, x, Embed, documents)
 
     def _feed_forward_half(
         self, x: NamedArray, documents: NamedArray | None
@@ -271,9 +270,8 @@ class Decoder(eqx.Module):
         (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
         rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
         config, Layers = self.config, self.layers.Layers
-        cache = KeyValueCache.empty(
-            Layers, Batch, config.KVHeads, slots, config.HeadDim, config.compute_dtype
-        )
+        sizes = (Batch, config.KVHeads, slots, config.HeadDim)
+        cache = KeyValueCache.empty(Layers, *sizes, config.compute_dtype)
         fold = self.layers.fold_via(DecoderLayer.prefill, remat=False)
         x, cache = fold((self._embedded(tokens), cache), hax.arange(Layers), rotary)
         return self._normalised(x), cache

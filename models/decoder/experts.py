@@ -141,16 +141,13 @@ class SparseExperts(eqx.Module):
 
         def best(probabilities: NamedArray, bias: NamedArray | None) -> tuple[NamedArray, NamedArray]:
             if self.spec == RouterSpec():
-                gates, choices = hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
-                return gates, choices
+                return hax.top_k(probabilities, Experts, Choice.size, new_axis=Choice)
             preferred = _preferred(probabilities, bias, self.spec, Experts)
             _, choices = hax.top_k(preferred, Experts, Choice.size, new_axis=Choice)
             return hax.take(probabilities, Experts, choices), choices
 
-        chosen_axes = (*tokens, Choice)
-        gates, choices = per_device(
-            best, probabilities, self.bias, over=tokens, out=(chosen_axes, chosen_axes)
-        )
+        out = ((*tokens, Choice), (*tokens, Choice))
+        gates, choices = per_device(best, probabilities, self.bias, over=tokens, out=out)
         choices, gates = checkpoint_name(choices, "router_choices"), checkpoint_name(gates, "router_gates")
         if self.config.experts.norm_topk_prob:
             gates = gates / hax.sum(gates, axis=Choice)
@@ -268,9 +265,8 @@ def _preferred(scores: NamedArray, bias: NamedArray | None, spec: RouterSpec, Ex
     of_groups = hax.sum(best_two, axis=Member.name)
     _, chosen = hax.top_k(of_groups, Group, spec.groups_per_token, new_axis="choice")
     is_chosen = hax.sum(hnn.one_hot(chosen, Group), axis="choice") > 0
-    return (
-        hax.where(is_chosen, by_group, -jnp.inf).flatten_axes((Group, Member), Experts).rearrange(scores.axes)
-    )
+    open_to_choice = hax.where(is_chosen, by_group, -jnp.inf)
+    return open_to_choice.flatten_axes((Group, Member), Experts).rearrange(scores.axes)
 
 
 def _apply_expert(

@@ -7,14 +7,8 @@ from stacked_remat.training import ConfigError, RematPresets
 
 _ATTENTION = ("attention_output", "attention_lse")
 _PROJECTIONS = ("query", "key", "value", *_ATTENTION)
-_EXPERTS = (
-    "router_logits",
-    "router_probs",
-    "router_choices",
-    "router_gates",
-    "expert_internals",
-    "expert_output",
-)
+_ROUTER = ("router_logits", "router_probs", "router_choices", "router_gates")
+_EXPERTS = (*_ROUTER, "expert_internals", "expert_output")
 DENSE_NAMES = (*_PROJECTIONS, "residual", "mlp_internals")
 """The names that `checkpoint_name` gives to values inside a layer with an MLP."""
 SPARSE_NAMES = (*_PROJECTIONS, "residual", *_EXPERTS)

@@ -129,7 +129,6 @@ def test_a_folder_of_something_else_is_refused_and_stays(tmp_path, file):
 def test_a_start_that_was_killed_early_starts_again_and_takes_no_files_that_came_since(tmp_path):
     with lock_run_folder(tmp_path):
         (tmp_path / ".config.yaml.unfinished").write_text("half")
-    with lock_run_folder(tmp_path):
         RunFolder.open(tmp_path, CONFIG).config.unlink()
         (tmp_path / "text.txt").touch()
         with pytest.raises(FileExistsError, match="no run.*: text.txt. "):

@@ -1,8 +1,11 @@
-"""Layers on the host: device memory against depth, compiled for a device that need not be attached; or time.
+"""Layers on the host: device memory against depth, or the time of a step.
 
-python -m benchmarks.streaming --target h200
-python -m benchmarks.streaming --target v5p
-python -m benchmarks.streaming time
+    python -m benchmarks.streaming --target h200
+    python -m benchmarks.streaming --target v5p
+    python -m benchmarks.streaming time
+
+Memory is of programs compiled for a device that need not be attached, and not run; `time` is of the device at
+hand.
 """
 
 import dataclasses

@@ -115,7 +115,7 @@ def _backward(attended: Attended, cotangent: Query, blocks: Blocks) -> tuple[Que
 
 
 def _one_by_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.vmap` calls it for each example: it would trace a kernel again outside of `calling_tokamax`."""
+    """Called once for each example by `jax.vmap`, which traces kernels again, without `calling_tokamax`."""
     return lambda *arrays: custom_batching.sequential_vmap(lambda *own: run(*own, arrays[-1]))(*arrays[:-1])
 
 

@@ -90,6 +90,7 @@ def test_the_model_takes_96_gflop_a_token_at_65536():
     assert model_flops(config, 65_536) == pytest.approx(96e9, rel=0.02)
 
 
+@pytest.mark.deep
 def test_kernels_of_attention_are_compared_with_the_definition(monkeypatch, tmp_path):
     def found():
         return {(row["case"], row["kernel"]): row for row in differences(Heads(), 64)}

@@ -61,7 +61,7 @@ def hessian_step(model, x, y):
 FORMS = [inner_step, same_step, hessian_step]
 
 
-@pytest.mark.parametrize("remat", [True, None])
+@pytest.mark.parametrize("remat", [pytest.param(True, marks=pytest.mark.deep), None])
 def test_every_layer_has_the_score_of_its_own_gradient(remat):
     model, batch = Model.init(remat), (normal(3, 5, 4), normal(4, 5))
     direction = jax.tree.map(jnp.cos, model)

@@ -50,9 +50,10 @@ def unrolled(step, state, batches, weights, per_step):
     "optimizer, per_step",
     [
         (optax.sgd(0.3, momentum=0.8), {}),
-        (
+        pytest.param(
             optax.inject_hyperparams(optax.adamw)(0.05, weight_decay=0.1, eps_root=1e-30),
             {"learning_rate": jnp.linspace(0.08, 0.02, 7), "weight_decay": jnp.full(7, 0.2)},
+            marks=pytest.mark.deep,
         ),
     ],
     ids=["momentum", "adamw by step"],

@@ -172,6 +172,7 @@ def test_packed_documents_do_not_see_each_other():
     np.testing.assert_allclose(packed.array[:, 2:], second.array, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_a_preset_gives_the_same_finite_gradients():
     preset = CONFIG.remat_presets["nested_attention_saved"]
     found, expected = (
@@ -227,13 +228,14 @@ LATENT = DeepseekV3Config(
 )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "config",
     [
         CONFIG,
-        pytest.param(WITH_SINKS, marks=pytest.mark.deep),
-        pytest.param(Gemma3Config(hidden_dim=16, num_layers=2, mlp_dim=24), marks=pytest.mark.deep),
-        pytest.param(LATENT, marks=pytest.mark.deep),
+        WITH_SINKS,
+        Gemma3Config(hidden_dim=16, num_layers=2, mlp_dim=24),
+        LATENT,
     ],
     ids=["norms", "sinks", "four norms", "latent"],
 )

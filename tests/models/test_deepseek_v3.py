@@ -104,6 +104,7 @@ def test_biases_of_routers_follow_the_load():
     assert np.any(found["by_load"][1])
 
 
+@pytest.mark.deep
 def test_the_norm_of_gradients_leaves_the_biases_out():
     config = LmRunConfig(
         model=dataclasses.replace(CONFIG, bias="by_load"),

@@ -65,6 +65,7 @@ def requests(arguments):
     return [SimpleNamespace(args=own) for own in arguments]
 
 
+@pytest.mark.deep
 def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
     found = find_model(str(folder))
     partitioning = Partitioning.of(MeshConfig({"data": 4}))

@@ -161,6 +161,7 @@ def test_statistics_leave_padding_out():
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(nothing))
 
 
+@pytest.mark.deep
 def test_the_backend_of_the_config_applies_experts_with_biases_and_adapters(monkeypatch):
     monkeypatch.setattr("models.decoder.experts.internals_are_saved", lambda name: True)
     layer, x = with_biases()

@@ -81,6 +81,7 @@ def adapted(workplace):
     return workplace / "adapted"
 
 
+@pytest.mark.deep
 def test_a_trained_model_is_exported_and_read_again(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert export("--run_dir", finished, "--out", "~/exported")[0] == 0

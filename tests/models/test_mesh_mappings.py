@@ -223,6 +223,7 @@ def test_other_meshes_of_rows_and_weights(case):
     assert share(found[0]) == part
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("config", "mesh", "policy"), CONTEXT_CASES)
 def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, policy):
     program, found = compiled_on(MESHES[mesh], config, policy, POSITIONS)
@@ -241,6 +242,7 @@ def test_divided_positions_gather_keys_and_values_of_a_layer(config, mesh, polic
     assert max(math.prod(shape) for shape in shapes_in(program) if POSITIONS in shape) == math.prod(of_keys)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("mesh", "policy", "lora"), EXPERT_CASES)
 def test_divided_experts_stay_where_they_are_and_tokens_go_to_them(mesh, policy, lora):
     program, found = compiled_on(MESHES[mesh], SPARSE, policy, POSITIONS, lora=lora)
@@ -273,6 +275,7 @@ def test_experts_divided_where_tokens_are_not_are_refused():
         compiled_on(mesh, SPARSE, True, POSITIONS)
 
 
+@pytest.mark.deep
 def test_a_decoder_takes_a_mesh_with_sharding_in_types():
     tokens, mesh = batch(32), jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
     model = random_weights(Decoder.init, SPARSE, Axis("vocab", VOCAB), remat="nested")

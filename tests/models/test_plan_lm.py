@@ -60,6 +60,7 @@ def reports():
         return {name: under(CONFIG, compared(CONFIG)[name]) for name in ("False", "True", "nested")}
 
 
+@pytest.mark.deep
 def test_keeping_less_takes_less_memory_and_more_arithmetic_and_the_state_is_updated_in_place(reports):
     memory = {name: found.temporaries for name, found in reports.items()}
     assert memory["False"] > 2 * memory["True"] > 2 * memory["nested"]

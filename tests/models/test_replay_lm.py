@@ -51,6 +51,7 @@ def test_scores_of_a_small_step_are_the_dot_products_times_the_rate(workplace, c
     )
 
 
+@pytest.mark.deep
 def test_a_run_without_derivatives_is_refused(workplace, capsys):
     fused = ("--trainer.update.fused", "true", *SGD)
     assert train(workplace, *fused, *CHECKPOINTS, "--trainer.num_steps", "2") == 0
@@ -58,6 +59,7 @@ def test_a_run_without_derivatives_is_refused(workplace, capsys):
     assert "A run with trainer.update.fused can't be replayed" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_a_skipped_step_and_a_launcher_of_processes_are_refused(workplace, capsys, monkeypatch):
     skipping = ("--trainer.update.on_nonfinite", "skip", *SGD, "--optimizer.learning_rate", "1e37")
     assert train(workplace, *skipping, *CHECKPOINTS, "--trainer.num_steps", "3") == 0

@@ -147,6 +147,7 @@ def damaged(whole: bytes):
             yield len(said).to_bytes(8, "little") + said + data
 
 
+@pytest.mark.deep
 def test_damaged_safetensors_files_are_refused_or_read(tmp_path):
     refused = 0
     for content in damaged(save({"a": ARRAYS["a"], "b": ARRAYS["b"]}, metadata={"format": "pt"})):

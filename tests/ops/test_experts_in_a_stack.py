@@ -88,6 +88,7 @@ def test_values_and_gradients_are_those_of_one_layer_after_the_other(trained):
         assert_close(results, wanted, 1e-4, 1e-4, case)
 
 
+@pytest.mark.deep
 def test_gradients_of_gradients():
     choices, x = jnp.asarray([[[0], [1], [3]]] * 3), normal(7, 3, 4)
 

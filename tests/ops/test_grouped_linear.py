@@ -151,6 +151,7 @@ def test_values_and_gradients_of_any_routing_in_one_compilation(backend, saved, 
     assert run._cache_size() == 1
 
 
+@pytest.mark.deep
 def test_bfloat16_of_any_routing(plain):
     run, args = of_backend(plain), example(jnp.bfloat16)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), args)

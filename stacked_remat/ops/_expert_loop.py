@@ -81,7 +81,10 @@ class ExpertLoop(ABC):
     def apply(self, own: Inputs, kept: Any, at: Any) -> Array:
         """The experts' results for the rows of one iteration; `kept` comes from `keep`."""
         more = () if self.saved is None else (kept,)
-        return self.call(self.expert, at, own.weights, own.x, own.gates, *more)
+        found = self.call(self.expert, at, own.weights, own.x, own.gates, *more)
+        if jnp.shape(found)[:-1] != own.x.shape[:-1]:
+            raise ValueError("expert must return an array with a row of results for each row it is given.")
+        return found
 
     def gradients(self, perturbed: Inputs, own: Inputs, kept: Any, at: Any, ct: Array) -> Inputs:
         """The cotangents of the perturbed inputs of one iteration, from that of its rows."""

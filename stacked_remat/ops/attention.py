@@ -90,11 +90,7 @@ def causal_attention(
     if sinks is not None:
         heads = [axis for axis in query.axes if axis not in key.axes]
         check_named("sinks", sinks, FLOATS, (KVHeads, *heads), ())
-    _check_window(window)
-    if isinstance(scale, jax.Array):
-        raise ValueError(
-            "scale must be a Python number; multiply query by a factor that is computed or learnt."
-        )
+    _check_options(window, scale)
     if query.size == 0:
         return query
     factor = HeadDim.size**-0.5 if scale is None else float(scale)
@@ -159,7 +155,7 @@ def decode_attention(
     check_named("positions", positions, INTEGERS, (), own)
     if sinks is not None:
         check_named("sinks", sinks, FLOATS, (), own)
-    _check_window(window)
+    _check_options(window, scale)
     last = positions.astype(jnp.int32)
     return attend_by_definition(
         query,
@@ -226,6 +222,8 @@ def _attend(
     return NamedArray(attended.reshape([axis.size for axis in whole]), whole).rearrange(query.axes)
 
 
-def _check_window(window: Any) -> None:
+def _check_options(window: Any, scale: Any) -> None:
     if window is not None and (window is True or not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"window must be a number of positions, at least 1; got {window!r}.")
+    if scale is not None and not isinstance(scale, int | float | np.number):
+        raise ValueError(f"scale must be a number; multiply query by one that is learnt. Got {scale!r}.")

@@ -212,10 +212,9 @@ class ExpertsCall:
 
 def _check_tokens(x: Any, choices: Any, gates: Any) -> None:
     for what, some in (("x", x), ("choices", choices), ("gates", gates)):
-        if is_named(some) or some.ndim != 2 or (some.shape[1] == 0):
-            raise ValueError(
-                f"{what} must be a plain array with a row for each token; got the shape {some.shape}."
-            )
+        if not is_array(some) or some.ndim != 2 or some.shape[1] == 0:
+            got = f"the shape {some.shape}" if hasattr(some, "shape") else repr(some)
+            raise ValueError(f"{what} must be a plain array with columns, a row for each token; got {got}.")
     if choices.shape != gates.shape or choices.shape[0] != x.shape[0]:
         raise ValueError(
             f"choices {choices.shape} and gates {gates.shape} must have the same shape, with a row for "

@@ -312,5 +312,5 @@ def test_a_scale_that_is_learnt_is_refused():
         return hax.sum(causal_attention(query, key, value, Pos, KVHeads, HeadDim, scale=scale)).scalar()
 
     jax.eval_shape(lambda: total(0.3))
-    with pytest.raises(ValueError, match="multiply query by a factor"):
+    with pytest.raises(ValueError, match="multiply query by one that is learnt"):
         jax.grad(total)(0.3)

@@ -273,6 +273,7 @@ def test_half_precision_has_wide_sums():
         (dict(weights={"gate": hax.ones(Axis("embed", 4))}), r"weights\['gate'\] has no axis `experts`"),
         (dict(choices=jnp.ones((3, 2))), "choices must be integers; got float32"),
         (dict(choices=jnp.ones(3, int)), r"choices must be a plain array .* got the shape \(3,\)"),
+        (dict(expert=lambda *args: swiglu(*args).sum(0, keepdims=True)), "a row of results for each row"),
         (dict(Experts=Axis("experts", 4)), "4"),
         (dict(Experts=Axis("experts", 0)), "has no experts; there must be at least one"),
         (dict(over=("e",)), "call grouped_experts inside jax.shard_map over them, or leave `over` out"),

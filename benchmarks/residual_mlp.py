@@ -238,7 +238,6 @@ def variants() -> dict[str, Build]:
         "nested": "nested",
         "nested=7": ScanCheckpointPolicy(nested=7),
         "max_carries=6": ScanCheckpointPolicy(max_carries=6),
-        "nested, 8 keep carries": ScanCheckpointPolicy(nested=True, first_layers=8, first_policy=True),
         "offload": "offload",
         "nested + offload": ScanCheckpointPolicy(nested=True, save_carries="offload"),
     }

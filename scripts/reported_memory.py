@@ -17,7 +17,6 @@ _POLICIES: dict[str, dict[str, Any]] = {
     "nested": {"nested": True},
     "nested=7": {"nested": 7},
     "max_carries=6": {"max_carries": 6},
-    "nested, 8 keep carries": {"nested": True, "first_layers": 8, "first_carries": True},
     "offload": {"offload": True},
     "nested + offload": {"nested": True, "offload": True},
     "nested, offload": {"nested": True, "offload": True},

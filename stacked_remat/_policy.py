@@ -55,12 +55,10 @@ class ScanCheckpointPolicy:
             segments of one length, at most one a layer.
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
-        first_layers: how many layers, from the one that runs first, follow `first_policy`; the rest follow
-            the other settings, which then cut, offload or keep carries. It uses the memory that the rest
-            leaves free: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the
-            internals k·I, and the FLOPs are 2·k·F fewer.
-        first_policy: `False` keeps the internals of these layers, one with `save_block_internals=[names]`
-            only those names, and `True` only their carries.
+        first_layers: how many layers, from the one that runs first, keep their internals; the rest follow the
+            other settings, which then cut, offload or keep carries. It uses the memory that the rest leaves
+            free: with `nested=True, first_layers=k` the carries cost about (k + √(2(N - k)))·C, the internals
+            k·I, and the FLOPs are 2·k·F fewer.
 
     Raises:
         ValueError: for contradictory settings, with the reason.
@@ -73,7 +71,6 @@ class ScanCheckpointPolicy:
     nested: bool | int = False
     max_carries: int | None = None
     first_layers: int = 0
-    first_policy: "ScanCheckpointSpec" = False
 
     def __post_init__(self):
         if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
@@ -131,18 +128,6 @@ class ScanCheckpointPolicy:
                     f"{written[name]} has no effect beside {first}: the layers after the first can be cut "
                     "(nested, max_carries), or keep or offload their carries."
                 )
-        if not self.first_layers and self.first_policy is not False:
-            yield (
-                f"first_policy={self.first_policy!r} has no effect without first_layers. Say how many layers "
-                "follow it: first_layers=k."
-            )
-        settings = resolve_policy(self.first_policy).settings() if self.first_layers else []
-        if clashing := [f"{name}={value!r}" for name, value in settings if name != "save_block_internals"]:
-            yield (
-                "The first layers keep what they keep on the device, so first_policy cannot set "
-                f"{' and '.join(clashing)}. Use False, True or save_block_internals=[names], and let the "
-                "other settings cut or offload the rest."
-            )
 
     def settings(self) -> list[tuple[str, Any]]:
         """Fields that differ from their defaults, in order."""
@@ -187,13 +172,12 @@ class ScanCheckpointPolicy:
 
     def for_layers(self, length: int) -> Remat:
         """What a scan over so many layers executes."""
-        first = resolve_policy(self.first_policy).kept
         if self.first_layers >= max(length, 1):
-            return Remat(length, first)
+            return Remat(length, EVERYTHING)
         kept, carries = self.kept, _CARRIES[self.save_carries]
         if length > 1 and (self.is_nested or self.first_layers):
             schedule = self.schedule(length - self.first_layers)
-            return Remat(length, kept, carries, schedule, self.first_layers, first)
+            return Remat(length, kept, carries, schedule, self.first_layers)
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)
 
     def schedule(self, length: int) -> Schedule:

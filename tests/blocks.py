@@ -71,7 +71,7 @@ def is_by_name(spec: Any) -> bool:
     policy = spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy()
     names = policy.save_block_internals not in (False, True) or policy.offload_block_internals
     offloads = spec == "offload" or policy.save_carries == "offload"
-    return bool(names or offloads or isinstance(policy.first_policy, ScanCheckpointPolicy))
+    return bool(names or offloads)
 
 
 def with_remat3(policies: Mapping[str, Any]) -> list[Any]:

@@ -166,7 +166,6 @@ class TestStacksInStacks:
         "settings",
         [
             {"first_layers": 1},
-            {"first_layers": 2, "first_policy": True},
             {"first_layers": 2, "save_carries": "offload"},
         ],
         ids=str,

@@ -21,7 +21,7 @@ POLICIES: dict[str, Any] = {
     "recompute": "recompute",
     "offload": "offload",
     "max_carries": ScanCheckpointPolicy(max_carries=2),
-    "first": ScanCheckpointPolicy(nested=True, first_layers=1, first_policy=False),
+    "first": ScanCheckpointPolicy(nested=True, first_layers=1),
 }
 
 

@@ -26,16 +26,11 @@ POLICIES = {
         nested=True, save_block_internals=True, save_carries="offload"
     ),
     "2 keep internals": ScanCheckpointPolicy(first_layers=2),
-    "5 keep a name, nested=2, boundaries offloaded": ScanCheckpointPolicy(
-        nested=2,
-        save_carries="offload",
-        first_layers=5,
-        first_policy=ScanCheckpointPolicy(save_block_internals=["hidden"]),
+    "5 keep internals, nested=2, boundaries offloaded": ScanCheckpointPolicy(
+        nested=2, save_carries="offload", first_layers=5
     ),
-    "5 keep carries, offload": ScanCheckpointPolicy(
-        save_carries="offload", first_layers=5, first_policy=True
-    ),
-    "2 keep carries, 3 carries": ScanCheckpointPolicy(max_carries=3, first_layers=2, first_policy=True),
+    "5 keep internals, offload": ScanCheckpointPolicy(save_carries="offload", first_layers=5),
+    "2 keep internals, 3 carries": ScanCheckpointPolicy(max_carries=3, first_layers=2),
     "3 carries, internals": ScanCheckpointPolicy(max_carries=3, save_block_internals=["hidden"]),
 }
 Hidden = hax.Axis("hidden", 3)
@@ -204,17 +199,6 @@ def test_what_is_kept(way):
         (ScanCheckpointPolicy(save_block_internals=["h", "unknown"]), [(N, 3), (N, 3)]),
         (ScanCheckpointPolicy(offload_block_internals=["h"]), [(N, 3), (N, 3)]),
         (ScanCheckpointPolicy(save_carries=False, save_block_internals=["h"]), [(3,), (N, 3)]),
-        # 8 layers in shrinking segments of 4, 3 and 1 need 4 slots; those before them keep a carry each.
-        (ScanCheckpointPolicy(nested=True, first_layers=4, first_policy=True), [(4, 3), (4, 3)]),
-        (ScanCheckpointPolicy(first_layers=4, first_policy=True, save_carries="offload"), [(4, 3), (8, 3)]),
-        (
-            ScanCheckpointPolicy(
-                nested=True, first_layers=4, first_policy=ScanCheckpointPolicy(save_block_internals=["h"])
-            ),
-            [(4, 3), (4, 3), (4, 3)],
-        ),
-        (ScanCheckpointPolicy(first_layers=N, first_policy=True), [(N, 3)]),
-        (ScanCheckpointPolicy(nested=True, first_layers=99, first_policy=True), [(N, 3)]),
     ]
     for remat, expected in table:
         names = isinstance(remat, ScanCheckpointPolicy) and (
@@ -269,12 +253,10 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
 
 def test_block_seq_keeps_what_stacked_keeps():
     sequence = STACKS["BlockSeq"]()
-    first = ScanCheckpointPolicy(nested=2, first_layers=4, first_policy=True)
     cuts = ((dict(nested=3), 3), (dict(max_carries=4), 2))
     for remat, carries in (
         (True, N),
         ("recompute", 1),
-        (first, 6),
         *((ScanCheckpointPolicy(**cut), carries) for cut, carries in cuts),
     ):
         assert kept(sequence, remat) == [(3,)] * carries

@@ -52,7 +52,6 @@ def test_the_repr_shows_what_was_set():
     [
         (dict(save_block_internals=True, offload_block_internals=["a"]), "has nothing to offload"),
         (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
-        (dict(first_layers=2, first_policy="offload"), "first_policy cannot set save_carries='offload'"),
         (
             dict(first_layers=2, save_block_internals=True),
             "save_block_internals=True has no effect beside first_layers=2",
@@ -76,10 +75,6 @@ def test_contradictions_are_refused_with_the_reason(settings, reason):
         (dict(save_block_internals=None), "save_block_internals is a list.*got None. Write"),
         (dict(first_layers=True), "first_layers is a number of layers .an int.; got True"),
         (dict(first_layers=1.5), "got 1.5"),
-        (
-            dict(first_layers=1, first_policy=3),
-            "remat is a ScanCheckpointPolicy, a bool, an alias or .*; got 3",
-        ),
     ],
 )
 def test_wrong_types_are_refused(settings, reason):

@@ -174,7 +174,7 @@ const calculator = (() => {
       held += schedule.slots;
     }
     // The derivative of x + silu(x @ up) @ down reads four arrays of the inner width.
-    const keeps = everything ? layers : policy.first_carries ? 0 : first;
+    const keeps = everything ? layers : first;
     const saved = 4 * sum(range(0, keeps).map((layer) => internals[kindOf(layer)]));
     const weights = sum(range(0, layers).map((layer) => weightsOf[kindOf(layer)]));
     const stack = {
@@ -279,7 +279,7 @@ function readForm(form) {
   const policies = policiesOf(positive("k"));
   for (const policy of Object.values(policies)) {
     if (first && !policy.save_block_internals && Object.keys(policy).length) {
-      Object.assign(policy, { first_layers: first, first_carries: value("first_policy") === "True" });
+      policy.first_layers = first;
     }
   }
   return { input, policies, budget: least("budget") * GIB };

@@ -52,8 +52,6 @@ def check_remat_names(valid: Sequence[str], policy: ScanCheckpointPolicy | None,
     """Raises ConfigError for a policy that saves or offloads names that no layer of the model has."""
     if policy is None:
         return
-    if isinstance(policy.first_policy, ScanCheckpointPolicy):
-        check_remat_names(valid, policy.first_policy, f"{key}.first_policy")
     for field in ("save_block_internals", "offload_block_internals"):
         names = getattr(policy, field)
         unknown = [name for name in names if name not in valid] if isinstance(names, tuple) else []

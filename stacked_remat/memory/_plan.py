@@ -78,7 +78,7 @@ class Plan(Tabular):
 
     Attributes:
         policy: of those that fit, the one with the fewest FLOPs: a candidate as it was given, or one with
-            `first_layers` or another cut.
+            `first_layers`, more `max_carries` or another cut.
         report: its memory and FLOPs.
         tried: everything that was compiled, in order.
         budget: bytes of device memory it had to fit in.
@@ -150,11 +150,11 @@ def plan(
     between device and host comes first. A larger budget never plans more of them, for the same place of the
     weights.
 
-    With `layers`, also every candidate but `max_carries` with as many `first_layers` as fit is considered,
-    and, for one with `nested=True`, cuts that keep the internals of a segment while it is reversed
-    (`nested=k, save_block_internals=True`): then no layer runs more than twice. For layers that are alike,
-    the plan takes at most 1.05 times the FLOPs of any order of the same operations where such a cut fits, and
-    up to 1.2 times below that.
+    With `layers`, also every candidate but `max_carries` with as many `first_layers` as fit is considered;
+    and, for one with `nested=True`, as many `max_carries` as fit, and cuts that keep the internals of a
+    segment while it is reversed (`nested=k, save_block_internals=True`): then no layer runs more than twice.
+    For layers that are alike, the plan takes at most 1.05 times the FLOPs of any order of the same operations
+    where such a cut fits, and up to 1.2 times below that.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
@@ -188,7 +188,7 @@ def plan(
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
     and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice
-    that. With `layers` up to three more, and at most `log2(layers)` for each way to keep first layers.
+    that. With `layers` up to three more, and at most `log2(layers)` for each way to keep more.
     """
     most = parse_bytes(budget)
     limits = Limits(most) if host_budget is None else Limits(most, parse_bytes(host_budget))

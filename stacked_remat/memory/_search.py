@@ -15,7 +15,7 @@ from ._compiled_sizes import DoesNotFit
 from ._report import MemoryReport
 
 _NEVER = (float("inf"), float("inf"))
-_OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy | None]  # of first layers, if it can have any
+_OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy | None]  # of a number, if there is such a policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Search:
         """The policy with the fewest FLOPs that fits, of the candidates and what is derived from them.
 
         With wider limits the result never has more FLOPs: candidates are tried in an order that does not
-        depend on the limits, and `first_layers` by bisection over counts that do not either.
+        depend on the limits, and `first_layers` and carries by bisection over counts that do not either.
         """
         plain: list[ScanCheckpointSpec] = [policy for policy in candidates if _recomputes_nothing(policy)]
         first = self._first_to_fit(plain)
@@ -114,11 +114,13 @@ class Search:
             return first
         for policy in others[others.index(first.policy) :]:
             base = resolve_policy(policy)
-            for kept in _kept_of_first_layers(base):
-                self._try_first_layers(functools.partial(_with_first, base, kept), base.first_layers, layers)
+            if not base.saves_everything and base.max_carries is None:
+                self._try_counts(functools.partial(_with, base, "first_layers"), base.first_layers, layers)
             if base.nested is True and base.save_carries is True and not base.first_layers:
-                if cut := self._cut_with_internals(base, layers):
-                    self._try_first_layers(cut, -1, layers)
+                held, cut = base.schedule(layers).slots, dataclasses.replace(base, nested=False)
+                self._try_counts(functools.partial(_with, cut, "max_carries"), held, layers)
+                if of_count := self._cut_with_internals(base, layers):
+                    self._try_counts(of_count, -1, layers)
         return self._best()
 
     def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int) -> _OfCount | None:
@@ -150,7 +152,7 @@ class Search:
 
             # Segments of one layer would be visited together, with the internals of all of them.
             longest = min(range(min(2, rest), rest + 1), key=needs)
-            return _with_first(dataclasses.replace(kept, nested=-(-rest // longest)), False, first_layers)
+            return _with(dataclasses.replace(kept, nested=-(-rest // longest)), "first_layers", first_layers)
 
         return of_count
 
@@ -174,12 +176,12 @@ class Search:
         found = (trial.report for trial in self._own() if trial.report is not None)
         return any(report.arguments > self.limits.device for report in found)
 
-    def _try_first_layers(self, with_first: _OfCount, low: int, high: int) -> None:
-        """Tries how many first layers fit, above `low` and below `high`, while that can have fewer FLOPs."""
+    def _try_counts(self, of_count: _OfCount, low: int, high: int) -> None:
+        """Tries how many fit, above `low` and below `high`, while more can have fewer FLOPs."""
         least = self._cost(self._best().policy)
         while high - low > 1:
             middle = (low + high) // 2
-            most, policy = with_first(high - 1), with_first(middle)
+            most, policy = of_count(high - 1), of_count(middle)
             if most is None or policy is None or self._cost(most) >= least:
                 break
             if self.limits.hold(self.trial(policy)):
@@ -207,20 +209,9 @@ def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
     return policy.saves_everything and not policy.is_nested
 
 
-def _kept_of_first_layers(base: ScanCheckpointPolicy) -> tuple[ScanCheckpointSpec, ...]:
-    """What the first layers of a policy could keep to leave less to compute or to move."""
-    if base.saves_everything or base.max_carries is not None:
-        return ()
-    if base.first_layers:
-        return (base.first_policy,)
-    return (False, True) if base.is_nested or base.save_carries == "offload" else (False,)
-
-
-def _with_first(
-    base: ScanCheckpointPolicy, kept: ScanCheckpointSpec, count: int
-) -> ScanCheckpointPolicy | None:
-    """The policy with that many first layers; None if it cannot have any."""
+def _with(base: ScanCheckpointPolicy, field: str, count: int) -> ScanCheckpointPolicy | None:
+    """The policy with this number; None if it cannot have it."""
     try:
-        return dataclasses.replace(base, first_layers=count, first_policy=kept)
+        return dataclasses.replace(base, **{field: count})
     except ValueError:
         return None

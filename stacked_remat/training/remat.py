@@ -21,16 +21,13 @@ _ALIASES = [
 NO_PRESETS: RematPresets = MappingProxyType({})
 
 
-def remat_policy(
-    value: RematEntry, presets: RematPresets = NO_PRESETS, key: str = "remat"
-) -> ScanCheckpointPolicy:
+def remat_policy(value: RematEntry, presets: RematPresets = NO_PRESETS) -> ScanCheckpointPolicy:
     """The policy of a `remat` config entry.
 
     Args:
         value: an alias (`true`, `false`, `nested`, ...), the name of a preset, or a mapping of
             `ScanCheckpointPolicy`'s fields.
         presets: the model's named policies.
-        key: of the entry, for errors.
 
     Raises:
         ValueError: an unknown alias or field, or fields that contradict each other.
@@ -46,16 +43,13 @@ def remat_policy(
     for name in value:
         if name not in valid:
             raise ValueError(
-                f"{key}.{name} is not a field of ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid: "
+                f"remat.{name} is not a field of ScanCheckpointPolicy.{did_you_mean(name, valid)} Valid: "
                 f"{', '.join(valid)}."
             )
-    first = value.get("first_policy")
-    if isinstance(first, str | Mapping):
-        value = {**value, "first_policy": remat_policy(first, presets, f"{key}.first_policy")}
     try:
         return ScanCheckpointPolicy(**value)
     except TypeError as error:  # a config may hold values of any type
-        raise ValueError(f"{error} (a field of {key})") from error
+        raise ValueError(f"{error} (a field of remat)") from error
 
 
 def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
@@ -65,8 +59,6 @@ def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
     if not isinstance(spec, ScanCheckpointPolicy):
         return spec
     entry = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.settings()}
-    if "first_policy" in entry:
-        entry["first_policy"] = remat_entry(spec.first_policy)
     return entry or True
 
 

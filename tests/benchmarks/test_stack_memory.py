@@ -9,7 +9,7 @@ from tests.recorded_on import ON_H200, ON_V5P, recorded
 GIB = 2**30
 COMPILED = [
     *((ON_H200, f" {name}", 2_048) for name in ("True", "nested=7", "max_carries=6", "offload")),
-    *((ON_H200, f" {name}", 16_384) for name in ("nested", "nested, 8 keep carries", "nested, 16 tiles")),
+    *((ON_H200, f" {name}", 16_384) for name in ("nested", "nested, 16 tiles")),
     *((ON_V5P, f" {name}", 2_048) for name in ("nested", "offload")),
     *((target, " nested + offload", 2_048) for target in (ON_H200, ON_V5P)),
     (ON_H200, " nested, frozen weights", 16_384),

@@ -38,7 +38,6 @@ def cost(policy, internals):
     """FLOPs, and memory in carries, of a gradient under a policy."""
     first = policy.first_layers
     rest = LAYERS - first
-    of_first = (4 * first, first) if policy.first_policy is True else (3 * first, first * (1 + internals))
     if policy.saves_everything and not policy.is_nested:
         return 3 * LAYERS, LAYERS * (1 + internals)
     schedule = policy.schedule(rest)
@@ -46,7 +45,8 @@ def cost(policy, internals):
     if policy.save_block_internals:  # the layers of a segment run to be visited, and others before
         again = sum(max(0, run.replays - run.visits + 1) for run in schedule.runs)
         held = max(run.visits for run in schedule.runs)
-    return of_first[0] + 4 * rest + again, of_first[1] + schedule.slots + held * internals
+    carries = first + schedule.slots
+    return 3 * first + 4 * rest + again, carries + (first + held) * internals
 
 
 class Chain:

@@ -6,7 +6,7 @@ import pytest
 
 from stacked_remat.memory._table import as_table, readable_bytes
 
-POLICY = "save_carries='offload', nested=True, first_layers=12, first_policy=True"
+POLICY = "save_carries='offload', nested=True, first_layers=12, max_carries=1234567"
 HEADINGS = ["total", "temp.", "host", "moved", "link", "FLOPs", "compile"]
 CELLS = ["1234.56", "123.45", "123.45", "123.45", "123 k", "1.67 ?", "123.4 s"]
 NOTE = "link: a sentence that says what a column means, in more words than one line of a terminal holds"

@@ -230,7 +230,6 @@ def test_experts_in_blocks_are_compared_and_tried_before_tiles(monkeypatch, repo
 NAMED = {
     **{name: name for name in CONFIG.model.remat_presets},
     "own names": {"offload_block_internals": ["mlp_internals"]},
-    "first": {"first_layers": 1, "first_policy": {"save_block_internals": ["query"]}},
 }
 
 

@@ -14,9 +14,8 @@ import jax
 
 from .._compat import compiled_with_text
 from .._files import read_json_fields, replaced_whole
-from . import _collectives, _hlo, _largest, _report
-from ._collectives import sent_bytes
-from ._largest import Buffer, largest_buffers
+from . import _compiled_text, _report
+from ._compiled_text import Buffer, largest_buffers, sent_bytes
 from ._targets import Target
 
 _COMPILERS = ("jax", "libtpu")
@@ -72,5 +71,5 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     versions = sorted(f"{each.name} {each.version}" for each in importlib.metadata.distributions())
     parts = [repr(target), str(devices), compiler, device.device_kind, *flags]
     parts += [each for each in versions if each.startswith(_COMPILERS)]
-    parts += [inspect.getsource(module) for module in (_collectives, _hlo, _largest, _report)]
+    parts += [inspect.getsource(module) for module in (_compiled_text, _report)]
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from ._compiled_text import Buffer
 from ._costs import Flops
-from ._largest import Buffer
 from ._table import Tabular, as_table, readable_bytes, readable_count
 from ._targets import Target
 

@@ -11,7 +11,7 @@ import pytest
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, fold, memory
 from stacked_remat.memory import DoesNotFit, _compiled_sizes
-from stacked_remat.memory._largest import largest_buffers
+from stacked_remat.memory._compiled_text import largest_buffers
 
 from ..blocks import Tanh
 

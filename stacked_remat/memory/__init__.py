@@ -11,8 +11,7 @@ from ._arguments import arguments_on_host as arguments_on_host
 from ._call import report as report
 from ._compiled_sizes import DoesNotFit as DoesNotFit
 from ._compiled_text import Buffer as Buffer
-from ._costs import Flops as Flops
-from ._flops import count_flops as count_flops
+from ._flops import Flops as Flops, count_flops as count_flops
 from ._plan import (
     CANDIDATES as CANDIDATES,
     BudgetError as BudgetError,

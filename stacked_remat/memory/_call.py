@@ -15,8 +15,7 @@ from .._placement import compiled_for
 from .._static import PyTree
 from ._arguments import Placement, donated_of, is_array_or_shape
 from ._compiled_sizes import sizes_of
-from ._costs import Flops
-from ._flops import count_flops
+from ._flops import Flops, count_flops
 from ._report import MemoryReport, TimeBound
 from ._targets import Target, find_target, target_of_device
 

@@ -6,28 +6,81 @@ loops, so the traced program is counted instead. The trips of `while` loops are 
 """
 
 import dataclasses
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
+import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from .._activity import expansion, has_tangent, is_in
+from .._activity import active_carry, active_variables, expansion, is_in
 from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
-from ._costs import Flops, leaf_cost
 
 _KERNELS = "pallas_call", "mpmd_map"
 _EXPANDED = "call_hi_primitive"  # what `jax.experimental.hijax` makes of a primitive that expands into others
 _MOST_GRADIENTS = 2  # of one product, which has two factors; fused attention has more operands
 
-_Active: TypeAlias = Sequence[bool]
-_Count: TypeAlias = "tuple[Flops, list[bool]]"
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs and transfers of one call of a program, summed over all the devices it runs on.
+
+    Two of them add up, and one can be multiplied by a number of calls.
+
+    Attributes:
+        matmul: of matrix products and convolutions, a multiply-add being two.
+        bytes_from_host: bytes moved from host memory to device memory (`jax.device_put` between the two, and
+            policies that offload). Outside of `jax.shard_map`, an array counts once, however many devices
+            have a copy of it.
+        bytes_to_host: bytes moved from device memory to host memory.
+        too_low: reasons why the true figures may be higher (empty when there are none), sorted.
+        too_high: reasons why they may be lower, as where a conditional counts its most expensive branch.
+    """
+
+    matmul: int = 0
+    bytes_from_host: int = 0
+    bytes_to_host: int = 0
+    too_low: tuple[str, ...] = ()
+    too_high: tuple[str, ...] = ()
+
+    def __add__(self, other: "Flops") -> "Flops":
+        reasons = (self.too_low, other.too_low), (self.too_high, other.too_high)
+        too_low, too_high = (tuple(sorted({*own, *others})) for own, others in reasons)
+        return Flops(*map(operator.add, self.counts, other.counts), too_low=too_low, too_high=too_high)
+
+    def __mul__(self, times: Any) -> "Flops":
+        if times == 0:
+            return Flops()
+        return Flops(*(count * times for count in self.counts), too_low=self.too_low, too_high=self.too_high)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """`matmul`, `bytes_from_host` and `bytes_to_host`."""
+        return self.matmul, self.bytes_from_host, self.bytes_to_host
+
+    @property
+    def moved(self) -> int:
+        """Bytes moved between host and device, in both directions."""
+        return self.bytes_from_host + self.bytes_to_host
+
+    @property
+    def exact(self) -> bool:
+        return not self.too_low and not self.too_high
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the figures are not exact, as lines of a table."""
+        at_least = (f"FLOP at least: {reason}" for reason in self.too_low)
+        return (*at_least, *(f"FLOP at most: {reason}" for reason in self.too_high))
 
 
-def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
+def count_flops(jaxpr: Any, *, trained: Sequence[bool] = ()) -> Flops:
     """Count the FLOPs of a traced program, and what it moves between host and device memory.
 
     Args:
@@ -42,147 +95,130 @@ def count_flops(jaxpr: Any, *, trained: Sequence[bool] | None = None) -> Flops:
         of the loops of this package. Other `while` loops are counted once, those of divided experts (`over`
         of `grouped_experts`) as often as an even routing takes, and named in `too_low`.
     """
-    active = [False] * len(jaxpr.in_avals) if trained is None else [*trained]
-    found, _ = _Counter().run(jaxpr, active)
+    found = _Counter().run(jaxpr, tuple(trained))
     return Flops(*map(round, found.counts), too_low=found.too_low, too_high=found.too_high)
 
 
 class _Counter:
-    """Counts one program: the cost of a jaxpr, and which of its results depend on what is trained."""
+    """Counts one program. What it contains several times is the same object, and is counted once."""
 
     def __init__(self) -> None:
-        # By ids of jaxprs and equations, which the values keep alive.
-        self._live: dict[int, tuple[Any, Any]] = {}
-        self._expansions: dict[int, tuple[Any, Any]] = {}
-        self._runs: dict[Any, _Count] = {}
-        self._products: int | None = None  # FLOPs of each kernel called by what is counted
+        self.run = functools.cache(self._run)
+        self._live = functools.cache(_without_dead_code)
+        self._expansion = functools.cache(_expansion)
 
-    def run(self, jaxpr: Any, active: _Active) -> _Count:
-        """Count a jaxpr, open or closed, given which of its inputs depend on what is trained."""
-        live = self._without_dead_code(jaxpr)
-        key = id(jaxpr), self._products, *active
-        if key not in self._runs:
-            known = {var for var, is_active in zip(live.invars, active, strict=True) if is_active}
-            atoms = [*live.outvars, *(atom for eqn in live.eqns for atom in eqn.invars)]
-            read, cost = {atom for atom in atoms if not isinstance(atom, Literal)}, Flops()
-            for eqn in live.eqns:
-                around = self._products
-                scopes = str(eqn.source_info.name_stack)
-                self._products = products_in(scopes) or around
-                called = self._called(eqn, read)
-                active_inputs = [is_in(atom, known) for atom in eqn.invars]
-                added, outputs = self._eqn(eqn, called, scopes, active_inputs)
-                self._products, cost = around, cost + added
-                pairs = zip(eqn.outvars, outputs, strict=True)
-                known.update(var for var, is_active in pairs if is_active and has_tangent(var))
-            self._runs[key] = cost, [is_in(atom, known) for atom in live.outvars]
-        return self._runs[key]
+    def _run(self, jaxpr: Any, active: tuple[bool, ...] = (), products: int | None = None) -> Flops:
+        """Count a jaxpr, open or closed.
 
-    def _without_dead_code(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self._live:
-            open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-            live, _ = partial_eval.dce_jaxpr(open_jaxpr, [True] * len(open_jaxpr.outvars), instantiate=True)
-            self._live[id(jaxpr)] = (jaxpr, live)
-        return self._live[id(jaxpr)][1]
+        `active` tells of its inputs which depend on what is trained, `products` the FLOPs of each kernel.
+        """
+        live, cost = self._live(jaxpr), Flops()
+        known = active_variables(live, itertools.compress(live.invars, active))
+        atoms = [*live.outvars, *(atom for eqn in live.eqns for atom in eqn.invars)]
+        read = {atom for atom in atoms if not isinstance(atom, Literal)}
+        for eqn in live.eqns:
+            scopes = str(eqn.source_info.name_stack)
+            active_inputs = tuple(is_in(atom, known) for atom in eqn.invars)
+            cost += self._eqn(eqn, scopes, active_inputs, products_in(scopes) or products, read)
+        return cost
+
+    def _eqn(
+        self, eqn: Any, scopes: str, active: tuple[bool, ...], products: int | None, read: set[Any]
+    ) -> Flops:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            inside = self._in_loop(params["jaxpr"], active, *_scan_parts(eqn))
+            return self.run(params["jaxpr"], inside, products) * params["length"]
+        if name == "while":
+            return self._while(eqn, scopes, active, products)
+        if name == "cond":
+            costs = [self.run(branch, active[1:], products) for branch in params["branches"]]
+            return _of_branches(eqn, scopes, costs)
+        if name == "shard_map":
+            shape, manual = params["mesh"].shape, params.get("manual_axes")
+            body = self.run(params["jaxpr"], active, products)
+            return body * math.prod(shape[axis] for axis in (manual or shape))
+        if name in _KERNELS:
+            cost = self._kernel(eqn, products)
+        elif called := self._called(eqn, read):
+            return self.run(called, active, products)
+        else:
+            cost = self._leaf(eqn, products)
+        return dataclasses.replace(cost, matmul=cost.matmul * (1 + min(_MOST_GRADIENTS, sum(active))))
 
     def _called(self, eqn: Any, read: set[Any]) -> Any:
         """The jaxpr that an equation calls with its own operands; None for any other equation."""
         if eqn.primitive.name == _EXPANDED:
-            if id(eqn) not in self._expansions:
-                self._expansions[id(eqn)] = eqn, _expansion(eqn, [out in read for out in eqn.outvars])
-            return self._expansions[id(eqn)][1]
+            return self._expansion(eqn, tuple(out in read for out in eqn.outvars))
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
             found = eqn.params.get(key)
             if found is not None and len(getattr(found, "jaxpr", found).invars) == len(eqn.invars):
                 return found
         return None
 
-    def _eqn(self, eqn: Any, called: Any, scopes: str, active: list[bool]) -> _Count:
-        name, params = eqn.primitive.name, eqn.params
-        if name == "stop_gradient":
-            return Flops(), [False] * len(eqn.outvars)
-        if name == "scan":
-            body = params["jaxpr"]
-            each, outputs = self._loop(body, active, *_scan_parts(eqn))
-            return each * params["length"], outputs
-        if name == "while":
-            return self._while(eqn, scopes, active)
-        if name == "cond":
-            return self._cond(eqn, scopes, active[1:])
-        if name == "shard_map":
-            shape, manual = params["mesh"].shape, params.get("manual_axes")
-            body, outputs = self.run(params["jaxpr"], active)
-            return body * math.prod(shape[axis] for axis in (manual or shape)), outputs
-        if called is not None and name not in _KERNELS:
-            return self.run(called, active)
-        cost = self._kernel(eqn) if name in _KERNELS else self._inside(eqn)
-        gradients = min(_MOST_GRADIENTS, sum(active))
-        cost = dataclasses.replace(cost, matmul=cost.matmul * (1 + gradients))
-        return cost, [any(active)] * len(eqn.outvars)
-
-    def _inside(self, eqn: Any) -> Flops:
-        """The cost of an equation that calls nothing with its own operands."""
-        name = eqn.primitive.name
-        nested = [] if name in _TINY_BODIES else list(jaxprs_in_params(eqn.params))
-        if not nested:
-            return leaf_cost(eqn)
-        reason = f"what is inside {name!r}{_where(eqn)} is counted once"
-        return sum(map(self._unknown, nested), Flops(too_low=(reason,)))
-
-    def _unknown(self, jaxpr: Any) -> Flops:
-        return self.run(jaxpr, [False] * len(getattr(jaxpr, "jaxpr", jaxpr).invars))[0]
-
-    def _kernel(self, eqn: Any) -> Flops:
+    def _kernel(self, eqn: Any, products: int | None) -> Flops:
         """A Pallas kernel: what is known of it, or its body times the steps of its grid."""
-        if self._products is not None:
-            return Flops(matmul=self._products)
+        if products is not None:
+            return Flops(matmul=products)
         if "grid_mapping" not in eqn.params:
-            return self._inside(eqn)
-        grid, body = eqn.params["grid_mapping"].grid, self._unknown(eqn.params["jaxpr"])
+            return self._leaf(eqn, products)
+        grid, body = eqn.params["grid_mapping"].grid, self.run(eqn.params["jaxpr"])
         if not all(isinstance(size, int) for size in grid):
             return body + Flops(too_low=(f"a kernel with a dynamic grid{_where(eqn)} is counted once",))
         return body * math.prod(grid)
 
-    def _cond(self, eqn: Any, scopes: str, active: list[bool]) -> _Count:
-        runs = [self.run(branch, active) for branch in eqn.params["branches"]]
-        outputs = [any(outputs) for outputs in zip(*(outputs for _, outputs in runs), strict=True)]
-        costs, shares, index = [cost for cost, _ in runs], branches_in(scopes), eqn.invars[0]
-        if isinstance(index, Literal):
-            return costs[min(max(int(index.val), 0), len(costs) - 1)], outputs
-        if len(shares) == len(costs):
-            parts = (cost * share for cost, share in zip(costs, shares, strict=True))
-            return sum(parts, Flops()), outputs
-        counts = [cost.counts for cost in costs]
-        most = Flops(*map(max, zip(*counts, strict=True)))
-        if any(count != most.counts for count in counts):
-            reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
-            most = most + Flops(too_high=(reason,))
-        reasons = (Flops(too_low=cost.too_low, too_high=cost.too_high) for cost in costs)
-        return sum(reasons, most), outputs
+    def _leaf(self, eqn: Any, products: int | None) -> Flops:
+        """The cost of an equation that calls nothing with its own operands."""
+        name = eqn.primitive.name
+        if name == "device_put":
+            return _transfers(eqn)
+        if name in _MATMULS:
+            return Flops(matmul=_MATMULS[name](eqn))
+        if name in _NOT_COUNTED:
+            return Flops(too_low=(f"the arithmetic of {name!r} is not counted",))
+        inside = sum((self.run(each, (), products) for each in jaxprs_in_params(eqn.params)), Flops())
+        reason = f"what is inside {name!r}{_where(eqn)} is counted once"
+        return inside if inside == Flops() else inside + Flops(too_low=(reason,))
 
-    def _while(self, eqn: Any, scopes: str, active: list[bool]) -> _Count:
-        params = eqn.params
-        body, test, state = params["body_jaxpr"], params["cond_jaxpr"], active[params["cond_nconsts"] :]
-        num_carry = len(eqn.outvars)
-        each, outputs = self._loop(body, state, len(state) - num_carry, num_carry)
-        once = self._unknown(test)
+    def _while(self, eqn: Any, scopes: str, active: tuple[bool, ...], products: int | None) -> Flops:
+        params, num_carry = eqn.params, len(eqn.outvars)
+        body, state = params["body_jaxpr"], active[params["cond_nconsts"] :]
+        inside = self._in_loop(body, state, len(state) - num_carry, num_carry)
+        each, once = self.run(body, inside, products), self.run(params["cond_jaxpr"], (), products)
         trips, is_exact = trips_in(scopes)
         if is_exact and trips is not None:
-            return each * trips + once * (trips + 1), outputs
+            return each * trips + once * (trips + 1)
         counted = "once" if trips is None else f"{trips} times"
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted {counted}"
-        return (each + once) * (1 if trips is None else trips) + Flops(too_low=(reason,)), outputs
+        return (each + once) * (1 if trips is None else trips) + Flops(too_low=(reason,))
 
-    def _loop(self, body: Callable, active: list[bool], num_consts: int, num_carry: int) -> _Count:
-        """The cost of a trip. A carry that becomes active on one trip is so on all."""
-        consts, carry = active[:num_consts], active[num_consts:][:num_carry]
-        xs = active[num_consts + num_carry :]
-        while True:
-            cost, outputs = self.run(body, [*consts, *carry, *xs])
-            grown = [old or new for old, new in zip(carry, outputs, strict=False)]
-            if grown == carry:
-                return cost, [*carry, *outputs[num_carry:]]
-            carry = grown
+    def _in_loop(
+        self, body: Any, active: tuple[bool, ...], num_consts: int, num_carry: int
+    ) -> tuple[bool, ...]:
+        """Which inputs of a loop's body are active on some trip."""
+        end = num_consts + num_carry
+        consts, carry, xs = active[:num_consts], active[num_consts:end], active[end:]
+        return (*consts, *active_carry([(self._live(body), consts, xs)], carry), *xs)
+
+
+def _without_dead_code(jaxpr: Any) -> Any:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def _of_branches(eqn: Any, scopes: str, costs: Sequence[Flops]) -> Flops:
+    """The cost of a conditional from those of its branches."""
+    shares, index = branches_in(scopes), eqn.invars[0]
+    if isinstance(index, Literal):
+        return costs[min(max(int(index.val), 0), len(costs) - 1)]
+    if len(shares) == len(costs):
+        return sum(map(operator.mul, costs, shares), Flops())
+    counts = [cost.counts for cost in costs]
+    most = Flops(*map(max, zip(*counts, strict=True)))
+    if any(count != most.counts for count in counts):
+        reason = f"a conditional that depends on data{_where(eqn)} counts its most expensive branch"
+        most += Flops(too_high=(reason,))
+    return sum((Flops(too_low=cost.too_low, too_high=cost.too_high) for cost in costs), most)
 
 
 def _scan_parts(eqn: Any) -> tuple[int, int]:
@@ -197,7 +233,7 @@ def _scan_parts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - num_xs - num_carry, num_carry
 
 
-def _expansion(eqn: Any, is_used: list[bool]) -> Any:
+def _expansion(eqn: Any, is_used: tuple[bool, ...]) -> Any:
     """What a primitive expands into, with 0 in place of each result that is not used."""
     primitive = eqn.params["_prim"]
 
@@ -213,9 +249,66 @@ def _where(eqn: Any) -> str:
     return f" ({place.rpartition('/')[2]})"
 
 
-# Their jaxprs combine two elements, which `leaf_cost` counts.
-_TINY_BODIES = frozenset(
-    "reduce reduce_window scatter scatter-add scatter-mul scatter-min scatter-max scatter_sub argmax sort "
-    "select_and_gather_add select_and_scatter_add reduce_precision custom_lin "
-    "call_hi_primitive_linearized".split()
+def _transfers(eqn: Any) -> Flops:
+    moved = {jax.memory.Space.Host: 0, jax.memory.Space.Device: 0}
+    for source, result in zip(eqn.invars, eqn.outvars, strict=True):
+        if source.aval.memory_space != result.aval.memory_space and result.aval.memory_space in moved:
+            moved[result.aval.memory_space] += _size(result) * result.aval.dtype.itemsize
+    return Flops(bytes_from_host=moved[jax.memory.Space.Device], bytes_to_host=moved[jax.memory.Space.Host])
+
+
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _dot_general(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[axis] for axis in contracted)
+
+
+def _conv(eqn: Any) -> int:
+    kernel = eqn.invars[1].aval.shape
+    features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * _size(eqn.outvars[0]) * math.prod(kernel) // max(features, 1)
+
+
+def _ragged_dot(eqn: Any) -> int:
+    """Each row times its own group's matrix, though some backends compute more."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    skipped = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    free = math.prod(size for axis, size in enumerate(eqn.invars[1].aval.shape) if axis not in skipped)
+    return 2 * _size(eqn.invars[0]) * free
+
+
+def _attention(products: int) -> Callable:
+    """Fused attention on (batch, sequence, heads, head size): `products` matmuls of T x S x H each."""
+
+    def count(eqn: Any) -> int:
+        (batch, queries, heads, head_size), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+        mask, window = eqn.params.get("mask_type"), eqn.params.get("sliding_window_length")
+        is_causal = "CAUSAL" in str(getattr(mask, "name", mask)).upper()
+        pairs = min(queries * keys // (2 if is_causal else 1), queries * (window or keys))
+        return products * 2 * batch * heads * head_size * pairs
+
+    return count
+
+
+_MATMULS = {
+    "dot_general": _dot_general,
+    "scaled_dot": _dot_general,
+    "conv_general_dilated": _conv,
+    "conv": _conv,
+    "ragged_dot_general": _ragged_dot,
+    "dot_product_attention_fwd": _attention(2),
+    "dot_product_attention_fwd_wrapper": _attention(2),
+    "dot_product_attention_bwd": _attention(5),
+    "dot_product_attention_bwd_wrapper": _attention(5),
+}
+
+_NOT_COUNTED = frozenset(
+    "cholesky cholesky_update eig eigh fft geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
+    "symmetric_product triangular_solve tridiagonal tridiagonal_solve custom_call tpu_custom_call ffi_call "
+    "pure_callback io_callback".split()
 )

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ._compiled_text import Buffer
-from ._costs import Flops
+from ._flops import Flops
 from ._table import Tabular, as_table, readable_bytes, readable_count
 from ._targets import Target
 

@@ -44,8 +44,9 @@ def test_a_splash_kernel_counts_the_blocks_of_its_table(window, blocks):
         return attend_by(splash_kernel(interpret=True), query, key, value, Sight(), Blocks(1.0, 128, window))
 
     product = 6 * 2 * blocks * 128**2 * 8
-    forward = count(attend, query, key, key)
-    assert forward.matmul == 2 * product
+    forward = jax.make_jaxpr(attend)(query, key, key)
+    assert count_flops(forward).matmul == 2 * product
+    assert count_flops(forward, trained=[True] * 3).matmul == 3 * 2 * product
     # Scores again and three products for keys and values, scores again and two for queries; and the output of
     # each position times its cotangent.
     both = count(jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2)), query, key, key)

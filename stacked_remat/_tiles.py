@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from ._activity import active_outputs, is_differentiable
-from ._compat import batch_jaxpr
+from ._compat import batch_jaxpr, without_constants
 from ._static import PyTree, Static
 from ._sweep.gradient import Mask, merge, pick
 from ._sweep.rules import (
@@ -38,24 +37,18 @@ Start = Array | int
 
 @dataclass(frozen=True)
 class Cut:
-    """How `size` positions, divided over so many devices, are cut: a tile has `length` positions of each."""
+    """How `size` positions of each of so many devices are cut: a tile has `length` positions of each."""
 
     size: int
     parts: int
     length: int
-
-    @property
-    def lengths(self) -> list[int]:
-        """The different lengths of tiles of one device."""
-        last = self.size // self.parts % self.length
-        return [self.length, last] if last else [self.length]
 
     def read(self, array: Array, dim: int | None, start: Start, length: int) -> Array:
         """The tile of `length` positions of each device from `start` on; all of an array without the axis."""
         if dim is None:
             return array
         part = lax.dynamic_slice_in_dim(self._by_device(array, dim), start, length, dim + 1)
-        return part.reshape(*array.shape[:dim], self.parts * length, *array.shape[dim + 1 :])
+        return lax.collapse(part, dim, dim + 2)
 
     def write(self, array: Array, dim: int | None, start: Start, tile: Array) -> Array:
         """`array` with this tile from `start` on; without the axis, their sum."""
@@ -64,6 +57,13 @@ class Cut:
         own, tile = self._by_device(array, dim), self._by_device(tile, dim)
         return lax.dynamic_update_slice_in_dim(own, tile, start, dim + 1).reshape(array.shape)
 
+    def joined(self, first: Array, last: Array, dim: int | None) -> Array:
+        """One after the other; without the axis, their sum."""
+        if dim is None:
+            return first + last
+        both = [self._by_device(part, dim) for part in (first, last)]
+        return lax.collapse(jnp.concatenate(both, dim + 1), dim, dim + 2)
+
     def _by_device(self, array: Array, dim: int) -> Array:
         own = array.shape[dim] // self.parts
         return array.reshape(*array.shape[:dim], self.parts, own, *array.shape[dim + 1 :])
@@ -71,114 +71,87 @@ class Cut:
     def total(self, tile: ShapedArray, dim: int | None) -> ShapedArray:
         """The type of all tiles of a type; sums of them are in float32 at least."""
         if dim is not None:
-            return tile.update(shape=(*tile.shape[:dim], self.size, *tile.shape[dim + 1 :]))
+            return tile.update(shape=(*tile.shape[:dim], self.parts * self.size, *tile.shape[dim + 1 :]))
         is_short = is_differentiable(tile.dtype) and jnp.finfo(tile.dtype).bits < 32
         return tile.update(dtype=jnp.dtype("float32")) if is_short else tile
 
     def loop(
         self,
-        rules: Sequence[Callable[[Arrays], Arrays]],
+        rule: Callable[[Arrays], Arrays],
         arrays: Sequence[Array],
         inputs: Dims,
         outputs: Dims,
         types: Sequence[Any],
-        later: Sequence[bool] = (),
     ) -> Arrays:
-        """Apply rules, one for each length, tile by tile; for derivatives each tile is computed again.
+        """Apply a rule tile by tile; for derivatives each tile is computed again."""
 
-        A tile outside of the loop gets the inputs `later` in its turn: backward, it would otherwise share
-        what it computes again with the forward pass.
-        """
-
-        def step(totals: Arrays, start: Start, number: int, *, is_rolled: bool) -> Arrays:
-            def of_tile(arrays: Sequence[Array], start: Start) -> Arrays:
-                pairs = zip(arrays, inputs, strict=True)
-                tile = [self.read(array, dim, start, self.lengths[number]) for array, dim in pairs]
-                if any(later) and not is_rolled:
-                    tile = merge(tile, lax.optimization_barrier(pick(tile, later)), later)
-                return rules[number](tile)
-
-            found = jax.checkpoint(of_tile, prevent_cse=not is_rolled)(arrays, start)
-            parts = zip(totals, outputs, found, strict=True)
-            return [self.write(total, dim, start, new) for total, dim, new in parts]
+        def of_tile(arrays: Sequence[Array], start: Array) -> Arrays:
+            pairs = zip(arrays, inputs, strict=True)
+            return rule([self.read(array, dim, start, self.length) for array, dim in pairs])
 
         def body(totals: Arrays, i: Array) -> tuple[Arrays, None]:
-            return step(totals, i * self.length, 0, is_rolled=True), None
+            start = i * self.length
+            found = jax.checkpoint(of_tile, prevent_cse=False)(arrays, start)
+            parts = zip(totals, outputs, found, strict=True)
+            return [self.write(total, dim, start, new) for total, dim, new in parts], None
 
         totals = zeros_after(arrays, [*map(self.total, types, outputs)])
-        whole, last = divmod(self.size // self.parts, self.length)
-        if whole > 1:
-            totals, _ = lax.scan(body, totals, jnp.arange(whole, dtype=jnp.int32))
-        elif whole:
-            totals = step(totals, 0, 0, is_rolled=False)
-        if last:
-            totals = step(totals, whole * self.length, 1, is_rolled=False)
+        totals, _ = lax.scan(body, totals, jnp.arange(self.size // self.length, dtype=jnp.int32))
         return [total.astype(type_.dtype) for total, type_ in zip(totals, types, strict=True)]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A function of arrays, applied tile by tile, with a jaxpr for tiles of each length.
+    """A function of arrays, as a jaxpr for a tile, applied tile by tile.
 
     Inputs and outputs have a dimension along the axis; None where tiles share it, or it is a sum over tiles.
     """
 
     cut: Cut
-    jaxprs: tuple[Jaxpr, ...]
+    jaxpr: Jaxpr
     inputs: Dims
     outputs: Dims
     __name__ = "tiles"
 
     def __call__(self, *arrays: Array) -> Arrays:
-        rules = [lambda tile, jaxpr=jaxpr: eval_jaxpr(jaxpr, (), *tile) for jaxpr in self.jaxprs]
-        types = [var.aval for var in self.jaxprs[0].outvars]
-        return self.cut.loop(rules, arrays, self.inputs, self.outputs, types)
+        types = [var.aval for var in self.jaxpr.outvars]
+        return self.cut.loop(
+            lambda tile: eval_jaxpr(self.jaxpr, (), *tile), arrays, self.inputs, self.outputs, types
+        )
 
     def primal(self, nonzero: Mask) -> "Derived":
         """The outputs where some inputs are differentiated, by what custom rules compute them with."""
 
         def derived() -> Derived:
-            traced = [primal_of(jaxpr, nonzero) for jaxpr in self.jaxprs]
-            return Tiling.of(self.cut, traced, self.inputs, self.outputs)
+            return Tiling.of(self.cut, primal_of(self.jaxpr, nonzero), self.inputs, self.outputs)
 
         return kept((self, nonzero), (), derived)
 
     @staticmethod
     def of(
-        cut: Cut, traced: Sequence[ClosedJaxpr], inputs: Sequence[int | None], outputs: Sequence[int | None]
+        cut: Cut, traced: ClosedJaxpr, inputs: Sequence[int | None], outputs: Sequence[int | None]
     ) -> "Derived":
-        """A traced function's tiling, and the constants of all jaxprs, which are its last inputs."""
-        constants = [jnp.asarray(constant) for one in traced for constant in one.consts]
-        types, jaxprs, start = [*map(jax.typeof, constants)], [], 0
-        for one in traced:
-            count, own = len(one.in_avals), slice(start, start + len(one.consts))
-
-            def run(*arrays: Array, one: ClosedJaxpr = one, count: int = count, own: slice = own) -> Arrays:
-                return eval_jaxpr(one.jaxpr, arrays[count:][own], *arrays[:count])
-
-            jaxpr = jax.make_jaxpr(run)(*one.in_avals, *types).jaxpr if types else one.jaxpr
-            jaxprs.append(dce_jaxpr(jaxpr, [True] * len(outputs), instantiate=True)[0])
-            start = own.stop
-        return Tiling(cut, tuple(jaxprs), (*inputs, *[None] * len(constants)), tuple(outputs)), constants
+        """A traced function's tiling, and its constants, which are the first inputs."""
+        jaxpr, constants = without_constants(traced)
+        return Tiling(cut, jaxpr, (*[None] * len(constants), *inputs), tuple(outputs)), constants
 
 
 def _pull_back(tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cotangents: Arrays) -> Arrays:
     """The cotangents of some inputs of a tiling, from those of some outputs."""
-    first, count = tiling.jaxprs[0], len(arrays)
+    jaxpr, count = tiling.jaxpr, len(arrays)
 
-    def rule(tile: Arrays, jaxpr: Jaxpr) -> Arrays:
+    def rule(tile: Arrays) -> Arrays:
         def run(part: Arrays) -> Arrays:
             return pick(eval_jaxpr(jaxpr, (), *merge(tile[:count], part, nonzero)), has_ct)
 
         return jax.vjp(run, pick(tile[:count], nonzero))[1](tile[count:])[0]
 
     return tiling.cut.loop(
-        [lambda tile, jaxpr=jaxpr: rule(tile, jaxpr) for jaxpr in tiling.jaxprs],
+        rule,
         [*arrays, *cotangents],
         (*tiling.inputs, *pick(tiling.outputs, has_ct)),
         tuple(pick(tiling.inputs, nonzero)),
-        [var.aval.to_ct_aval() for var in pick(first.invars, nonzero)],
-        later=[*(dim is not None for dim in tiling.inputs), *[True] * len(cotangents)],
+        [var.aval.to_ct_aval() for var in pick(jaxpr.invars, nonzero)],
     )
 
 
@@ -192,7 +165,7 @@ class Tiles(Differentiable):
         self.in_avals = tuple(types)
         self.out_aval = jax.make_jaxpr(compiled(tiling))(*types).out_avals
         self.params = {"tiling": tiling}
-        self.effects = frozenset().union(*(jaxpr.effects for jaxpr in tiling.jaxprs))
+        self.effects = tiling.jaxpr.effects
         super().__init__()
 
     def expand(self, *arrays: Array) -> Arrays:
@@ -205,7 +178,7 @@ class Tiles(Differentiable):
         return run_tiles(self.tiling.primal(nonzero), args)
 
     def active(self, nonzero: Mask) -> Mask:
-        return tuple(active_outputs(self.tiling.jaxprs[0], nonzero))
+        return tuple(active_outputs(self.tiling.jaxpr, nonzero))
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         of_part = Bound("tangent", tangent_of, (self.tiling, nonzero, self.active(nonzero)))
@@ -228,8 +201,7 @@ class Tiles(Differentiable):
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
         old, is_mapped = self.tiling, [dim is not None for dim in dims]
-        every_output = [True] * len(old.outputs)
-        traced = [batch_jaxpr(ClosedJaxpr(one, ()), axis, is_mapped, every_output)[0] for one in old.jaxprs]
+        traced, _ = batch_jaxpr(ClosedJaxpr(old.jaxpr, ()), axis, is_mapped, [True] * len(old.outputs))
         inputs = [dim if dim is None else dim + is_ for dim, is_ in zip(old.inputs, is_mapped, strict=True)]
         outputs = [dim if dim is None else dim + 1 for dim in old.outputs]
         tiling = Tiling.of(old.cut, traced, inputs, outputs)
@@ -239,5 +211,5 @@ class Tiles(Differentiable):
 def run_tiles(derived: Derived, arrays: Sequence[Array]) -> Arrays:
     """Run a tiling on arrays, and on the constants that it comes with."""
     tiling, constants = derived
-    arrays = [*arrays, *constants]
+    arrays = [*constants, *arrays]
     return Tiles(tiling, [*map(jax.typeof, arrays)])(*arrays)

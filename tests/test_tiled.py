@@ -128,7 +128,7 @@ def test_each_device_cuts_its_own_part():
 
 def test_it_works_inside_of_shard_map_and_refuses_sharding_in_types():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    x, w = jax.random.normal(jax.random.key(0), (12, 4)), jax.random.normal(jax.random.key(1), (4, 4))
+    x, w = jax.random.normal(jax.random.key(0), (20, 4)), jax.random.normal(jax.random.key(1), (4, 4))
     split, whole = PartitionSpec("data"), PartitionSpec()
 
     def loss(x, w, apply):
@@ -244,30 +244,29 @@ def test_internals_exist_for_one_tile_and_names_inside_are_not_kept():
         (lambda: tiled(lambda a: a, Axis("position", 9), tiles=2)(random(Pos)), "a has 13"),
         (
             lambda: tiled(lambda x: hax.sum(x, Pos.name), Pos, tiles=2)(random(Pos)),
-            'output lacks it.*reduce="sum"',
+            'output is float32.. and lacks the axis of 7.*reduce="sum"',
         ),
-        (lambda: tiled(lambda x: x[:1], 0, tiles=2)(jnp.ones(4)), "is float32.1. for a tile of 2"),
-        (lambda: tiled(lambda x: x @ x.T, 0, tiles=4)(jnp.ones((13, 4))), r"float32.4,4. for a tile of 4"),
+        (lambda: tiled(lambda x: x[:1], 0, tiles=2)(jnp.ones(4)), "is float32.1 of 2. for a tile"),
+        (
+            lambda: tiled(lambda x: x @ x.T, 0, tiles=4)(jnp.ones((13, 4))),
+            r"is float32.n, 4. for a tile, and output is float32.n, 13. for all",
+        ),
         (lambda: tiled(lambda x: x @ x.T, 0, tiles=2)(jnp.ones((4, 4))), "treat positions independently"),
         (
             lambda: tiled(lambda x: x.sum(-1), 0, tiles=4, reduce="sum")(jnp.ones((13, 4))),
-            r"output is float32.4. for a tile of 4 and float32.13. for all 13",
+            r"output is float32.4. for a tile, and output is float32.13. for all",
         ),
         (
             lambda: tiled(lambda x: (x.sum(), x.shape[0]), 0, tiles=4, reduce="sum")(jnp.ones(13)),
-            r"output\[1\] is 4 for a tile and 13 for all positions",
+            r"output\[1\] is 4 for a tile, and output\[1\] is 13 for all positions",
         ),
         (
             lambda: tiled(lambda x: [x] * x.shape[0], 0, tiles=2)(jnp.ones(4)),
-            "the structure of what it returns",
+            r"None for a tile, and output\[2\] is",
         ),
         (
             lambda: tiled(lambda x, key: x, 0, tiles=2)(jnp.ones(4), jax.random.key(0)),
             "key is a single random",
-        ),
-        (
-            lambda: tiled(lambda x: jax.random.split(jax.random.key(0), len(x)), 0, tiles=2)(jnp.ones(4)),
-            "is a random key",
         ),
     ],
 )

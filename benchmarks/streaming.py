@@ -116,11 +116,10 @@ def depth(
 
 def _sized(build: Build, x: jax.ShapeDtypeStruct, target: str) -> dict[str, Any]:
     """What a step takes on the device."""
-    arguments: Any = eqx.filter_eval_shape(build, jax.random.key(0)), x
+    stack = eqx.filter_eval_shape(build, jax.random.key(0))
     if build.streamed:
-        # A shape does not say where an array is.
-        arguments = memory.arguments_on_host(lambda stack, x: (streaming.to_host(stack), x), arguments)
-    return memory_row(memory.report(update, *arguments, target=target, donate=["stack"]))
+        stack = streaming.to_host(stack)  # a shape does not say where an array is
+    return memory_row(memory.report(update, stack, x, target=target, donate=["stack"]))
 
 
 @benchmark("streaming_time_{device}")

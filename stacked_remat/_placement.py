@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def to_host(tree: Any) -> Any:
@@ -50,6 +52,11 @@ def is_on_host(array: Any) -> bool:
     """Whether an array, traced or not, or the shape of one with its sharding, is in host memory."""
     is_array = isinstance(array, jax.Array | jax.ShapeDtypeStruct)
     return is_array and jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def on_one_device(device: Any, memory_kind: str | None = None) -> NamedSharding:
+    """A sharding on one device from which JAX takes the memory space of a shape, as from no other kind."""
+    return NamedSharding(Mesh(np.asarray(device, dtype=object), ()), PartitionSpec(), memory_kind=memory_kind)
 
 
 def on_several_devices(tree: Any) -> bool:

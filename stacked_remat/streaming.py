@@ -15,6 +15,7 @@ import numpy as np
 from haliax import Axis
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from . import _placement
 from ._messages import axes_text
@@ -96,7 +97,7 @@ def _empty(leaf: Any, length: int) -> Any:
 _write = jax.jit(write, donate_argnums=0)
 
 
-def to_host(model: T, *, where: Callable[[Any], Any] = eqx.is_array) -> T:
+def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
     """A model with the arrays of its stacks' layers in host memory.
 
     ```python
@@ -108,7 +109,8 @@ def to_host(model: T, *, where: Callable[[Any], Any] = eqx.is_array) -> T:
     the host too.
 
     Args:
-        model: a `Stacked`, a `StackedPattern`, or any tree with some.
+        model: a `Stacked`, a `StackedPattern`, or any tree with some. Shapes (`jax.ShapeDtypeStruct`) get
+            shardings in host memory, as `memory.report` takes them.
         where: whether to move an array, a matrix of each layer: one with at least two dimensions above 1
             there. Others are small (and XLA for TPUs reads no bfloat16 vector out of a stack on the host),
             and stay, as does what all layers share.
@@ -118,7 +120,7 @@ def to_host(model: T, *, where: Callable[[Any], Any] = eqx.is_array) -> T:
 
     Raises:
         ValueError: for a model without such arrays; for an array whose layers are not its first axis (names
-            the path).
+            the path); for shapes on devices that are not attached, whose compiler knows no host memory.
 
     Cost: one copy. Shardings stay as they are.
     """
@@ -131,7 +133,7 @@ def to_host(model: T, *, where: Callable[[Any], Any] = eqx.is_array) -> T:
             if not (is_matrix and where(raw_array(leaf))):
                 return leaf
             count += 1
-            return _placement.to_host(leaf)
+            return jax.tree.map(_to_host, leaf)
 
         return changed(stack, stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named))
 
@@ -142,6 +144,21 @@ def to_host(model: T, *, where: Callable[[Any], Any] = eqx.is_array) -> T:
             "check where=."
         )
     return found
+
+
+def _to_host(array: Any) -> Any:
+    if not isinstance(array, jax.ShapeDtypeStruct):
+        return _placement.to_host(array)
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+        sharding = _placement.on_one_device(jax.local_devices()[0])
+    sharding = sharding.with_memory_kind("pinned_host")
+    if sharding.memory_kind is None:
+        raise ValueError(
+            f"Arrays on the host cannot be sized for {sharding.mesh.size} devices that are not attached: "
+            "their compiler knows no host memory. Size one device, or use a TPU target."
+        )
+    return array.update(sharding=sharding)
 
 
 def _is_matrix(name: str, leaf: Any, Layers: Axis) -> bool:

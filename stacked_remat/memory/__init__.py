@@ -7,7 +7,6 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 ```
 """
 
-from ._arguments import arguments_on_host as arguments_on_host
 from ._call import report as report
 from ._compiled_sizes import DoesNotFit as DoesNotFit
 from ._compiled_text import Buffer as Buffer

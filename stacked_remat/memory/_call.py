@@ -1,6 +1,8 @@
 """Traces and compiles a program for a target, without running it."""
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,11 +11,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import use_abstract_mesh
 
 from .._compat import made_on_host
 from .._placement import compiled_for
 from .._static import PyTree
-from ._arguments import Placement, donated_of, is_array_or_shape
+from ._arguments import donated_of, is_array_or_shape, is_made, mesh_of, placed
 from ._compiled_sizes import sizes_of
 from ._flops import Flops, count_flops
 from ._report import MemoryReport, TimeBound
@@ -22,13 +25,14 @@ from ._targets import Target, find_target, target_of_device
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    placement: Placement
+    target: Target
+    devices: int
     traced: Any
     flops: Flops
 
     def report(self, cache: str | Path | None = None) -> MemoryReport:
         """Compile it, or read what an earlier compilation found in `cache`."""
-        target, devices = self.placement.target, self.placement.devices
+        target, devices = self.target, self.devices
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -105,10 +109,11 @@ def trace_call(
             "and say what is donated: report(fn, *args, donate=...)."
         )
     given = fn, args, kwargs
-    placement = Placement.of(find_target(target), given)
-    call = placement.place(given)
-    arrays, static = eqx.partition(call, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    to_make, arrays = eqx.partition(arrays, jax.tree.map(placement.is_made, given, is_leaf=is_array_or_shape))
+    target = find_target(target)
+    mesh = mesh_of(target, given)
+    arrays, static = eqx.partition(placed(target, mesh, given), is_array_or_shape)
+    made = jax.tree.map(functools.partial(is_made, target), given, is_leaf=is_array_or_shape)
+    to_make, arrays = eqx.partition(arrays, made)
     donated, kept = eqx.partition(arrays, donated_of(fn, args, kwargs, donate))
     shapes, structure = jax.tree.flatten(to_make)
 
@@ -118,12 +123,13 @@ def trace_call(
         fn, args, kwargs = eqx.combine(donated, kept, filled, static)
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
-    with compiled_for(placement.target.devices()[0]):
-        with placement.in_use():
+    in_use = use_abstract_mesh(mesh.abstract_mesh) if mesh.axis_names else contextlib.nullcontext()
+    with compiled_for(target.devices()[0]):
+        with in_use:
             traced = jax.jit(run, donate_argnums=0).trace(donated, kept)
         flops = count_flops(traced.jaxpr)
-    made = sum(shape.size * shape.dtype.itemsize for shape in shapes)  # in the place of arguments
-    return TracedCall(placement, traced, flops + Flops(bytes_to_host=-made))
+    of_made = sum(shape.size * shape.dtype.itemsize for shape in shapes)  # in the place of arguments
+    return TracedCall(target, mesh.size, traced, flops + Flops(bytes_to_host=-of_made))
 
 
 def _full_on_host(like: PyTree, value: int) -> jax.Array:

@@ -10,7 +10,7 @@ from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._schedule import whole_number
 from .._static import PyTree
-from ._arguments import arguments_on_host
+from ._arguments import shapes_of
 from ._call import TracedCall, trace_call
 from ._report import MemoryReport
 from ._search import Limits, Search, Trial, policy_name
@@ -169,10 +169,9 @@ def plan(
         target: what to compile for.
         donate: which arguments may be reused.
         layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts.
-        streamed: from the arguments to the same arguments, or their shapes, with weights on the host, such as
+        streamed: from the shapes of the arguments to those with weights on the host, such as
             `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
-            these; the table says whether the transfers hide behind compute (see `TimeBound`). It is traced,
-            not run.
+            these; the table says whether the transfers hide behind compute (see `TimeBound`).
         cache: folder for what compilations find.
         show: called with each trial once it is compiled.
         **kwargs: its keyword arguments.
@@ -200,7 +199,7 @@ def plan(
     _check_policies(candidates)
 
     def trace(policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
-        given = arguments_on_host(streamed, args) if on_host and streamed else args
+        given = _moved(streamed, args) if on_host and streamed else args
         return trace_call(_made(fn_of_policy, policy), given, kwargs, target, donate)
 
     search = Search(trace, limits, cache, show)
@@ -219,6 +218,17 @@ def _check_policies(candidates: Any) -> None:
     """Refuse a policy in place of several."""
     if not isinstance(candidates, Sequence) or isinstance(candidates, str):
         raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
+
+
+def _moved(streamed: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The arguments that `streamed` makes of their shapes."""
+    found = streamed(*shapes_of(args))
+    if not isinstance(found, tuple | list) or len(found) != len(args):
+        raise TypeError(
+            f"streamed returns all {len(args)} arguments in a tuple or list. Write "
+            "lambda model, x: (streaming.to_host(model), x)."
+        )
+    return tuple(found)
 
 
 def _made(fn_of_policy: Callable[[ScanCheckpointSpec], Callable], policy: ScanCheckpointSpec) -> Callable:

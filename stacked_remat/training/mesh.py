@@ -22,9 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from .._block_seq import BlockSeq
 from .._compat import no_axis_mapping
 from .._messages import axes_text, did_you_mean
-from .._placement import is_on_host
+from .._placement import is_on_host, on_one_device
 from .._stacked import Stacked
-from ..memory._arguments import on_one_device
 from .batches import BATCH_AXIS, POSITION_AXIS, TokenBatch
 from .data.batch_stream import ProcessShare
 from .errors import ConfigError

@@ -233,7 +233,7 @@ def test_layers_on_the_host_give_the_same_tokens(rows):
 def test_only_experts_that_tokens_may_choose_come_from_the_host(rows, choices, read):
     config = dataclasses.replace(MODELS["moe"], experts=ExpertsConfig(32, choices, 6))
     resident = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
-    (model,) = memory.arguments_on_host(lambda model: (streaming.to_host(model),), (resident,))
+    model = streaming.to_host(resident)
     tokens = hax.zeros((Batch.resize(rows), Pos), jnp.int32)
     _, cache = eqx.filter_eval_shape(lambda model, tokens: model.prefill(tokens, 9), resident, tokens)
     new = tokens["position", 0]

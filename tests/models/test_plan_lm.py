@@ -18,7 +18,7 @@ from models.qwen3 import Qwen3Config
 from models.run_state import state_shapes
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
-from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, Trial, arguments_on_host
+from stacked_remat.memory import TARGETS, BudgetError, Comparison, Plan, Trial
 from stacked_remat.ops._backends import Backend, choose_backend
 from stacked_remat.training import (
     ConfigError,
@@ -122,9 +122,7 @@ def test_matrices_of_layers_go_to_the_host_with_what_updates_them(config, copies
     weights = jax.tree.leaves(state_shapes(CONFIG).trained)
     matrices = [leaf.shape for leaf in weights if leaf.ndim > 2 and leaf.shape[0] == CONFIG.model.num_layers]
     monkeypatch.setattr(
-        candidate,
-        "plan",
-        lambda _, *args, streamed, **__: called.update(args=arguments_on_host(streamed, args)),
+        candidate, "plan", lambda _, *args, streamed, **__: called.update(args=streamed(*args))
     )
     config.candidate.plan(budget="1GiB")
     assert jax.tree.leaves(called["args"]) == shapes

@@ -116,7 +116,7 @@ def compared(config: LmRunConfig) -> dict[str, ScanCheckpointPolicy]:
 
 
 def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
-    """A row a policy, with FLOPs of matrix products as a multiple of those of `remat: true`."""
+    """A row a policy, with FLOPs of matrix products as a multiple of the fewest."""
     some = next(trial.report for trial in trials if trial.report is not None)
     own = next((name for name, policy in compared(config).items() if policy == config.policy), None)
     each = f"each of {some.devices} devices of " if some.devices > 1 else ""
@@ -125,7 +125,6 @@ def policy_table(config: PlanLmConfig, trials: Sequence[Trial]) -> Comparison:
         tuple(trials),
         title=f"one training step, {config.data.batch_size} x {config.data.seq_len} tokens, compiled for "
         f"{each}{some.target} and not run",
-        baseline="True",
         notes=(
             f"arguments (weights, optimizer state, batch): {readable_bytes(some.arguments)}",
             *(["on a CPU, offloaded arrays stay in the same memory"] if on_cpu else []),
@@ -198,21 +197,19 @@ def _on_mesh(plan: Plan, step: Candidate) -> Trial:
 def _compare(config: PlanLmConfig, console: Console) -> None:
     rows = _rows(config)
     trials: list[Trial] = []
-    errors: list[Exception] = []
     with RichProgress(console=console, transient=True, disable=config.json) as progress:
         task = progress.add_task("compiling", total=len(rows))
         for name, step in rows.items():
             progress.update(task, description=f"compiling {name}")
-            report, failure = None, ""
+            report = failure = None
             try:
                 report = step.report()
             except (DoesNotFit, jax.errors.JaxRuntimeError, ValueError) as error:
-                errors.append(error)  # such as a policy that a fused update does not take
-                failure = str(error).splitlines()[0]
+                failure = error  # such as a policy that a fused update does not take
             trials.append(Trial(step.policy, report, failure, step.config.trainer.streaming, name))
             progress.advance(task)
-    if not any(trial.report for trial in trials):
-        raise errors[0]
+    if not any(trial.report for trial in trials) and trials[0].failure:
+        raise trials[0].failure
     if config.json:
         _print_json(config, console, rows=[_row(trial, rows[trial.name]) for trial in trials])
         return
@@ -223,7 +220,11 @@ def _row(trial: Trial, step: Candidate) -> dict[str, Any]:
     """A row of the JSON: its report, or why it was refused."""
     row = {"name": trial.name, "remat": remat_entry(trial.policy), "streamed": trial.streamed}
     report = trial.report
-    found = {"total": report.total, **dataclasses.asdict(report)} if report else {"refused": trial.failure}
+    found = (
+        {"total": report.total, **dataclasses.asdict(report)}
+        if report
+        else {"refused": str(trial.failure).splitlines()[0]}
+    )
     return row | step.settings | found
 
 

@@ -83,7 +83,7 @@ def is_made(target: Target, leaf: Any) -> bool:
 
 
 def donated_of(
-    fn: Callable, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], donate: str | Sequence[str]
+    fn: Callable, args: Sequence[PyTree], kwargs: dict[str, PyTree], donate: str | Sequence[str]
 ) -> PyTree:
     """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
     if donate == "all":

@@ -95,7 +95,7 @@ def report(
 
 def trace_call(
     fn: Callable[..., Any],
-    args: tuple[PyTree, ...],
+    args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
     target: str | Target,
     donate: str | Sequence[str],

@@ -13,7 +13,7 @@ from .._static import PyTree
 from ._arguments import shapes_of
 from ._call import TracedCall, trace_call
 from ._report import MemoryReport
-from ._search import Limits, Search, Trial, policy_name
+from ._search import Search, Trial, check_compiled, policy_name
 from ._table import Tabular, as_table, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
@@ -39,31 +39,25 @@ class Comparison(Tabular):
     Attributes:
         trials: one for each policy.
         title: of the table.
-        baseline: name of the trial whose FLOPs are one; the least of all if empty, or if it was refused.
         notes: what stands below the table.
     """
 
     trials: tuple[Trial, ...]
     title: str = "memory by policy"
-    baseline: str = ""
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         found = [trial.report for trial in self.trials if trial.report is not None]
-        flops = {trial.name: trial.report.flops.matmul for trial in self.trials if trial.report is not None}
-        base = self.baseline if self.baseline in flops else "least"
-        one = flops.get(base) or min(flops.values(), default=0)
+        least = min((each.flops.matmul for each in found), default=0)
         size, unit = common_unit(max(each.total, each.host.total, each.flops.moved) for each in found)
-        rows = [(trial.name, _row(trial.report, size, one)) for trial in self.trials]
+        rows = [(trial.name, _row(trial.report, size, least)) for trial in self.trials]
         headings = [name for name in _COLUMNS if any(name in row for _, row in rows)]
         cells = [[name, *(row.get(heading, "") for heading in headings)] for name, row in rows]
         notes = [
-            f"FLOPs / {base}: {readable_count(one)} FLOP in matrix products"
-            if one
-            else "no column of FLOPs: those of matrix products are counted, and the program has none",
+            *([f"FLOPs / least: {readable_count(least)} FLOP in matrix products"] if least else []),
             *sorted({f"?: {reason}" for each in found for reason in each.flops.reasons}),
             *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
-            *(f"{trial.name}: {trial.failure}" for trial in self.trials if trial.failure),
+            *(f"{one.name}: {str(one.failure).splitlines()[0]}" for one in self.trials if one.failure),
         ]
         figures = {(each.temporaries, each.flops.matmul, each.host.total) for each in found}
         if len(found) > 1 and len(figures) == 1:
@@ -124,9 +118,9 @@ def compare(
     Cost: one compilation a candidate.
     """
     _check_policies(candidates)
-    search = Search(lambda policy, _: trace_call(_made(fn_of_policy, policy), args, kwargs, target, donate))
+    search = Search(lambda policy: trace_call(_made(fn_of_policy, policy), args, kwargs, target, donate))
     trials = tuple(map(search.trial, candidates))
-    search.check()
+    check_compiled(trials)
     return Comparison(trials)
 
 
@@ -141,7 +135,7 @@ def plan(
     layers: int | None = None,
     streamed: Callable[..., Sequence[PyTree]] | None = None,
     cache: str | Path | None = None,
-    show: Callable[[Trial], None] | None = None,
+    show: Callable[[Trial], None] = lambda _: None,
     **kwargs: PyTree,
 ) -> Plan:
     """Find the policy with the fewest FLOPs among those that fit in a budget. Nothing is executed.
@@ -154,7 +148,8 @@ def plan(
     and, for one with `nested=True`, as many `max_carries` as fit, and cuts that keep the internals of a
     segment while it is reversed (`nested=k, save_block_internals=True`): then no layer runs more than twice.
     For layers that are alike, the plan takes at most 1.05 times the FLOPs of any order of the same operations
-    where such a cut fits, and up to 1.2 times below that.
+    where such a cut fits. Below that the carries of loops and their internals would have to share memory, and
+    it takes up to 1.2 times as many.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
@@ -189,38 +184,40 @@ def plan(
     and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice
     that. With `layers` up to three more, and at most `log2(layers)` for each way to keep more.
     """
-    most = parse_bytes(budget)
-    limits = Limits(most) if host_budget is None else Limits(most, parse_bytes(host_budget))
+    most, on_host = parse_bytes(budget), math.inf if host_budget is None else parse_bytes(host_budget)
     if layers is not None:
         what = "the number of layers of the stack or steps of the loop"
         whole_number("layers", layers, what, "Leave it out if not known.")
-    if not candidates:
-        raise ValueError("plan needs at least one candidate policy; got none")
     _check_policies(candidates)
 
-    def trace(policy: ScanCheckpointSpec, on_host: bool) -> TracedCall:
-        given = _moved(streamed, args) if on_host and streamed else args
-        return trace_call(_made(fn_of_policy, policy), given, kwargs, target, donate)
+    def search(args: Sequence[PyTree], streamed: bool) -> Search:
+        def trace(policy: ScanCheckpointSpec) -> TracedCall:
+            return trace_call(_made(fn_of_policy, policy), args, kwargs, target, donate)
 
-    search = Search(trace, limits, cache, show)
-    chosen = search.least(candidates, layers)
+        return Search(trace, most, on_host, cache, show, streamed)
+
+    searches = [search(args, False)]
+    chosen = searches[0].least(candidates, layers)
     if chosen is None and streamed is not None:
-        chosen = dataclasses.replace(search, streamed=True).least(candidates, layers)
-    tried = Comparison(tuple(search.trials))
+        searches.append(search(_moved(streamed, args), True))
+        chosen = searches[1].least(candidates, layers)
+    tried = Comparison(tuple(trial for each in searches for trial in each.compiled.values()))
     if chosen is None:
-        search.check()
-        raise BudgetError(_nothing_fits(tried, limits))
+        check_compiled(tried.trials)
+        raise BudgetError(_nothing_fits(tried, most, on_host))
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, tried, most, chosen.streamed)
 
 
 def _check_policies(candidates: Any) -> None:
-    """Refuse a policy in place of several."""
+    """Refuse none, and a policy in place of several."""
     if not isinstance(candidates, Sequence) or isinstance(candidates, str):
         raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
+    if not candidates:
+        raise ValueError("candidates has no policy. Leave it out for those that plan usually tries.")
 
 
-def _moved(streamed: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+def _moved(streamed: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]) -> Sequence[PyTree]:
     """The arguments that `streamed` makes of their shapes."""
     found = streamed(*shapes_of(args))
     if not isinstance(found, tuple | list) or len(found) != len(args):
@@ -228,7 +225,7 @@ def _moved(streamed: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]) 
             f"streamed returns all {len(args)} arguments in a tuple or list. Write "
             "lambda model, x: (streaming.to_host(model), x)."
         )
-    return tuple(found)
+    return found
 
 
 def _made(fn_of_policy: Callable[[ScanCheckpointSpec], Callable], policy: ScanCheckpointSpec) -> Callable:
@@ -271,18 +268,18 @@ def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
     return row | {"compiled": f"{found.compile_seconds:.1f}"}
 
 
-def _nothing_fits(tried: Comparison, limits: Limits) -> str:
+def _nothing_fits(tried: Comparison, budget: float, host_budget: float) -> str:
     """What was tried, and the smallest of it that the host's budget allows, if there is one."""
 
     def text(device: float, host: float) -> str:
-        on_host = f" and {readable_bytes(int(host))} on the host" if limits.host < math.inf else ""
+        on_host = f" and {readable_bytes(int(host))} on the host" if host_budget < math.inf else ""
         return f"{readable_bytes(int(device))} a device{on_host}"
 
     found = [(trial.name, trial.report) for trial in tried.trials if trial.report is not None]
-    what = text(limits.device, limits.host)
+    what = text(budget, host_budget)
     if not found:
         return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
-    within = [pair for pair in found if pair[1].host.total <= limits.host]
+    within = [pair for pair in found if pair[1].host.total <= host_budget]
     name, needs = min(within or found, key=lambda pair: pair[1].total)
     return (
         f"no candidate fits {what}. The smallest found is {name} with "

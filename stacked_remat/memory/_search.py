@@ -25,14 +25,14 @@ class Trial:
     Attributes:
         policy: the policy, as it was given.
         report: its memory and FLOPs; None if the compiler refused it.
-        failure: the compiler's message, if it refused.
+        failure: the compiler's error, if it refused.
         streamed: whether weights were on the host.
         label: what tables call it; the policy by default.
     """
 
     policy: ScanCheckpointSpec
     report: MemoryReport | None
-    failure: str = ""
+    failure: Exception | None = None
     streamed: bool = False
     label: str = ""
 
@@ -49,53 +49,42 @@ def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
     return f"{name}, streamed" if streamed else name
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    device: float = math.inf
-    host: float = math.inf
-
-    def hold(self, trial: Trial) -> bool:
-        found = trial.report
-        return found is not None and found.total <= self.device and found.host.total <= self.host
+def check_compiled(trials: Sequence[Trial]) -> None:
+    """Raise what the compiler failed for, unless it took a policy, or memory is too small for all."""
+    errors = [one.failure for one in trials if one.failure and not isinstance(one.failure, DoesNotFit)]
+    if errors and all(trial.report is None for trial in trials):
+        raise errors[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Traces and compiles policies of a program, and remembers what it compiled, in order.
+    """Traces and compiles policies of a program, and remembers what it compiled, in order."""
 
-    One with weights on the host, `streamed`, has the trials and the error of the one that it replaces.
-    """
-
-    program: Callable[[ScanCheckpointSpec, bool], TracedCall]  # with weights on the host or not
-    limits: Limits = Limits()
+    program: Callable[[ScanCheckpointSpec], TracedCall]
+    budget: float = math.inf
+    host_budget: float = math.inf
     cache: str | Path | None = None
-    show: Callable[[Trial], None] | None = None
+    show: Callable[[Trial], None] = lambda _: None
     streamed: bool = False
-    trials: list[Trial] = dataclasses.field(default_factory=list)
-    errors: list[Exception] = dataclasses.field(default_factory=list)
-    traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(default_factory=dict, init=False)
+    traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(default_factory=dict)
+    compiled: dict[ScanCheckpointPolicy, Trial] = dataclasses.field(default_factory=dict)
+
+    def fits(self, trial: Trial) -> bool:
+        found = trial.report
+        return found is not None and found.total <= self.budget and found.host.total <= self.host_budget
 
     def trial(self, policy: ScanCheckpointSpec) -> Trial:
-        for known in self._own():
-            if resolve_policy(known.policy) == resolve_policy(policy):
-                return known
+        key, report, failure = resolve_policy(policy), None, None
+        if key in self.compiled:
+            return self.compiled[key]
         try:
             report = self._trace(policy).report(self.cache)
-            found = Trial(policy, report, streamed=self.streamed)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
-            if not isinstance(error, DoesNotFit):
-                error.add_note(f"while compiling the policy {policy_name(policy, self.streamed)}")
-                self.errors.append(error)
-            found = Trial(policy, None, str(error).splitlines()[0], self.streamed)
-        self.trials.append(found)
-        if self.show is not None:
-            self.show(found)
+            error.add_note(f"while compiling the policy {policy_name(policy, self.streamed)}")
+            failure = error
+        found = self.compiled[key] = Trial(policy, report, failure, self.streamed)
+        self.show(found)
         return found
-
-    def check(self) -> None:
-        """Raise what the compiler failed for, unless it took a policy, or memory is too small for all."""
-        if self.errors and all(trial.report is None for trial in self.trials):
-            raise self.errors[-1]
 
     def least(self, candidates: Sequence[ScanCheckpointSpec], layers: int | None) -> Trial | None:
         """The policy with the fewest FLOPs that fits, of the candidates and what is derived from them.
@@ -156,16 +145,13 @@ class Search:
 
         return of_count
 
-    def _own(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.streamed == self.streamed]
-
     def _best(self) -> Trial:
         """The one with the fewest FLOPs of the compiled policies that fit, of which there is one."""
-        return min(filter(self.limits.hold, self._own()), key=lambda trial: self._cost(trial.policy))
+        return min(filter(self.fits, self.compiled.values()), key=lambda trial: self._cost(trial.policy))
 
     def _first_to_fit(self, policies: Sequence[ScanCheckpointSpec]) -> Trial | None:
         for policy in policies:
-            if self.limits.hold(trial := self.trial(policy)):
+            if self.fits(trial := self.trial(policy)):
                 return trial
             if self._too_large():
                 break
@@ -173,8 +159,8 @@ class Search:
 
     def _too_large(self) -> bool:
         """Whether the arguments, which are the same under every policy, don't fit."""
-        found = (trial.report for trial in self._own() if trial.report is not None)
-        return any(report.arguments > self.limits.device for report in found)
+        found = (trial.report for trial in self.compiled.values() if trial.report is not None)
+        return any(report.arguments > self.budget for report in found)
 
     def _try_counts(self, of_count: _OfCount, low: int, high: int) -> None:
         """Tries how many fit, above `low` and below `high`, while more can have fewer FLOPs."""
@@ -184,7 +170,7 @@ class Search:
             most, policy = of_count(high - 1), of_count(middle)
             if most is None or policy is None or self._cost(most) >= least:
                 break
-            if self.limits.hold(self.trial(policy)):
+            if self.fits(self.trial(policy)):
                 low = middle
             else:
                 high = middle
@@ -192,7 +178,7 @@ class Search:
     def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
         key = resolve_policy(policy)
         if key not in self.traced:
-            self.traced[key] = self.program(policy, self.streamed)
+            self.traced[key] = self.program(policy)
         return self.traced[key]
 
     def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float]:

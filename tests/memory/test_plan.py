@@ -243,7 +243,7 @@ def offloading_costs_the_host(comparison, monkeypatch):
     trials = {trial.policy: moved(trial) for trial in comparison.trials}
 
     def trial(search, policy):
-        search.trials.append(trials[policy])
+        search.compiled[resolve_policy(policy)] = trials[policy]
         return trials[policy]
 
     monkeypatch.setattr(Search, "trial", trial)

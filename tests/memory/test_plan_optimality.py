@@ -9,7 +9,7 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
 from stacked_remat._schedule import shrinking
 from stacked_remat.memory import CANDIDATES, Flops
-from stacked_remat.memory._search import Limits, Search
+from stacked_remat.memory._search import Search
 
 LAYERS = 48
 
@@ -34,6 +34,23 @@ def optimum(layers, internals, most):
 
 
 @functools.cache
+def optimum_of_loops(layers, inputs, internals):
+    """`optimum` with that many places free for inputs of layers and for internals, none for either of both.
+
+    Loops whose bodies are compiled once have a buffer of a fixed size for each.
+    """
+    if layers == 1:
+        return 3 if internals else 10**9
+    ahead = [
+        k + optimum_of_loops(layers - k, inputs - 1, internals) + optimum_of_loops(k, inputs, internals)
+        for k in range(1, layers)
+        if inputs
+    ]
+    kept = [3 + optimum_of_loops(layers - 1, inputs - 1, internals - 1)] if inputs and internals > 1 else []
+    return min(ahead + kept, default=10**9)
+
+
+@functools.cache
 def cost(policy, internals):
     """FLOPs, and memory in carries, of a gradient under a policy."""
     first = policy.first_layers
@@ -55,7 +72,7 @@ class Chain:
     def __init__(self, internals):
         self.internals = internals
 
-    def traced(self, policy, on_host):
+    def traced(self, policy):
         flops, carries = cost(resolve_policy(policy), self.internals)
         report = SimpleNamespace(
             total=1000 * carries, arguments=0, host=SimpleNamespace(total=0), flops=Flops(flops)
@@ -67,11 +84,11 @@ ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offlo
 
 
 def planned(internals, budget):
-    search = Search(Chain(internals).traced, Limits(1000 * budget))
+    search = Search(Chain(internals).traced, 1000 * budget)
     found = search.least(ON_DEVICE, LAYERS)
-    fitting = [trial.report for trial in search.trials if trial.report.total <= 1000 * budget]
+    fitting = [trial.report for trial in search.compiled.values() if trial.report.total <= 1000 * budget]
     assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
-    return cost(resolve_policy(found.policy), internals)[0], len(search.trials)
+    return cost(resolve_policy(found.policy), internals)[0], len(search.compiled)
 
 
 @pytest.mark.parametrize("internals", [2, 4, 18])
@@ -79,13 +96,19 @@ def test_plans_take_hardly_more_flops_than_the_optimum(internals):
     least = shrinking(LAYERS).slots + internals
     most = LAYERS * (1 + internals)
     best = optimum(LAYERS, internals, most)
-    # Below this, only the optimum shares memory between the inputs of segments and internals.
+    # Below this, only the optimum shares memory between the inputs of segments and internals: with a buffer
+    # for each, no order takes 1.05 times its FLOPs.
     cuts = [ScanCheckpointPolicy(nested=k, save_block_internals=True) for k in range(1, LAYERS + 1)]
     kept = min(cost(policy, internals)[1] for policy in cuts)
     found = []
     for budget in (least + (k + 1) * (most - least) // 20 for k in range(20)):
         flops, trials = planned(internals, budget)
         found.append(flops)
-        assert flops <= (1.05 if budget >= kept else 1.2) * best[budget]
+        if budget >= kept:
+            assert flops <= 1.05 * best[budget]
+        else:
+            places = range(1, (budget - 1) // internals + 1)
+            of_loops = min(optimum_of_loops(LAYERS, budget - k * internals - 1, k) for k in places)
+            assert 1.05 * best[budget] < of_loops <= flops <= 1.1 * of_loops
         assert trials <= 40
     assert found == sorted(found, reverse=True)  # a larger budget never plans more

@@ -176,7 +176,7 @@ def test_json_has_what_the_table_has(monkeypatch, reports, error):
         return reports["True"]
 
     def plan(step, **_):
-        trials = Trial(False, None, "too large"), Trial("nested", reports["nested"])
+        trials = Trial(False, None, ValueError("too large")), Trial("nested", reports["nested"])
         return Plan("nested", reports["nested"], Comparison(trials), 2**30)
 
     def as_json(*arguments):

@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from stacked_remat import ScanCheckpointPolicy, checkpoint, checkpoint_name, checkpoint_sequential, memory
+from stacked_remat import (
+    BlockSeq,
+    ScanCheckpointPolicy,
+    ScanCheckpointSpec,
+    checkpoint,
+    checkpoint_name,
+    memory,
+)
 
 from .command import Rows, benchmark
 from .residual_mlp import Sizes
@@ -46,9 +53,9 @@ def variants(layers: int) -> Iterator[tuple[str, Run]]:
     yield "checkpoint(layer)", functools.partial(_each, checkpoint)
     yield f"checkpoint({root} layers)", functools.partial(_segments, root)
     cut, few = ScanCheckpointPolicy(nested=layers // root), ScanCheckpointPolicy(max_carries=5)
-    yield f"checkpoint_sequential(nested={cut.nested})", functools.partial(checkpoint_sequential, remat=cut)
-    yield "checkpoint_sequential", checkpoint_sequential
-    yield "checkpoint_sequential(max_carries=5)", functools.partial(checkpoint_sequential, remat=few)
+    yield f"BlockSeq, nested={cut.nested}", functools.partial(_block_seq, cut)
+    yield "BlockSeq, nested", functools.partial(_block_seq, "nested")
+    yield "BlockSeq, max_carries=5", functools.partial(_block_seq, few)
     yield "checkpoint(layer, offload=[its input])", functools.partial(_each, _with_input_on_host)
     dots = functools.partial(checkpoint, save=jax.checkpoint_policies.dots_saveable)
     yield "checkpoint(layer, save=dots_saveable)", functools.partial(_each, dots)
@@ -97,6 +104,10 @@ def _in_turn(layers: Sequence[Layer], x: jax.Array) -> jax.Array:
 
 def _each(around: Callable[[Layer], Layer], layers: Sequence[Layer], x: jax.Array) -> jax.Array:
     return _in_turn([around(layer) for layer in layers], x)
+
+
+def _block_seq(remat: ScanCheckpointSpec, layers: Sequence[Layer], x: jax.Array) -> jax.Array:
+    return BlockSeq.of(layers, remat=remat).fold(x)
 
 
 def _with_input_on_host(layer: Layer) -> Layer:

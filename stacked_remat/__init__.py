@@ -9,7 +9,6 @@ from ._block_seq import BlockSeq as BlockSeq
 from ._checkpoint import (
     checkpoint as checkpoint,
     checkpoint_name as checkpoint_name,
-    checkpoint_sequential as checkpoint_sequential,
     internals_are_saved as internals_are_saved,
 )
 from ._fused import (

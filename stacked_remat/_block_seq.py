@@ -11,9 +11,9 @@ from haliax import Axis
 from haliax.state_dict import StateDict
 
 from ._block_foldable import BlockFoldable, M
-from ._policy import ScanCheckpointPolicy, resolve_policy
+from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
-from ._scan.checks import layers_axis
+from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
 from ._scan.layers import Loop, scan_unrolled
@@ -26,10 +26,10 @@ from ._static import PyTree
 class BlockSeq(BlockFoldable[M]):
     """A sequence of layers, applied one after the other by a Python loop.
 
-    The layers may differ in shapes, structure and control flow as long as the carry fits. It supports
-    policies and splits arguments exactly as `Stacked` does. Compile time and program size grow with the
-    number of layers: prefer `Stacked` where layers are alike, and `StackedPattern` where they are of a few
-    kinds.
+    The layers may differ in shapes, structure and control flow, and what goes from one to the next may change
+    its shape and structure. It supports policies and splits arguments exactly as `Stacked` does. Compile time
+    and program size grow with the number of layers: prefer `Stacked` where layers are alike, and
+    `StackedPattern` where they are of a few kinds.
 
     Attributes:
         blocks: the layers.
@@ -57,6 +57,48 @@ class BlockSeq(BlockFoldable[M]):
             )
 
     @classmethod
+    def of(
+        cls,
+        layers: eqx.nn.Sequential | Sequence[Callable[..., Any]],
+        Layers: Axis | int | str = "layers",
+        *,
+        remat: ScanCheckpointSpec = True,
+    ) -> "BlockSeq[Any]":
+        """The layers of an `eqx.nn.Sequential`, or of a list of modules and functions.
+
+        ```python
+        blocks = BlockSeq.of([stem, jax.nn.relu, *blocks, head])
+        y = blocks.fold(x, remat="nested")
+        y, state = BlockSeq.of(model).fold(x, state, key=jax.random.split(key, len(model)))
+        ```
+
+        Args:
+            layers: in order. Each of a `Sequential` becomes one of its own, which takes a state and a key
+                whether the layer does or not; a function becomes an `eqx.nn.Lambda`.
+            Layers: their axis, its name, or their number.
+            remat: the checkpoint policy. See `ScanCheckpointPolicy`.
+
+        Raises:
+            TypeError: for what is no such list.
+            ValueError: for another number of layers than the axis has.
+        """
+
+        def module(layer: Any) -> Any:
+            is_module = not callable(layer) or isinstance(layer, eqx.Module | type)
+            build: Any = eqx.nn.Lambda
+            return layer if is_module else build(layer)
+
+        what, blocks = f"{cls.__name__}.of", layers
+        if isinstance(layers, eqx.nn.Sequential):
+            blocks = [eqx.nn.Sequential([layer]) for layer in layers]
+        elif isinstance(layers, Sequence):
+            blocks = [*map(module, layers)]
+        check_modules(blocks, what)
+        axis = axis_or_name(Layers, what)
+        make: Any = cls
+        return make(blocks, Axis(axis, len(blocks)) if isinstance(axis, str) else axis, remat)
+
+    @classmethod
     def _build_all(
         cls, build: Callable[..., Any], Layers: Axis, caller: Caller, args: PyTree, kwargs: PyTree
     ) -> list[PyTree]:
@@ -71,9 +113,9 @@ class BlockSeq(BlockFoldable[M]):
         return self.blocks
 
     def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
-        call = loop.call
+        caller = loop.call.caller
 
-        def unpack(inputs: PyTree, _: Any) -> tuple[list[PyTree], dict[str, PyTree]]:
+        def arguments_of(inputs: PyTree) -> tuple[list[PyTree], dict[str, PyTree]]:
             block, arguments = inputs
             # A copy of its state, which can't be read once it is old.
             (_, *args), kwargs = for_layer(arguments, block)
@@ -82,10 +124,10 @@ class BlockSeq(BlockFoldable[M]):
         def run(init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
             # Blocks keep their NumPy arrays, by which they may decide.
             arguments = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, arguments)
-            arguments_of = layer_getter(arguments, self.Layers, call.caller)
-            inputs = [(block, for_layer(arguments_of(i), block)) for i, block in enumerate(self.blocks)]
-            carry, ys = scan_unrolled(loop, unpack, init, inputs, self.Layers)
-            return carry, stack_outputs_and_states(ys, self.Layers, call.caller.what)
+            part_of = layer_getter(arguments, self.Layers, caller)
+            inputs = [(block, for_layer(part_of(i), block)) for i, block in enumerate(self.blocks)]
+            carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
+            return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 
         return run
 

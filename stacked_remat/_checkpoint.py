@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -11,14 +11,13 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array
 
 from ._compat import nothing_is_traced
 from ._messages import shown
-from ._policy import ScanCheckpointSpec, kept_internals, resolve_policy
+from ._policy import kept_internals
 from ._remat import EVERYTHING, JaxPolicy
 from ._scan.marks import is_array
-from ._schedule import Tree
 from ._static import PyTree, Static
 from ._sweep.trace import check_effects
 
@@ -78,90 +77,6 @@ def checkpoint(
             return recomputed(fun, kept.policy(), offloads=bool(kept.offloaded))(*args, **kwargs)
 
     return checkpointed
-
-
-def checkpoint_sequential(
-    layers: eqx.nn.Sequential | Sequence[Callable[..., Any]],
-    x: PyTree,
-    state: PyTree = None,
-    *,
-    remat: ScanCheckpointSpec = "nested",
-    key: PRNGKeyArray | None = None,
-) -> PyTree:
-    """Apply layers one after the other, and keep for the backward pass what goes into some of them.
-
-    ```python
-    y = checkpoint_sequential(model.layers, x)
-    y = checkpoint_sequential([stem, *blocks, head], x, remat=ScanCheckpointPolicy(max_carries=4))
-    ```
-
-    Each layer runs again in the backward pass, from its input, which is found again where it is not kept.
-    What goes from layer to layer may change its shape and structure. Where layers are alike, a `Stacked`
-    compiles one of them instead of all: `blocks.fold(x, remat="nested")`.
-
-    Args:
-        layers: an `eqx.nn.Sequential`, or functions and modules of one argument.
-        x: what the first layer takes, any tree.
-        state: of layers that keep some (`eqx.nn.BatchNorm`), as `eqx.nn.Sequential` takes it.
-        remat: which inputs are kept, as in a `Stacked`: `"nested"`, `True` for all, or a policy with `nested`
-            or `max_carries` alone.
-        key: split over the layers, each of which then gets its own as `key`, as in `eqx.nn.Sequential`.
-
-    Returns:
-        What the last layer returns; with `state`, that and the new state.
-
-    Raises:
-        TypeError: for anything but a sequence of functions.
-        ValueError: for another policy.
-
-    Memory and cost: those of the policy, with the internals of one layer.
-    """
-    if not isinstance(layers, Sequence | eqx.nn.Sequential) or not all(map(callable, layers)):
-        raise TypeError(
-            f"checkpoint_sequential takes an eqx.nn.Sequential or a list of functions; got {shown(layers)}. "
-            'Of a Stacked or a BlockSeq use the fold: blocks.fold(x, remat="nested").'
-        )
-    policy = resolve_policy(remat)
-    if others := [name for name, _ in policy.settings() if name not in ("nested", "max_carries")]:
-        raise ValueError(
-            f"checkpoint_sequential keeps inputs of layers on the device and nothing else: {others[0]} has "
-            'no effect. Use remat=True, "nested", or a policy with nested or max_carries.'
-        )
-    keys = [None] * len(layers) if key is None else jax.random.split(key, len(layers))
-
-    def apply(number: int, x_and_state: tuple[PyTree, PyTree]) -> tuple[tuple[PyTree, PyTree], None]:
-        (x, state), layer = x_and_state, layers[number]
-        options = {"key": keys[number]} if key is not None or isinstance(layers, eqx.nn.Sequential) else {}
-        if not (isinstance(layer, eqx.nn.StatefulLayer) and layer.is_stateful()):
-            return (layer(x, **options), state), None
-        if state is None:
-            raise ValueError(
-                f"checkpoint_sequential: layers[{number}] ({type(layer).__name__}) keeps state; "
-                "pass state= of eqx.nn.make_with_state."
-            )
-        return layer(x, state=state, **options), None
-
-    def layer(number: int, x_and_state: tuple[PyTree, PyTree]) -> PyTree:
-        return checkpoint(functools.partial(apply, number))(x_and_state)
-
-    tree = policy.schedule(len(layers)).tree if len(layers) else ()
-    (found, new_state), _ = run_tree(tree, layer, checkpoint, (x, state))
-    return found if state is None else (found, new_state)
-
-
-def run_tree(
-    tree: Tree, layer: Callable[[int, T], tuple[T, PyTree]], segment: Callable[[PyTree], PyTree], carry: T
-) -> tuple[T, list[PyTree]]:
-    """The last carry, and the output of each layer, of a schedule's tree; `segment` checkpoints its parts."""
-    if isinstance(tree, int):
-        carry, y = layer(tree, carry)
-        return carry, [y]
-    outputs = []
-    for part in tree:
-        run = functools.partial(run_tree, part, layer, segment)
-        carry, ys = (run if isinstance(part, int) else segment(run))(carry)
-        outputs += ys
-    return carry, outputs
 
 
 # True for everything, or a frozenset of names.

@@ -62,8 +62,6 @@ class Run:
         return tuple(slot for slot, (before, own) in parts for _ in range(own - before))
 
 
-Part: TypeAlias = "tuple[int, int, int]"  # layers start to stop, and how many parts before it hold a carry
-_SINGLE = -1  # in a part: each of its layers is a part of its own
 _MOST_NESTED = 50  # Python's recursion limit of 1000 allows about 60 checkpoints within each other
 Tree: TypeAlias = "int | tuple[Tree, ...]"
 
@@ -112,60 +110,47 @@ class Schedule:
         While a part is reversed, the input of each part within it is held.
         """
 
-        def nested(part: Part, depth: int) -> Tree:
+        def nested(start: int, stop: int, slots: int, depth: int) -> Tree:
             if depth > _MOST_NESTED:
                 raise ValueError(
                     f"{self.slots} carries for {self.length} layers that are compiled one by one take more "
                     f"than {_MOST_NESTED} checkpoints within each other, too many for JAX. Give a larger "
                     "max_carries, or let the layers be a Stacked."
                 )
-            inner: list[Tree] = []
-            for each in self._cut(part):
-                inner.extend(range(*each[:2]) if each[2] == _SINGLE else [nested(each, depth + 1)])
-            return tuple(inner)
+            if stop - start == 1:
+                return start
+            *inner, last = self._cuts(start, stop, slots)
+            if not inner:
+                return tuple(range(start, stop))
+            parts = enumerate(itertools.pairwise((*inner, last, stop)))
+            return tuple(nested(*part, slots - held, depth + 1) for held, part in parts)
 
-        return nested((0, self.length, 0), 1) if self.length > 1 else 0
+        tree = nested(0, self.length, self.slots, 1)
+        return (tree,) if len(self.segments) == 1 else tree
 
-    def _cut(self, part: Part) -> list[Part]:
-        """The parts of a part, whose third number tells those of a binomial cut how many slots are left."""
-        start, stop, key = part
-        if not self.segments:
-            slots = self.slots - key
-            if stop - start <= slots:
-                return [(start, stop, _SINGLE)]
-            middle = start + _split(stop - start, slots)
-            return [_part(start, middle, key), _part(middle, stop, key + 1)]
-        if key or len(self.segments) == self.length:
-            return [(start, stop, _SINGLE)]
-        ends = itertools.accumulate(self.segments, initial=start)
-        return [_part(first, end, 1) for first, end in itertools.pairwise(ends)]
+    def _cuts(self, start: int, stop: int, slots: int) -> list[int]:
+        """Where the parts of some layers start, for so many slots: the last part needs no further cut."""
+        if self.length == stop - start and 0 < len(self.segments) < self.length:
+            return [*itertools.accumulate(self.segments[:-1], initial=start)]
+        cuts = [start]
+        while (size := stop - cuts[-1]) > slots:
+            cuts.append(cuts[-1] + _split(size, slots))
+            slots -= 1
+        return cuts
 
     def _expansions(self) -> Iterator[Run]:
         """The runs, and before the first the forward sweep, as the part at the top of a stack is cut."""
-        stack: list[Part] = [_part(0, self.length, 0)]
-        held = 1
+        stack = [(0, self.length)]
         while stack:
-            below, start, slot = len(stack) - 1, stack[-1][0], held - 1
-            while stack[-1][2] != _SINGLE:
-                inner = self._cut(stack.pop())
-                stack.extend(inner)
-                held += sum(len(_held(part)) for part in inner) - 1
-            holds = [layer for part in stack[below:] for layer in _held(part)]
-            visits = 0
-            while stack and stack[-1][2] == _SINGLE:
-                visits += len(_held(stack.pop()))
-            held -= visits
-            yield Run(start, slot, tuple(holds[1:]), visits)
-
-
-def _part(start: int, stop: int, key: int) -> Part:
-    return (start, stop, key if stop - start > 1 else _SINGLE)
-
-
-def _held(part: Part) -> range:
-    """The layers of a part whose inputs are held."""
-    start, stop, key = part
-    return range(start, stop if key == _SINGLE else start + 1)
+            start, stop = stack.pop()
+            slot = len(stack)
+            cuts = self._cuts(start, stop, self.slots - slot)
+            stack += itertools.pairwise(cuts)
+            visits = stop - cuts[-1]
+            while stack and stack[-1][1] - stack[-1][0] == 1:
+                stack.pop()
+                visits += 1
+            yield Run(start, slot, (*cuts[1:], *range(cuts[-1] + 1, stop)), visits)
 
 
 def shrinking(length: int) -> Schedule:

@@ -32,7 +32,7 @@ from ._scan.stacking import number_of_layers, stack_layers, take_layers, with_ax
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import sweep_forward
-from ._stacked_methods import check_layer_index, check_modules, no_module
+from ._stacked_methods import check_layer_index, check_module, check_modules
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
 from ._sweep.store import at_least_one
@@ -265,8 +265,7 @@ class Stacked(StackedKinds[M]):
     def __check_init__(self):
         what = type(self).__name__
         stacked: Any = self.stacked
-        if not isinstance(stacked, eqx.Module):
-            raise TypeError(f"{what} holds a module whose arrays are stacked; got {no_module(stacked)}")
+        check_module(stacked, f"The stack of {what}")
         try:
             check_stacked(stacked, self.Layers, Caller(what, name_in_stack))
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
@@ -13,7 +13,6 @@ from jax.core import Tracer
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import parameters_of
 from ._scan.checks import describe
-from ._scan.marks import is_array
 from ._static import PyTree
 
 if TYPE_CHECKING:
@@ -90,88 +89,57 @@ def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy
 
 def block_builder(Block: Any, what: str) -> Callable[..., Any]:
     """The static `init` of a block, Haliax style, or the block itself."""
-    if inspect.isclass(Block) and is_of_nnx(Block):
-        raise TypeError(
-            f"{what} builds modules of Equinox; got {Block.__name__}, one of Flax NNX. Use stacked_remat.nnx."
-        )
-    kind = type(Block).__name__
     # Equinox's partial and jitted functions are modules too.
     is_block = isinstance(Block, eqx.Module) and not (
         isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
     )
     if is_block or not callable(Block):
-        write = f"{what}(Layers, {kind if is_block else 'Block'})(...)"
-        if isinstance(Block, Sequence) and any(isinstance(layer, eqx.Module) for layer in Block):
-            write = "Stacked.of(layers)"
         raise TypeError(
             f"{what} takes the class of the blocks, or a function that builds one, and calls it for every "
-            f"layer; got {f'a {kind} that is built already' if is_block else describe(Block)}. Write {write}."
+            f"layer; got {describe(Block)}. Write {what}(Layers, Block)(...), or of layers that are built "
+            "Stacked.of(layers)."
         )
-    if not inspect.isclass(Block):
-        return Block
-    init = inspect.getattr_static(Block, "init", None)
-    if init is None:
-        return Block
+    init = inspect.getattr_static(Block, "init", None) if inspect.isclass(Block) else None
     if inspect.isfunction(init):
-        name = Block.__name__
         raise TypeError(
-            f"{what} builds blocks with {name}.init, which is an ordinary method and needs a block to be "
-            f"called on. Make it a @staticmethod that returns a block, or, if it is for something else, name "
-            f"the constructor: {what}(Layers, lambda *args, **kwargs: {name}(*args, **kwargs))."
+            f"{what} builds blocks with {Block.__name__}.init, which is an ordinary method. Make it a "
+            f"@staticmethod that returns a block, or name the constructor: {what}(Layers, lambda *args, "
+            f"**kwargs: {Block.__name__}(*args, **kwargs))."
         )
-    return getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
+    return Block if init is None else getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
 
 
 def check_options(blocks: Iterable[PyTree], verb: str, options: dict[str, Any]) -> None:
-    """Refuse an option of a fold that has the name of a parameter of its blocks; says how to write each."""
-    given = {name: value for name, value in options.items() if value is not None}
-    for kind in {type(block) for block in blocks} if given else ():
-        parameters = parameters_of(kind.__call__)
-        for name, value in given.items():
-            if name in parameters:
-                call = f"{kind.__name__}.__call__"
-                of_block = f"{verb}_via(lambda block, x: block(x, {name}=...))(x)"
-                of_verb = f"{verb}_via({call}, {name}=...)(x)"
-                if verb.endswith("_vjp"):  # stacks have no such methods
-                    step = f"stacked_remat.{verb}(lambda x, block: block"
-                    of_block = f"{step}(x, {name}=...), Layers)(x, layers.stacked)"
-                    of_verb = f"{step}(x), Layers, {name}=...)(x, layers.stacked)"
+    """Refuse an option of a fold that has the name of a parameter of its blocks."""
+    for kind in {type(block) for block in blocks}:
+        for name in parameters_of(kind.__call__):
+            if options.get(name) is not None:
+                call, via = f"{kind.__name__}.__call__", f"{verb.removesuffix('_vjp')}_via"
                 raise TypeError(
-                    f"{name}={value!r} may be for {verb} or for {call}, which has a parameter `{name}` too. "
-                    f"For the block write {of_block}, for {verb} write {of_verb}."
+                    f"{name}={options[name]!r} may be for {verb} or for {call}, which has a parameter "
+                    f"`{name}` too. Rename that one, or write {via}(lambda block, x: block(x, {name}=...), "
+                    f"{name}=...)(x)."
                 )
 
 
 def check_modules(layers: PyTree, what: str, name: str = "layers") -> None:
-    takes = f"{what} holds a list of modules, one for each layer"
-    if isinstance(layers, eqx.Module):
-        raise TypeError(f"{takes}; got {type(layers).__name__}.")
     if not isinstance(layers, Sequence):
-        raise TypeError(f"{takes}; got {no_module(layers)}")
+        raise TypeError(
+            f"{what} takes a list of modules, one for each layer; got {describe(layers)}. Make a list of it."
+        )
     for i, layer in enumerate(layers):
-        if not isinstance(layer, eqx.Module):
-            raise TypeError(f"{takes}; {name}[{i}] is {no_module(layer)}")
+        check_module(layer, f"{name}[{i}] of {what}")
 
 
-def no_module(value: Any) -> str:
-    """What stands in place of a module of Equinox, and what to write."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}. Build it."
-    if is_array(value):
-        return f"{describe(value)}. To loop over arrays, stack them and use fold or scan."
-    if is_of_nnx(type(value)):
-        return f"a module of Flax NNX, {type(value).__name__}. Use stacked_remat.nnx."
+def check_module(value: Any, where: str) -> None:
+    """Refuse what is no module of Equinox."""
+    if isinstance(value, eqx.Module):
+        return
+    fix = "Let it be an eqx.Module."
     if isinstance(value, tuple) and any(isinstance(part, State) for part in value):
-        build = "Stacked.init(Layers, Block)"
-        return f"a pair of a module and its State. Write eqx.nn.make_with_state({build})(...)."
-    if isinstance(value, Mapping | Iterator):
-        values = "layers.values()" if isinstance(value, Mapping) else "layers"
-        return f"{describe(value)}. Write list({values})."
-    return f"{describe(value)}. Let it be an eqx.Module."
-
-
-def is_of_nnx(kind: type) -> bool:
-    return any(base.__module__.startswith("flax.nnx") for base in kind.__mro__)
+        fix = "With a State write eqx.nn.make_with_state(Stacked.init(Layers, Block))(...)."
+    got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
+    raise TypeError(f"{where} is {got}. {fix}")
 
 
 def check_layer_index(index: Any, Layers: Axis) -> int:

@@ -1,4 +1,4 @@
-"""`checkpoint`, `checkpoint_sequential` and `checkpoint_name`: what they compute, keep, accept and refuse."""
+"""`checkpoint`, `BlockSeq.of` and `checkpoint_name`: what they compute, keep, accept and refuse."""
 
 import collections
 import functools
@@ -20,7 +20,6 @@ from stacked_remat import (
     ScanCheckpointPolicy,
     checkpoint,
     checkpoint_name,
-    checkpoint_sequential,
     internals_are_saved,
 )
 
@@ -184,10 +183,14 @@ def costs(name, depth):
     return chain({"none": in_a_loop(lambda f: f), "each": in_a_loop(checkpoint), **CUTS}[name], depth)
 
 
+def cut_by(remat):
+    return lambda layers, x: BlockSeq.of(layers, remat=remat).fold(x)
+
+
 CUTS = {
-    "cut": checkpoint_sequential,
-    "nested=4": functools.partial(checkpoint_sequential, remat=ScanCheckpointPolicy(nested=4)),
-    "max_carries=4": functools.partial(checkpoint_sequential, remat=ScanCheckpointPolicy(max_carries=4)),
+    "cut": cut_by("nested"),
+    "nested=4": cut_by(ScanCheckpointPolicy(nested=4)),
+    "max_carries=4": cut_by(ScanCheckpointPolicy(max_carries=4)),
 }
 
 
@@ -213,10 +216,8 @@ def test_a_cut_chain_costs_what_its_schedule_says(name, replays, growth):
 
 @pytest.mark.parametrize(("remat", "inputs"), [(True, 6), (ScanCheckpointPolicy(nested=2), 2)])
 def test_an_input_of_each_segment_is_kept(remat, inputs):
-    def run(x):
-        return checkpoint_sequential([lambda x: jnp.sin(jnp.sin(x))] * 6, x, remat=remat)
-
-    assert sum(residuals(run, X).values()) == inputs
+    layers = [lambda x: jnp.sin(jnp.sin(x))] * 6
+    assert sum(residuals(functools.partial(cut_by(remat), layers), X).values()) == inputs
 
 
 def sequential_of_many_kinds():
@@ -235,10 +236,10 @@ def sequential_of_many_kinds():
 
 
 def test_a_sequential_with_state_and_keys():
-    """Layers that change the shape, keep state and draw numbers, as the `Sequential` itself applies them."""
+    """Layers that change the shape, keep state and draw numbers."""
     model, state = sequential_of_many_kinds()
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    keys = jax.random.split(jax.random.key(6), len(X))
+    keys = jax.random.split(jax.random.key(6), (len(X), len(model)))
 
     def gradient(run):
         def loss(arrays, x):
@@ -249,14 +250,16 @@ def test_a_sequential_with_state_and_keys():
 
         return jax.grad(loss, (0, 1), has_aux=True)(arrays, X)
 
-    def cut_by(remat):
-        return lambda layers, x, state, key: checkpoint_sequential(layers, x, state, key=key, remat=remat)
+    def cut(remat):
+        return lambda layers, x, state, keys: BlockSeq.of(layers, remat=remat).fold(x, state, key=keys)
 
-    def whole(layers, x, state, key):
-        return layers(x, state, key=key)
+    def looped(layers, x, state, keys):
+        for layer, key in zip(BlockSeq.of(layers), keys, strict=True):
+            x, state = layer(x, state, key=key)
+        return x, state
 
     policies = ScanCheckpointPolicy(nested=3), ScanCheckpointPolicy(max_carries=2)
-    wanted, *found = quick_jit(lambda: [gradient(run) for run in (whole, *map(cut_by, policies))])()
+    wanted, *found = quick_jit(lambda: [gradient(run) for run in (looped, *map(cut, policies))])()
     for result in found:
         jax.tree.map(close, result, wanted)
 
@@ -269,8 +272,7 @@ def test_a_list_of_functions_of_trees():
         lambda x: jnp.sum(x**2),
     ]
     x = {"a": X, "label": "here"}
-    assert checkpoint_sequential([], x) is x
-    gradient = jax.grad(lambda a: checkpoint_sequential(layers, {**x, "a": a}))(X)
+    gradient = jax.grad(lambda a: cut_by("nested")(layers, {**x, "a": a}))(X)
     close(gradient, jax.grad(lambda a: jnp.sum(jnp.sin(a + a @ W) ** 2))(X))
 
 
@@ -286,18 +288,9 @@ def test_a_list_of_functions_of_trees():
             r"\['a'\] are in both save and offload",
         ),
         (lambda: checkpoint(layer, save=True, offload=["a"]), ValueError, "keeps everything"),
-        (lambda: checkpoint_sequential(layer, X), TypeError, "or a list of functions; got <function layer"),
-        (lambda: checkpoint_sequential([layer, 3], X), TypeError, r"got \[<function layer .*, 3\]"),
-        (
-            lambda: checkpoint_sequential([layer], X, remat="offload"),
-            ValueError,
-            "nothing else: save_carries has no effect",
-        ),
-        (
-            lambda: checkpoint_sequential(BlockSeq([], hax.Axis("layers", 0)), X),
-            TypeError,
-            r"got BlockSeq(.|\n)*use the fold",
-        ),
+        (lambda: BlockSeq.of(layer), TypeError, "BlockSeq.of takes a list of modules, .*Make a list"),
+        (lambda: BlockSeq.of([layer, 3]), TypeError, r"layers\[1\] of BlockSeq.of is a value of type int"),
+        (lambda: BlockSeq.of([layer], 2), ValueError, "`layers` has 2 layers, but 1 blocks were given"),
     ],
 )
 def test_mistakes(call, error, text):

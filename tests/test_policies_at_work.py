@@ -253,7 +253,7 @@ def test_offload_is_in_the_program(Stack, remat, shape, times):
 
 def test_block_seq_keeps_what_stacked_keeps():
     sequence = STACKS["BlockSeq"]()
-    cuts = ((dict(nested=3), 3), (dict(max_carries=4), 2))
+    cuts = ((dict(nested=3), 3), (dict(max_carries=4), 4))
     for remat, carries in (
         (True, N),
         ("recompute", 1),

@@ -9,7 +9,7 @@ from checkpoint_schedules import EndReverse, Forward, MultistageCheckpointSchedu
 from haliax import Axis
 from hypothesis import given, settings, strategies as st
 
-from stacked_remat import ScanCheckpointPolicy, checkpoint_sequential, fold
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, fold
 from stacked_remat._schedule import Schedule, Tree, bounded, equal, shrinking
 
 lengths = st.integers(1, 70)
@@ -141,7 +141,7 @@ def test_parts_within_parts(length: int, carries: int):
 def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
     too_deep = "2 carries for 520 layers .* Give a larger max_carries, or let the layers be a Stacked"
     with pytest.raises(ValueError, match=too_deep):
-        checkpoint_sequential([jnp.sin] * 520, jnp.ones(2), remat=ScanCheckpointPolicy(max_carries=2))
+        BlockSeq.of([jnp.sin] * 520, remat=ScanCheckpointPolicy(max_carries=2)).fold(jnp.ones(2))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 
-from .._checkpoint import checkpoint_name, recomputed, run_tree
+from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._remat import EVERYTHING, NOTHING, Remat
@@ -25,7 +25,7 @@ from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
 from .layer_axis import Division, NamedPattern, TreeLayout, split_kinds
 from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
-from .step import Call, Names, Unpack, array_step, arrays_and_rest
+from .step import Call, Names, array_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,11 @@ class Layers:
     shared: list[PyTree]
     name: str | None = None
 
-    def arguments_at(self, row: int) -> tuple[PyTree, PyTree]:
-        """What the layer at a row is given."""
-        return self.layout.layer(on_device([array[row] for array in self.arrays]), self.shared)
-
     def untraced(self, static: PyTree, names: Names, *, whole: bool) -> UntracedLayer:
         """A layer on arrays; where `whole`, unsliced fields are a `LayerStack`."""
         layout = self.layout
         unpack = layout.arguments if whole else layout.layer
-        body = array_step(self.call, static, names, unpack, arrays_and_rest)
+        body = array_step(self.call, static, names, unpack)
         leaves, tree = jax.tree.flatten(static)
         return UntracedLayer(
             body,
@@ -144,20 +140,43 @@ class Loop:
 
 
 def scan_unrolled(
-    loop: Loop, unpack: Unpack, init: PyTree, inputs: Sequence[PyTree], axis: Axis
-) -> tuple[Any, list[PyTree]]:
-    """`scan_layers` of layers that may differ; `unpack` makes a layer's arguments from its `inputs`."""
-    order = range(axis.size)[:: -1 if loop.reverse else 1]
+    loop: Loop,
+    init: PyTree,
+    inputs: Sequence[PyTree],
+    arguments_of: Callable[[PyTree], tuple[Sequence[PyTree], dict[str, PyTree]]],
+    axis: Axis,
+) -> tuple[PyTree, list[PyTree]]:
+    """Run layers that may differ, one for each of the inputs, from any carry to any other."""
+    backwards = -1 if loop.reverse else 1
+    inputs = inputs[::backwards]
     # Without jit the values are known in a layer, which jax.checkpoint would trace.
     remat = Remat(axis.size, EVERYTHING) if _without_jit() else loop.policy.for_layers(axis.size)
-    first, rest = order[: remat.first_layers], order[remat.first_layers :]
-    carry, outputs = init, []
+    count = remat.first_layers
+    cut: Tree = tuple(range(axis.size - count)) if remat.schedule is None else remat.schedule.tree
+    parts = (cut,) if isinstance(cut, int) else cut
+    if all(isinstance(part, int) for part in parts):
+        remat = dataclasses.replace(remat, schedule=None)
+    first = _unrolled_step(loop.call, arguments_of, Remat(count, EVERYTHING), _carry_name(axis))
+    layer = _unrolled_step(loop.call, arguments_of, remat, _carry_name(axis))
+
+    def run(parts: Iterable[Tree], carry: PyTree) -> tuple[PyTree, list[PyTree]]:
+        outputs = []
+        for part in parts:
+            if isinstance(part, int):
+                carry, y = layer(carry, inputs[count + part])
+                outputs.append(y)
+            else:
+                carry, ys = _checkpoint_segment(functools.partial(run, part), remat, axis)(carry)
+                outputs += ys
+        return carry, outputs
+
     with jax.named_scope(f"scan({axis.name})"):
-        for part, layers in ((Remat(len(first), remat.first_kept), first), (remat, rest)):
-            of_part = [inputs[i] for i in layers]
-            carry, ys = _run_unrolled(loop.call, unpack, carry, of_part, part, _carry_name(axis))
-            outputs += ys
-    return carry, outputs[:: -1 if loop.reverse else 1]
+        carry, of_first = init, []
+        for given in inputs[:count]:
+            carry, y = first(carry, given)
+            of_first.append(y)
+        carry, outputs = _replayed_whole(functools.partial(run, parts), remat)(carry)
+    return carry, [*of_first, *outputs][::backwards]
 
 
 def _without_jit() -> bool:
@@ -242,57 +261,39 @@ def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> t
     """`scan_layers` without `jax.jit`."""
     axis = loop.axis_of(kinds)
     pattern = loop.order or Pattern((0,) * axis.size, 1)
-
-    def unpack(place: Static, _: Any) -> PyTree:
-        kind, row = place.value
-        return kinds[kind].arguments_at(row)
-
-    rows = pattern.before
-    places = [Static((kind, int(rows[index, kind]))) for index, kind in enumerate(pattern.kinds)]
-    carry, ys = scan_unrolled(loop, unpack, init, places, axis)
-
-    def outputs(number: int, kind: Layers) -> PyTree:
-        of_kind = [ys[index] for index in pattern.layers_of(number)]
-        return stack_outputs(of_kind, kind.layout.axis, loop.call.caller.what)
-
-    return loop.call.last(carry), loop.outputs([outputs(*entry) for entry in enumerate(kinds)])
-
-
-def _run_unrolled(
-    call: Call, unpack: Unpack, init: PyTree, inputs: Sequence[PyTree], remat: Remat, carry_name: str
-) -> tuple[Any, list[PyTree]]:
-    """Call a layer for each of the inputs, and checkpoint the parts of the policy's schedule."""
-    tree: Tree = tuple(range(len(inputs)))
-    if remat.schedule is not None:
-        tree = remat.schedule.tree
-        if isinstance(tree, int) or all(isinstance(part, int) for part in tree):
-            remat = dataclasses.replace(remat, schedule=None)
-
-    def layer(number: int, carry: PyTree) -> tuple[PyTree, PyTree]:
-        arrays, static = eqx.partition(carry, eqx.is_array_like)
-        arrays, y = _unrolled_step(call, static, unpack, remat, carry_name)(arrays, inputs[number])
-        return eqx.combine(arrays, static), y
-
-    def segment(run: Callable) -> Callable:
-        return _checkpoint_segment(run, remat, carry_name)
-
-    return _replayed_whole(functools.partial(run_tree, tree, layer, segment), remat)(init)
+    carry, static = eqx.partition(init, eqx.is_array_like)
+    untraced = [kind.untraced(static, True, whole=False) for kind in kinds]
+    outputs: list[list[PyTree]] = [[] for _ in kinds]
+    backwards = -1 if loop.reverse else 1
+    with jax.named_scope(f"scan({axis.name})"):
+        for index in range(axis.size)[::backwards]:
+            number = pattern.kinds[index]
+            layer, row = untraced[number], pattern.before[index, number]
+            x = on_device([stack[row] for stack in layer.stacks])
+            carry, (y, rest) = layer.body(layer.shared, carry, x)
+            outputs[number].append(eqx.combine(y, rest.value))
+    what = loop.call.caller.what
+    pairs = zip(outputs, kinds, strict=True)
+    ys = [stack_outputs(of_kind[::backwards], kind.layout.axis, what) for of_kind, kind in pairs]
+    return loop.call.last(eqx.combine(carry, static)), loop.outputs(ys)
 
 
-def _unrolled_step(call: Call, static: PyTree, unpack: Unpack, remat: Remat, carry_name: str) -> Callable:
-    """A layer on the arrays of the carry, checkpointed, its inputs read to the device."""
+def _unrolled_step(call: Call, arguments_of: Callable, remat: Remat, carry_name: str) -> Callable:
+    """A layer from carry to carry, checkpointed, its inputs read to the device."""
 
-    def step(arrays: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+    def apply(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        with saving_internals(remat.kept.names):
+            args, kwargs = arguments_of(inputs)
+            return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
+
+    def step(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
         inputs = on_device(inputs)
         if remat.schedule is None and remat.kept != EVERYTHING:
-            arrays = checkpoint_name(arrays, carry_name)
-        of_arrays = array_step(call, static, remat.kept.names, unpack, lambda y: y)
-        found = of_arrays(None, arrays, inputs)
+            carry = checkpoint_name(carry, carry_name)
         if remat.kept.offloaded:
-            of_carry = eqx.filter_make_jaxpr(lambda arrays, inputs: of_arrays(None, arrays, inputs)[0])
-            jaxpr = of_carry(arrays, inputs)[0].jaxpr
+            jaxpr = eqx.filter_make_jaxpr(lambda *at: apply(at[0], at[1])[0])(carry, inputs)[0].jaxpr
             check_offloaded(jaxpr.outvars, jaxpr, remat.kept.offloaded)
-        return found
+        return apply(carry, inputs)
 
     if remat.kept == EVERYTHING:
         return step
@@ -303,10 +304,10 @@ def _replayed_whole(run: Callable, remat: Remat) -> Callable:
     return run if remat.carries else recomputed(run, remat.kept.policy(), offloads=remat.offloads)
 
 
-def _checkpoint_segment(run: Callable, remat: Remat, carry_name: str) -> Callable:
+def _checkpoint_segment(run: Callable, remat: Remat, axis: Axis) -> Callable:
     if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
-    boundary = f"{carry_name} at a segment's start"
+    boundary = f"{_carry_name(axis)} at a segment's start"
 
     def named_run(carry: PyTree) -> PyTree:
         return run(checkpoint_name(carry, boundary))

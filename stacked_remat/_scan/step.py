@@ -120,14 +120,15 @@ Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[PyTree], dict[str, PyTre
 
 
 def array_step(
-    call: Call, static: PyTree, names: Names, unpack: Unpack, pack: Callable[[PyTree], PyTree]
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    call: Call, static: PyTree, names: Names, unpack: Unpack
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, tuple[PyTree, Static]]]:
     """A step on arrays, `(shared, carry, inputs) -> (carry, y)`, with the name of the user's function.
 
-    `unpack` makes the arguments; `pack` what is returned of the output. Internals of these names are kept.
+    `unpack` makes the arguments; `y` is the arrays of the output, and the rest. Internals of these names are
+    kept.
     """
 
-    def step(shared: PyTree, arrays: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+    def step(shared: PyTree, arrays: PyTree, inputs: PyTree) -> tuple[PyTree, tuple[PyTree, Static]]:
         carry = eqx.combine(arrays, static)
         with saving_internals(names):
             args, kwargs = unpack(inputs, shared)
@@ -141,7 +142,8 @@ def array_step(
             raise
         if call.until is not None:
             new_carry, y = _unless_done(call.until, carry, new_carry, y)
-        return eqx.filter(new_carry, eqx.is_array_like), pack(y)
+        y, rest = eqx.partition(y, eqx.is_array_like)
+        return eqx.filter(new_carry, eqx.is_array_like), (y, Static(rest))
 
     named = functools.update_wrapper(step, call.owner, updated=())
     named.__signature__ = _NO_NAMES  # pyright: ignore[reportAttributeAccessIssue]
@@ -163,12 +165,6 @@ def _note_absent_fields(error: Exception, block: PyTree) -> None:
             f"These fields of the block are None: {shortened(absent, most=5)}. If the layers were filtered "
             "or partitioned, put the parts together first: eqx.combine(trained, frozen)."
         )
-
-
-def arrays_and_rest(y: PyTree) -> tuple[PyTree, Static]:
-    """The arrays of an output, and what else is in it."""
-    arrays, rest = eqx.partition(y, eqx.is_array_like)
-    return arrays, Static(rest)
 
 
 def _unless_done(

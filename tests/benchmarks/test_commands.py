@@ -18,7 +18,7 @@ STEP = f"--configs {CONFIG.with_name('qwen3_moe_tiny.yaml')} --target local --de
 COMMANDS = [
     (f"step_memory {STEP} --layers 1 --policies True", "qwen3_moe_tiny_local_8", 1),
     (f"stack_memory {MLP} --only ^lax[^,]*$", "stack_memory_local", 2),
-    (f"checkpoint_chain {MLP} --only ^nothing|^checkpoint_sequential$", "checkpoint_chain_local", 2),
+    (f"checkpoint_chain {MLP} --only ^nothing|^BlockSeq,.nested$", "checkpoint_chain_local", 2),
     (f"pattern {MLP} --dtype float32 --only remainder", "pattern_memory_local", 3),
     ("long_loops --steps 30 --size 3 --leaves 4 --rounds 1 --only prime", "long_loops_cpu", len(VARIANTS)),
     (f"qwen3_context {CONTEXT} --tokens 64 --policies nested --tiles 2", "qwen3_moe_65k_cpu_tiles_local", 1),

@@ -20,9 +20,9 @@ from ._fused import (
 from ._offload_check import OffloadError as OffloadError, check_offload as check_offload
 from ._policy import ScanCheckpointPolicy as ScanCheckpointPolicy, ScanCheckpointSpec as ScanCheckpointSpec
 from ._scan.api import fold as fold, lax_scan as lax_scan, map as map, scan as scan
-from ._scan.layer_axis import per_kind as per_kind
 from ._scan.marks import (
     LayerStack as LayerStack,
+    per_kind as per_kind,
     per_layer as per_layer,
     shared as shared,
     unsliced as unsliced,

@@ -12,9 +12,8 @@ from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_ambiguous, check_no_lists
+from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
 from ._scan.checks import describe, layers_axis
-from ._scan.layer_axis import NamedPattern
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
 from ._scan.marks import applied, changed, check_unmarked, stored
@@ -22,6 +21,7 @@ from ._scan.step import Call, Verb
 from ._stacked_methods import InitOf, block_builder, check_options, init_policy
 from ._state_dict import layers_to_state_dict
 from ._static import PyTree
+from ._sweep.kinds import Pattern
 
 M = TypeVar("M", bound=eqx.Module)
 B = TypeVar("B", bound=eqx.Module)
@@ -89,7 +89,6 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             caller = Caller(what, argument_namer(build, skip=0))
 
             def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:
-                check_no_lists(args, kwargs, axis, caller)
                 return cls(cls._build_all(build, axis, caller, args, kwargs), axis, policy)
 
             return build_layers
@@ -251,7 +250,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """Blocks of every kind among the layers."""
 
     @property
-    def _pattern(self) -> NamedPattern | None:
+    def _pattern(self) -> Pattern | None:
         """Which layer is of which kind, if there are several kinds."""
         return None
 
@@ -299,7 +298,7 @@ def _applied(
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
         whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
-        check_ambiguous(init, (None, *args), kwargs, layers.Layers, call.caller)
+        warn_of_ambiguous(init, ((None, *args), kwargs), layers.Layers, call.caller)
         arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
         with only_own_state(whole, what):
             carry, outputs = layers._runner(loop)(init, arguments)

@@ -22,13 +22,13 @@ from jax.tree_util import KeyPath
 from ._block_foldable import B, BlockFoldable, M, loop_over
 from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_ambiguous, check_stacked
+from ._scan.arguments import Caller, argument_namer, check_stacked, warn_of_ambiguous
 from ._scan.checks import axis_or_name, layers_axis
-from ._scan.layer_axis import layer_getter, per_kind, split_tree
+from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, check_no_state, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
-from ._scan.marks import changed, check_unmarked, is_array, stored
-from ._scan.stacking import number_of_layers, stack_layers, take_layers, with_axis
+from ._scan.marks import changed, check_unmarked, is_array, per_kind, stored
+from ._scan.stacking import name_stacked, number_of_layers, stack_layers, take_layers
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import sweep_forward
@@ -89,7 +89,7 @@ class StackedKinds(BlockFoldable[M]):
         check_unmarked(init)
         if verb == "fold":
             check_no_state((args, kwargs), loop.call.caller.what)
-        check_ambiguous(init, (None, *args), kwargs, self.Layers, loop.call.caller)
+        warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
         y, sweep_back = sweep_forward(loop, init, ((self._blocks(stored), *args), kwargs))
         template = eqx.filter(self, is_array, inverse=True)
         return y, sweep_back.wrapping(
@@ -325,7 +325,7 @@ class Stacked(StackedKinds[M]):
             raise ValueError(f"`{axis.name}` has {axis.size} layers, but {given}")
         build: Any = cls
         if is_stacked:
-            stacked = arrays_in_indices(with_axis(layers, axis), (size,))
+            stacked = arrays_in_indices(name_stacked(layers, axis, what), (size,))
         else:
             stacked = stack_layers(marked_alike(layers), axis, what)
         return build(stacked, axis, resolve_policy(remat))

@@ -8,13 +8,14 @@ from haliax import Axis
 
 from ._block_foldable import B, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_no_lists
+from ._scan.arguments import Caller, argument_namer
 from ._scan.checks import layers_axis
-from ._scan.layer_axis import NamedPattern, divide
+from ._scan.layer_axis import divide
 from ._scan.marks import changed
 from ._stacked import Stacked, StackedKinds
 from ._stacked_methods import BuiltByInit, block_builder, init_policy
 from ._static import PyTree
+from ._sweep.kinds import Pattern
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:
@@ -115,10 +116,9 @@ class StackedPattern(StackedKinds[M]):
         names = [pattern[i % len(pattern)] for i in range(axis.size)] if pattern else []
         builders = {name: block_builder(Block, what) for name, Block in sorted(kinds.items())}
         caller = Caller(what, argument_namer(next(iter(builders.values())), skip=0))
-        named = NamedPattern.of(names, builders)
+        named = Pattern.of(names, builders)
 
         def build_stacks(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            check_no_lists(args, kwargs, axis, caller)
             parts, _ = divide((args, kwargs), axis, named, caller)
             stacks = {}
             for (name, builder), (of_kind, by_name) in zip(builders.items(), parts, strict=True):
@@ -142,8 +142,8 @@ class StackedPattern(StackedKinds[M]):
         return changed(self, stacks=stacks, pattern=kind_of_each, Layers=Layers)
 
     @property
-    def _pattern(self) -> NamedPattern:
-        return NamedPattern.of(self.pattern, self.stacks)
+    def _pattern(self) -> Pattern:
+        return Pattern.of(self.pattern, self.stacks)
 
 
 def _check_kinds(kinds: Any, what: str) -> None:

@@ -119,9 +119,9 @@ class TestMarks:
     @pytest.mark.parametrize(
         "x, message",
         [
-            (hax.ones(hax.Axis("width", 4)), r"x, marked per_layer, has no axis `layers` \(axes width=4\)"),
-            (jnp.ones(()), r"x, marked per_layer, has no dimension to split"),
-            (jax.random.key(0), r"no dimension to split(.|\n)*jax.random.split\(x, 4\)"),
+            (hax.ones(hax.Axis("width", 4)), r"x has no axis `layers` \(axes width=4\)"),
+            (jnp.ones(()), r"x has no dimension to split"),
+            (jax.random.key(0), r"no dimension to split.*jax.random.split\(x, 4\)"),
         ],
     )
     def test_what_cannot_be_split(self, x, message):

@@ -194,22 +194,22 @@ class TestErrors:
             (
                 {"h": jnp.zeros(3)},
                 lambda c, x: {"g": c["h"]},
-                r"The carry changes structure: carry\['h'\] goes in and does not come out, carry\['g'\]",
+                r"The carry goes in as a dict with 'h' and comes out as a dict with 'g'",
             ),
             (
                 {"h": 0.0, "state": {"count": 0, "mean": 0.0}},
                 lambda c, x: {**c, "state": {**c["state"], "mean": None}},
-                r"The carry\['state'\]\['mean'\] changes structure: float32.. goes in, None comes out",
+                r"The carry\['state'\]\['mean'\] goes in as float32.. and comes out as None",
             ),
             (
                 [eqx.nn.Identity(), eqx.nn.Lambda(jnp.tanh)],
                 lambda c, x: [c[0], eqx.nn.Dropout()],
-                r"The carry\[1\] changes structure: a value of type Lambda goes in, .* Dropout comes out",
+                r"The carry\[1\] goes in as a value of type Lambda and comes out as .* Dropout",
             ),
             (
                 ("a", 0.0),
                 lambda c, x: ("b", 0.0),
-                r"carry\[0\] is not an array.*'a' goes in and 'b' comes out",
+                r"carry\[0\] goes in as 'a' and comes out as 'b'. Keep it as it is",
             ),
             (hax.zeros(Width), lambda c, x: c.array, "goes in as NamedArray.*comes out as float32"),
         ],

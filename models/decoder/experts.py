@@ -4,6 +4,7 @@ The experts are a stack over the named axis `Experts`. Each is applied only to t
 `stacked_remat.ops.grouped_experts`: exact for any routing, without a capacity.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -182,10 +183,13 @@ class SparseExperts(eqx.Module):
         choices, gates, sums = self.route(x, documents)
         keep = internals_are_saved("expert_internals")
         backend = self.config.experts.backend if stack is None else "block"
-        experts: Any = self.experts  # in the stack of all layers, if that is what a fold gives
-        is_stack = isinstance(experts, LayerStack)
-        weights = experts.map(lambda some: some.stacked) if is_stack else experts.stacked
-        weights = weights if stack is None else stack
+        weights: Any = self.experts  # in the stack of all layers, if that is what a fold gives
+        if stack is not None:
+            weights = stack
+        elif isinstance(weights, LayerStack):
+            weights = dataclasses.replace(weights, stack=weights.stack.stacked, own=weights.layer.stacked)
+        else:
+            weights = weights.stacked
         output = self._mixed(x, choices, gates, weights, self.config.Experts, backend, keep)
         output = checkpoint_name(output, "expert_output")
         return output if self.shared is None else output + self.shared(x).rearrange(x.axes), sums

@@ -152,7 +152,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, LayerStack):
-            return leaf.cast(lambda layer: cast_floating(layer, dtype))
+            return dataclasses.replace(leaf, own=cast_floating(leaf.layer, dtype))
         return leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
 
     return jax.tree.map(cast, tree, is_leaf=lambda node: isinstance(node, LayerStack))

@@ -10,15 +10,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
 from .._static import PyTree
-from .checks import describe
 from .layers import Loop, scan_layers
-from .marks import IsScanned, is_named, is_named_or_shaped_array, per_layer
+from .marks import IsScanned, check_unmarked, is_array, is_named, is_named_or_shaped_array, per_layer
 from .step import Call, Until, Verb
 
 T = TypeVar("T")
@@ -90,7 +88,7 @@ def _looped(
     loop = Loop.of(Call.of(verb, f, until), axis, remat, **options)
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        loop.check(init, args, kwargs)
+        check_unmarked(init)
         carry, outputs = scan_layers(loop, init, (args, kwargs))
         return loop.call.result(carry, outputs)
 
@@ -127,31 +125,18 @@ def lax_scan(
 
     Raises:
         ValueError: there is neither an array in `xs` nor a `length`, or they disagree; and as `scan`.
-        TypeError: `xs` has a named array, or `length` is no integer.
+        TypeError: `length` is no integer.
 
     Cost: as `scan`.
     """
-    if not callable(f):
-        raise TypeError(f"lax_scan takes a function first: lax_scan(f, init, xs); got {describe(f)}.")
-    if any(is_named(leaf) for leaf in jax.tree.leaves(xs, is_leaf=is_named)):
-        raise TypeError(
-            "lax_scan splits plain arrays along their first dimension, and xs has a named array. "
-            "Use scan with its axis."
-        )
-    length = None if length is None else operator.index(length)
-    sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(xs) if jnp.ndim(leaf)]
-    if length is None and not sizes:
+    leaves = jax.tree.leaves(xs, is_leaf=is_named)
+    if length is None and not any(is_array(leaf) for leaf in leaves):
         raise ValueError(
-            "lax_scan: xs has no array that could be split, so pass length=, how many steps to run."
+            "lax_scan: xs has no plain array to split. Pass length=, how many steps to run; for named arrays "
+            "use scan with their axis."
         )
-    if length is not None and {*sizes} - {length}:
-        raise ValueError(
-            f"lax_scan: length={length}, and the arrays of xs have the sizes {sizes} along their first "
-            "dimension. Leave length out, or give the arrays that size."
-        )
-    axis = Axis("steps", sizes[0] if length is None else length)
-    inputs = jax.tree.map(per_layer, xs)
-    return scan(f, axis, remat=remat, reverse=reverse, unroll=unroll)(init, inputs)
+    axis = "steps" if length is None else Axis("steps", operator.index(length))
+    return scan(f, axis, remat=remat, reverse=reverse, unroll=unroll)(init, per_layer(xs))
 
 
 def fold(

@@ -99,9 +99,8 @@ def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:
 def check_keys(entries: Sequence[Entry], axis: Axis, caller: Caller) -> None:
     """Refuse a single unmarked random key, from which every layer would draw the same numbers."""
     for path, leaf, rule in entries:
-        array = raw_array(leaf)
-        may_be_key = rule == "default" and (_is_typed_key(array) or _may_be_raw_key(array))
-        if may_be_key and is_unsplit_key(name := caller.name_of(path), leaf):
+        may_be_one = rule == "default" and _may_be_keys(raw_array(leaf))
+        if may_be_one and is_unsplit_key(name := caller.name_of(path), leaf):
             given = f"{name}=" if name.isidentifier() else ""
             raise ValueError(
                 f"{name} is a single random key, from which every {caller.part} of `{axis.name}` would draw "
@@ -113,18 +112,25 @@ def check_keys(entries: Sequence[Entry], axis: Axis, caller: Caller) -> None:
 def is_unsplit_key(name: str, leaf: Any) -> bool:
     """Whether an argument is a single random key. A pair of integers is one where its name says so."""
     leaf = raw_array(leaf)
-    if _is_typed_key(leaf):
-        return leaf.ndim == 0
+    if not _may_be_keys(leaf) or leaf.dtype != jnp.uint32:
+        return _may_be_keys(leaf) and leaf.ndim == 0
     words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
-    return _may_be_raw_key(leaf) and leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
+    return leaf.ndim == 1 and not words.isdisjoint(_NAMES_OF_KEYS)
 
 
-def check_no_lists(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], axis: Axis, caller: Caller) -> None:
+def _may_be_keys(leaf: Any) -> bool:
+    """Whether `leaf` is random keys, or could be one of JAX's old-style keys, or a stack of them."""
+    if not is_array(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return is_array(leaf)
+    return leaf.dtype == jnp.uint32 and leaf.ndim in (1, 2) and leaf.shape[-1] == 2
+
+
+def check_no_lists(arguments: PyTree, axis: Axis, caller: Caller) -> None:
     """Refuse a list of as many Python values as layers: each layer would be given the whole list."""
-    paths_and_nodes = jtu.tree_leaves_with_path((args, kwargs), is_leaf=lambda node: isinstance(node, list))
-    for path, node in paths_and_nodes:
+    for path, node in jtu.tree_leaves_with_path(arguments, is_leaf=lambda node: isinstance(node, list)):
         is_values = isinstance(node, list) and all(isinstance(value, int | float | str) for value in node)
-        if len(path) == 2 and is_values and len(node) == axis.size > 1:
+        is_argument = len(path) == 2 and isinstance(path[0], jtu.SequenceKey)  # and not a stack's own
+        if is_argument and is_values and len(node) == axis.size > 1:
             name, part = caller.name_of(path), caller.part
             raise ValueError(
                 f"{caller.what}: {name} is a list of {len(node)} Python values, one for each {part} of "
@@ -133,39 +139,23 @@ def check_no_lists(args: tuple[PyTree, ...], kwargs: dict[str, PyTree], axis: Ax
             )
 
 
-def check_ambiguous(
-    init: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree], axis: Axis, caller: Caller
-) -> None:
-    """Refuse unmarked lists of Python values; warn of a plain array that may be meant for every layer."""
-    check_no_lists(tuple(args), kwargs, axis, caller)
-    carry = jtu.tree_leaves(init, is_leaf=is_named)
-    if axis.size < 2 or not any(axis.size in jnp.shape(raw_array(leaf)) for leaf in carry):
+def warn_of_ambiguous(init: PyTree, arguments: PyTree, axis: Axis, caller: Caller) -> None:
+    """Warn of an unmarked plain array that may be meant for every layer, as the carry has its size too."""
+    shapes = [jnp.shape(raw_array(leaf)) for leaf in jtu.tree_leaves(init, is_leaf=is_named)]
+    if axis.size < 2 or not any(axis.size in shape for shape in shapes):
         return
-    for path, leaf, rule in take_marks_off((tuple(args), kwargs))[0]:
-        if (
-            len(path) > 2
-            or rule != "default"
-            or not is_array(leaf)
-            or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        ):
-            continue
-        if leaf.shape[:1] == (axis.size,) and not _may_be_raw_key(leaf):
+    frames = [frame.f_globals.get("__name__", "").split(".")[0] for frame, *_ in inspect.stack(0)]
+    outside = next((level for level, name in enumerate(frames, 1) if name not in _OURS), 1)
+    for path, leaf, rule in take_marks_off(arguments)[0]:
+        is_whole = len(path) == 2 and rule == "default" and is_array(leaf) and not _may_be_keys(leaf)
+        if is_whole and leaf.shape[:1] == (axis.size,):
             name, part = caller.name_of(path), caller.part
             warnings.warn(
                 f"{caller.what} splits {name} over the {axis.size} {part}s of `{axis.name}`, and a dimension "
                 f"of the carry has that size too. Write per_layer({name}) if each {part} is to be given a "
                 f"part of it, or shared({name}) if every {part} is to be given all of it.",
-                UserWarning,
-                stacklevel=_outside(),
+                stacklevel=outside,
             )
-
-
-def _outside() -> int:
-    """The `stacklevel`, for a warning of the caller, of the code that calls this library."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 _OURS = (__name__.split(".")[0], "jax", "equinox", "contextlib")
@@ -179,68 +169,46 @@ def check_stacked(tree: PyTree, axis: Axis, caller: Caller) -> None:
 
 def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     """Refuse arguments whose size along `axis` is another; says how to mark one that is not to be split."""
-    wrong, agreeing = [], []
-    for path, leaf, rule in split:
-        (agreeing if leaf_size(leaf, axis) == axis.size else wrong).append((path, leaf, rule))
-    if not wrong:
+    is_right = [leaf_size(leaf, axis) == axis.size for _, leaf, _ in split]
+    if all(is_right):
         return
+    wrong = [entry for entry, is_ in zip(split, is_right, strict=True) if not is_]
     part, over = caller.part, f"{caller.what} over `{axis.name}` (size {axis.size})"
-    lists = [path[:-1] for path, _, _ in wrong if _is_of_list(path)]
-    if len(lists) == len(wrong) == axis.size and len({*lists}) == 1:
-        name = caller.name_of(lists[0])
+    lists = {path[:-1] for path, _, _ in wrong if _is_of_list(path)}
+    if len(wrong) == axis.size and len(lists) == 1:
+        name = caller.name_of(lists.pop())
         raise ValueError(
             f"{over}: {name} is a list with an array for each {part}? Stack it: jnp.stack({name})."
         )
-    agreeing = [caller.name_of(path) for path, _, _ in agreeing]
-    wrong = [(caller.name_of(path), leaf, rule) for path, leaf, rule in wrong]
-    found = [_describe_size(*entry, axis, caller.what) for entry in wrong[:3]]
-    if len(wrong) > 3:
-        found.append(f"and {len(wrong) - 3} more")
-    if agreeing:
-        shown = shortened(agreeing, most=2)
-        found.append(f"{shown} {'has' if len(agreeing) == 1 else 'have'} the right size, {axis.size}")
-    lines = [f"{over} was given inputs of different lengths: {'; '.join(found)}."]
-    keys = [name for name, leaf, _ in wrong if _is_typed_key(leaf) or _may_be_raw_key(leaf)]
-    for name in keys:
-        lines.append(
-            f"If {name} is a random key, give each {part} its own: jax.random.split({name}, {axis.size})."
-        )
-    plain = [name for name, leaf, rule in wrong if rule == "default" and not is_named(leaf)]
-    if to_share := [name for name in plain if name not in keys]:
-        lines.append(
-            f"Plain arrays are split along their first dimension; to give every {part} the whole array write "
-            f"stacked_remat.shared({to_share[0]})."
-        )
-    if marked := [name for name, leaf, rule in wrong if rule == "per_layer" and not is_named(leaf)]:
-        lines.append(f"Give {marked[0]} {axis.size} parts along its first dimension, one for each {part}.")
-    if named := [name for name, leaf, _ in wrong if is_named(leaf) and leaf_size(leaf, axis) is not None]:
-        lines.append(
-            f"Give {named[0]} `{axis.name}` of size {axis.size}, or rename that axis of it to share it."
-        )
-    raise ValueError("\n".join(lines))
+    found = [f"{caller.name_of(path)} has {_size_text(leaf, axis)}" for path, leaf, _ in wrong]
+    text = shortened(found, "; ", most=3)
+    if right := [caller.name_of(path) for (path, _, _), is_ in zip(split, is_right, strict=True) if is_]:
+        has = "has" if len(right) == 1 else "have"
+        text += f"; {shortened(right, most=2)} {has} the right size, {axis.size}"
+    path, leaf, rule = wrong[0]
+    fix = _fix_of_size(caller.name_of(path), leaf, rule, axis, part)
+    raise ValueError(f"{over} was given inputs of different lengths: {text}.{fix}")
 
 
 def _is_of_list(path: KeyPath) -> bool:
     return len(path) > 2 and all(isinstance(key, jtu.SequenceKey) for key in (path[0], path[-1]))
 
 
-def _describe_size(name: str, leaf: Any, rule: Rule, axis: Axis, what: str) -> str:
+def _size_text(leaf: Any, axis: Axis) -> str:
     size = leaf_size(leaf, axis)
     if is_named(leaf):
         found = f"no axis `{axis.name}`" if size is None else f"`{axis.name}` of size {size}"
-        found += f" (axes {axes_text(leaf.axes)})"
-    elif size is None:
-        found = "no dimension to split"
-    else:
-        found = f"leading dimension {size} (shape {tuple(leaf.shape)})"
-    is_marked = rule == "per_layer" and not what.startswith("sweep_back")  # which marks layer_state itself
-    return f"{name}, marked per_layer, has {found}" if is_marked else f"{name} has {found}"
+        return f"{found} (axes {axes_text(leaf.axes)})"
+    return "no dimension to split" if size is None else f"leading dimension {size} (shape {leaf.shape})"
 
 
-def _is_typed_key(leaf: Any) -> bool:
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _may_be_raw_key(leaf: Any) -> bool:
-    """Whether `leaf` could be one of JAX's old-style keys, or a stack of them."""
-    return is_array(leaf) and leaf.dtype == jnp.uint32 and leaf.ndim in (1, 2) and leaf.shape[-1] == 2
+def _fix_of_size(name: str, leaf: Any, rule: Rule, axis: Axis, part: str) -> str:
+    """What to write, with a space in front; nothing for a stack's own arrays."""
+    if _may_be_keys(leaf):
+        return f" If {name} is a random key, give each {part} its own: jax.random.split({name}, {axis.size})."
+    if is_named(leaf):
+        return f" Give {name} `{axis.name}` of size {axis.size}, or rename that axis of it to share it."
+    if rule == "per_layer":
+        return f" Give {name} {axis.size} parts along its first dimension, one for each {part}."
+    shares = f"to give every {part} the whole array write stacked_remat.shared({name})."
+    return f" Plain arrays are split along their first dimension; {shares}" if rule == "default" else ""

@@ -8,22 +8,22 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis
 
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from .._policy import ScanCheckpointPolicy, resolve_policy
 from .._remat import EVERYTHING, NOTHING, Remat
-from .._schedule import Tree
+from .._schedule import Tree, whole_number
 from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
 from .._sweep.trace import UntracedLayer, trace_layers
-from .arguments import check_no_lists
-from .checks import axis_or_name, check_offloaded, check_reverse, check_unroll
-from .layer_axis import Division, NamedPattern, TreeLayout, split_kinds
-from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
+from .checks import axis_or_name, check_offloaded
+from .layer_axis import Join, TreeLayout, split_kinds
+from .marks import IsScanned, is_array, is_named_or_shaped_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
 from .step import Call, Names, array_step
 
@@ -49,7 +49,7 @@ class Layers:
             self.shared,
             self.arrays,
             layout.unsliced if whole else [False] * len(self.arrays),
-            (*self.call.key, self.name, layout.key, tree, *leaves, names),
+            (*self.call.key, self.name, layout, tree, *leaves, names),
         )
 
     def named(self, stacked: PyTree) -> PyTree:
@@ -78,50 +78,33 @@ class Loop:
     call: Call
     axis: Axis | str
     policy: ScanCheckpointPolicy
-    reverse: bool
-    unroll: int | bool
-    pattern: NamedPattern | None
-    is_scanned: IsScanned
+    pattern: Pattern | None = None
+    reverse: bool = False
+    unroll: int | bool = 1
+    is_scanned: IsScanned = is_named_or_shaped_array
+
+    def __post_init__(self):
+        if not isinstance(self.reverse, bool | np.bool_):
+            raise TypeError(f"reverse is True or False; got {self.reverse!r}.")
+        if not isinstance(self.unroll, bool):
+            whole_number("unroll", self.unroll, "a bool or a number of layers")
 
     @classmethod
-    def of(
-        cls,
-        call: Call,
-        axis: Any,
-        remat: ScanCheckpointSpec = False,
-        pattern: NamedPattern | None = None,
-        *,
-        reverse: bool | None = None,
-        unroll: int | bool | None = None,
-        is_scanned: IsScanned = is_named_or_shaped_array,
-    ) -> "Loop":
-        """A loop with these options, checked, and with the defaults for those not given."""
-        return cls(
-            call,
-            axis_or_name(axis, call.caller.what),
-            resolve_policy(remat),
-            check_reverse(False if reverse is None else reverse),
-            check_unroll(1 if unroll is None else unroll),
-            pattern,
-            is_scanned,
-        )
+    def of(cls, call: Call, axis: Any, remat: Any, pattern: Pattern | None = None, **options: Any) -> "Loop":
+        """A loop with these options, and with the defaults for those that are None."""
+        given = {name: option for name, option in options.items() if option is not None}
+        return cls(call, axis_or_name(axis, call.caller.what), resolve_policy(remat), pattern, **given)
 
-    def check(self, init: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-        """Refuse marks in the carry, and unmarked lists with a Python value for each layer."""
-        check_unmarked(init)
-        if isinstance(self.axis, Axis):
-            check_no_lists(args, kwargs, self.axis, self.call.caller)
-
-    def split(self, arguments: PyTree) -> tuple[list[Layers], Division | None]:
+    def split(self, arguments: PyTree) -> tuple[list[Layers], Join]:
         """The layers of each kind with their parts of the arguments, as `split_kinds` gives them."""
         caller = self.call.caller
-        split, division = split_kinds(arguments, self.axis, self.pattern, caller, self.is_scanned)
+        split, join = split_kinds(arguments, self.axis, self.pattern, caller, self.is_scanned)
         names = (None,) if self.pattern is None else self.pattern.names
         kinds = []
         for (layout, *arrays), name in zip(split, names, strict=True):
             arrays, shared = jax.tree.map(jnp.asarray, arrays)
             kinds.append(Layers(self.call, layout, arrays, on_device(shared), name))
-        return kinds, division
+        return kinds, join
 
     def axis_of(self, kinds: Sequence[Layers]) -> Axis:
         """The axis of all layers, with its size."""
@@ -132,11 +115,6 @@ class Loop:
         if self.pattern is None:
             return of_kinds[0]
         return dict(zip(self.pattern.names, of_kinds, strict=True))
-
-    @property
-    def order(self) -> Pattern | None:
-        """The number of each layer's kind, if there are several kinds."""
-        return None if self.pattern is None else self.pattern.order
 
 
 def scan_unrolled(
@@ -190,7 +168,7 @@ def _carry_name(axis: Axis) -> str:
 def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
     """Run a loop from a first carry; returns the last carry, and the outputs."""
     kinds, _ = loop.split(arguments)
-    axis, call, pattern = loop.axis_of(kinds), loop.call, loop.order
+    axis, call, pattern = loop.axis_of(kinds), loop.call, loop.pattern
     if _without_jit():
         if all(kind.layout.axis.size for kind in kinds):
             return _scan_kinds_unrolled(loop, kinds, call.first(init))
@@ -260,7 +238,7 @@ def _checkpointed(remat: Remat, carry_name: str, is_rolled: bool, layer: Callabl
 def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> tuple[PyTree, PyTree]:
     """`scan_layers` without `jax.jit`."""
     axis = loop.axis_of(kinds)
-    pattern = loop.order or Pattern((0,) * axis.size, 1)
+    pattern = loop.pattern or Pattern((0,) * axis.size, ("",))
     carry, static = eqx.partition(init, eqx.is_array_like)
     untraced = [kind.untraced(static, True, whole=False) for kind in kinds]
     outputs: list[list[PyTree]] = [[] for _ in kinds]

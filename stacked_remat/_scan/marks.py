@@ -7,8 +7,8 @@ values) is shared by all layers. `shared` and `per_layer` override this for an a
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -47,15 +47,22 @@ def is_named_or_shaped_array(leaf: Any) -> bool:
     return is_named(leaf) or (is_array(leaf) and leaf.ndim >= 1)
 
 
-def has_axis(leaf: NamedArray, axis: AxisSelector) -> bool:
-    return axis_name(axis) in [other.name for other in leaf.axes]
+def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
+    """The array with these axes, if any. Sizes are not checked: inside scan and vmap they may differ."""
+    return array if axes is None else NamedArray.tree_unflatten(axes, [array])
 
 
-def is_split(leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_shaped_array) -> bool:
+def is_split(
+    leaf: Any,
+    axis: AxisSelector,
+    is_scanned: IsScanned = is_named_or_shaped_array,
+    rule: Rule = "default",
+) -> bool:
+    """Whether a leaf is split, where sizes allow."""
+    if rule in ("shared", "per_layer"):
+        return rule == "per_layer" and (is_named(leaf) or is_array(leaf))
     wanted = is_scanned if isinstance(is_scanned, bool) else is_scanned(leaf)
-    if is_named(leaf):
-        return wanted and has_axis(leaf, axis)
-    return wanted and is_array(leaf)
+    return wanted and (leaf_size(leaf, axis) is not None if is_named(leaf) else is_array(leaf))
 
 
 def leaf_size(leaf: Any, axis: AxisSelector) -> int | None:
@@ -147,6 +154,29 @@ class PerKind(eqx.Module):
     """Values that belong to layers of one kind each, by the name of the kind."""
 
     values: dict[str, PyTree]
+    rule: ClassVar[str] = "per_kind"
+
+
+def per_kind(values: Mapping[str, Any]) -> PyTree:
+    """Mark an argument of a `StackedPattern` that differs between the kinds of layers.
+
+    ```python
+    y = blocks.fold(x, per_kind({"local": local_caches, "global": global_caches}))
+    ```
+
+    Args:
+        values: for the name of each kind, what its layers are given: arrays with an entry for each layer of
+            this kind are split over these, as other arguments are over all; `shared` and `per_layer` choose.
+
+    Returns:
+        A PyTree node that the fold replaces, for each layer, by the layer's part of the value for its kind.
+
+    Raises:
+        TypeError: for anything but a dict with names as keys.
+    """
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise TypeError(f'per_kind takes a dict, {{"name of the kind": value, ...}}; got {values!r}.')
+    return PerKind(dict(values))
 
 
 class LayerStack(eqx.Module):
@@ -157,7 +187,8 @@ class LayerStack(eqx.Module):
             first dimension.
         layer_index: this layer's place on the axis, a traced integer.
         axis_name: of the layers' axis. Named arrays without it are shared by all layers.
-        own: what `layer` gives, where `cast` or `map` has set it.
+        own: what `layer` gives, where it is set: `dataclasses.replace(weights, own=cast(weights.layer))`.
+            `grouped_experts` takes from it what has another dtype.
     """
 
     stack: PyTree
@@ -168,27 +199,14 @@ class LayerStack(eqx.Module):
     @property
     def layer(self) -> PyTree:
         """The field of this layer alone: a copy of its part of the stack, for each use of this property."""
-        if self.own is not None:
-            return self.own
 
-        def own(leaf: Any) -> Any:
-            if is_named(leaf):
-                is_split = leaf.axes[:1] and leaf.axes[0].name == self.axis_name
-                return NamedArray(self._entry(leaf.array), leaf.axes[1:]) if is_split else leaf
-            return self._entry(leaf) if is_array(leaf) and leaf.ndim else leaf
+        def entry(leaf: Any) -> Any:
+            if not is_split(leaf, self.axis_name):
+                return leaf
+            array = lax.dynamic_index_in_dim(raw_array(leaf), self.layer_index, keepdims=False)
+            return with_axes(array, leaf.axes[1:] if is_named(leaf) else None)
 
-        return jtu.tree_map(own, self.stack, is_leaf=is_named)
-
-    def _entry(self, array: Any) -> Any:
-        return lax.dynamic_index_in_dim(array, self.layer_index, keepdims=False)
-
-    def map(self, fn: Callable[[PyTree], PyTree]) -> "LayerStack":
-        """This with `fn` of the stack and `fn` of the layer."""
-        return LayerStack(fn(self.stack), self.layer_index, self.axis_name, fn(self.layer))
-
-    def cast(self, fn: Callable[[PyTree], PyTree]) -> "LayerStack":
-        """This with `fn` of the layer as `layer`. `grouped_experts` takes from it what has another dtype."""
-        return LayerStack(self.stack, self.layer_index, self.axis_name, fn(self.layer))
+        return jtu.tree_map(entry, self.stack, is_leaf=is_named) if self.own is None else self.own
 
     @staticmethod
     def of(field: PyTree, axis_name: str = "layers") -> "LayerStack":
@@ -202,9 +220,8 @@ class LayerStack(eqx.Module):
             return field
 
         def of_one(leaf: Any) -> Any:
-            if is_named(leaf):
-                return NamedArray(leaf.array[None], (Axis(axis_name, 1), *leaf.axes))
-            return leaf[None] if is_array(leaf) else leaf
+            axes = (Axis(axis_name, 1), *leaf.axes) if is_named(leaf) else None
+            return with_axes(raw_array(leaf)[None], axes) if is_array(raw_array(leaf)) else leaf
 
         return LayerStack(jtu.tree_map(of_one, field, is_leaf=is_named), jnp.int32(0), axis_name)
 
@@ -270,10 +287,9 @@ def check_unmarked(carry: PyTree) -> None:
     """Refuse a carry with marks in it."""
     for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
         if isinstance(leaf, Marked | PerKind):
-            mark = leaf.rule if isinstance(leaf, Marked) else "per_kind"
             raise TypeError(
-                f"The carry{jtu.keystr(path)} is marked {mark}(...), but a carry goes from layer to "
-                f"layer: it is neither split nor shared. Pass it without {mark}."
+                f"The carry{jtu.keystr(path)} is marked {leaf.rule}(...), but a carry goes from layer to "
+                f"layer: it is neither split nor shared. Pass it without {leaf.rule}."
             )
 
 
@@ -290,13 +306,6 @@ def take_marks_off(tree: PyTree, rule: Rule = "default", path: KeyPath = ()) -> 
         entries += inside
         parts.append(part)
     return entries, jtu.tree_unflatten(treedef, parts)
-
-
-def is_split_by(rule: Rule, leaf: Any, axis: AxisSelector, is_scanned: IsScanned) -> bool:
-    """Whether a leaf is split, where sizes allow."""
-    if rule == "per_layer":
-        return is_named(leaf) or is_array(leaf)
-    return rule != "shared" and is_split(leaf, axis, is_scanned)
 
 
 def _is_named_or_marked(leaf: Any) -> bool:

@@ -1,7 +1,7 @@
 """Stacks trees along an axis: modules, and the outputs of layers."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import haliax as hax
@@ -11,10 +11,10 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax.tree_util import KeyPath
 
-from .._messages import axes_text, shown
+from .._messages import axes_text
 from .._static import PyTree
-from .checks import describe, structural_difference
-from .marks import has_axis, is_array, is_named, is_split, raw_array
+from .checks import difference, form, text
+from .marks import is_array, is_named, is_split, leaf_size, raw_array, with_axes
 
 T = TypeVar("T")
 
@@ -25,14 +25,16 @@ def number_of_layers(tree: PyTree) -> int:
     return next((array.shape[0] for array in arrays if is_array(array) and array.ndim), 0)
 
 
-def with_axis(tree: T, axis: Axis) -> T:
-    """A tree whose named arrays have a first dimension without a name, which is that of the axis."""
+def name_stacked(tree: T, axis: Axis, what: str) -> T:
+    """A tree whose named arrays have a first dimension without a name, which is that of the new axis."""
 
-    def named(leaf: Any) -> Any:
-        is_stacked = is_named(leaf) and leaf.array.ndim > len(leaf.axes)
-        return NamedArray(leaf.array, (axis, *leaf.axes)) if is_stacked else leaf
+    def named(path: KeyPath, leaf: Any) -> Any:
+        if not is_named(leaf) or getattr(leaf.array, "ndim", None) == len(leaf.axes):
+            return leaf
+        _check_is_new(leaf, axis, path, what)
+        return NamedArray(leaf.array, (axis, *leaf.axes))
 
-    return jtu.tree_map(named, tree, is_leaf=is_named)
+    return jtu.tree_map_with_path(named, tree, is_leaf=is_named)
 
 
 def take_layers(tree: T, axis: Axis, rows: Sequence[int]) -> tuple[T, Axis]:
@@ -53,10 +55,9 @@ def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:
         part = slice(first, first + step * len(rows), step)
     if not is_named(leaf):
         return leaf[part]
-    position = [other.name for other in leaf.axes].index(axis.name)
-    array = leaf.array[(slice(None),) * position + (part,)]
-    axes = [other.resize(len(rows)) if other.name == axis.name else other for other in leaf.axes]
-    return NamedArray(array, tuple(axes))
+    axes = tuple(other.resize(len(rows)) if other.name == axis.name else other for other in leaf.axes)
+    position = [other.name for other in axes].index(axis.name)
+    return with_axes(leaf.array[(slice(None),) * position + (part,)], axes)
 
 
 def stack_trees(trees: Sequence[T], axis: Axis) -> T:
@@ -72,65 +73,39 @@ def stack_trees(trees: Sequence[T], axis: Axis) -> T:
 
 def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
     """Stack layers; refuses what differs. Numbers that do become an array, weakly typed if they were."""
-    first, *rest = layers
+
+    def of_layer(leaf: Any) -> Any:
+        if is_named(leaf) or is_array(leaf):
+            return form(leaf), getattr(raw_array(leaf), "dtype", None)
+        return "a number" if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) else leaf
 
     def stack(path: KeyPath, *leaves: Any) -> PyTree:
-        if all(isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves):
-            alike = all(type(leaf) is type(leaves[0]) and leaf == leaves[0] for leaf in leaves)
-            return leaves[0] if alike else jnp.stack([jnp.asarray(leaf) for leaf in leaves])
-        for number, leaf in enumerate(leaves):
-            if not _may_stack(leaves[0], leaf):
-                raise _unlike(jtu.keystr(path), number, leaves[0], leaf, what)
+        if of_layer(leaves[0]) == "a number" and len({(type(leaf), leaf) for leaf in leaves}) > 1:
+            return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
         _check_is_new(leaves[0], axis, path, what)
         return stack_trees(leaves, axis)
 
-    for number, layer in enumerate(rest, 1):
-        if found := structural_difference(first, layer):
-            raise _unlike(found[0], number, *found[1:], what)
+    several = 'BlockSeq(layers, n) or StackedPattern({"a": Stacked.of(...), ...}, pattern, n)'
+    fix = f"Layers of one kind differ in arrays and numbers alone: make these alike, or write {several}."
+    _refuse_unlike(layers, of_layer, f"{what}: layers", fix)
     return jtu.tree_map_with_path(stack, *layers, is_leaf=is_named)
 
 
-def _may_stack(a: Any, b: Any) -> bool:
-    if is_named(a) or is_array(a):
-        alike = is_named(a) == is_named(b) and (is_named(b) or is_array(b))
-        return alike and _form(a) == _form(b) and raw_array(a).dtype == raw_array(b).dtype
-    return a is b or (type(a) is type(b) and bool(a == b))
-
-
-def _unlike(path: str, number: int, first: Any, other: Any, what: str) -> ValueError:
-    several = 'BlockSeq(layers, n) or StackedPattern({"a": Stacked.of(...), ...}, pattern, n)'
-
-    def text(value: Any) -> str:
-        is_node = value is None or is_named(value) or is_array(value) or jtu.tree_leaves(value) != [value]
-        return describe(value) if is_node else shown(value)
-
-    values = [text(first), text(other)]
-    return ValueError(
-        f"{what}: layers[0]{path} is {values[0]}, and layers[{number}]{path} is {values[1]}. Layers of one "
-        f"kind differ in arrays and numbers alone: make these alike, or write {several}."
-    )
+def _refuse_unlike(trees: Sequence[PyTree], form: Callable[[Any], Any], what: str, fix: str) -> None:
+    for number, tree in enumerate(trees):
+        if found := difference(trees[0], tree, form):
+            path, *values = found
+            one, other = map(text, values)
+            raise ValueError(f"{what}[0]{path} is {one}, and layers[{number}]{path} is {other}. {fix}")
 
 
 def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
     """The outputs of layers that may differ, stacked along a new axis; None for no layers."""
-    if not outputs:
-        return None
-    (first, treedef), *rest = (jtu.tree_flatten_with_path(output, is_leaf=is_named) for output in outputs)
-    for i, (leaves, other) in enumerate(rest, start=1):
-        if other != treedef:
-            raise ValueError(
-                f"The outputs of {what} over `{axis.name}` cannot be stacked: layer 0 returns {treedef}, "
-                f"layer {i} {other}. Let all layers return the same structure."
-            )
-        for (path, a), (_, b) in zip(first, leaves, strict=True):
-            if _form(a) != _form(b):
-                raise ValueError(
-                    f"The output{jtu.keystr(path)} of {what} over `{axis.name}` cannot be stacked: it has "
-                    f"{_form(a)} in layer 0 and {_form(b)} in layer {i}. Let all layers return the same."
-                )
-    for path, leaf in first:
-        _check_is_new(leaf, axis, path, what)
-    return stack_trees([numbers_to_arrays(output) for output in outputs], axis)
+    where = f"The outputs of {what} over `{axis.name}` cannot be stacked: layers"
+    _refuse_unlike(outputs, form, where, "Let all layers return the same.")
+    for path, leaf in jtu.tree_leaves_with_path(outputs[:1], is_leaf=is_named):
+        _check_is_new(leaf, axis, path[1:], what)
+    return stack_trees([numbers_to_arrays(output) for output in outputs], axis) if outputs else None
 
 
 def numbers_to_arrays(output: T) -> T:
@@ -142,25 +117,8 @@ def numbers_to_arrays(output: T) -> T:
     )
 
 
-def _form(leaf: Any) -> str:
-    """The axes, in any order, or the shape of an output."""
-    if is_named(leaf):
-        return f"axes {axes_text(sorted(leaf.axes, key=lambda axis: axis.name))}"
-    return f"shape {jnp.shape(leaf)}" if is_array(leaf) or isinstance(leaf, int | float | complex) else ""
-
-
-def name_stacked(tree: T, axis: Axis, what: str) -> T:
-    """Give `axis`, which must be new, to named arrays whose raw arrays have gained a leading dimension."""
-
-    def prepend(path: KeyPath, leaf: Any) -> Any:
-        _check_is_new(leaf, axis, path, what)
-        return NamedArray(leaf.array, (axis, *leaf.axes)) if is_named(leaf) else leaf
-
-    return jtu.tree_map_with_path(prepend, tree, is_leaf=is_named)
-
-
 def _check_is_new(leaf: Any, axis: Axis, path: KeyPath, what: str) -> None:
-    if is_named(leaf) and has_axis(leaf, axis):
+    if is_named(leaf) and leaf_size(leaf, axis) is not None:
         raise ValueError(
             f"The output{jtu.keystr(path)} of {what} over `{axis.name}` already has an axis of that "
             f"name: {axes_text(leaf.axes)}. Rename it: y.rename({{{axis.name!r}: ...}})."

@@ -42,9 +42,7 @@ class Call:
     def of(cls, verb: Verb, fn: Callable[..., Any], until: Until | None = None) -> "Call":
         """The call of a function that is given no block."""
         if not callable(fn):
-            raise TypeError(
-                f"{verb} takes a function and then an axis: {verb}(f, axis)(...); got {describe(fn)}."
-            )
+            raise TypeError(f"{verb} takes a function first; got {describe(fn)}.")
         if not (until is None or callable(until)):
             raise TypeError(f"until is a function of the carry that returns one bool; got {describe(until)}.")
         caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))

@@ -21,7 +21,7 @@ from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
-from .layer_axis import Division, Leaf, Split, TreeLayout, joined, split_kinds
+from .layer_axis import Join, Leaf, Split, TreeLayout, split_kinds
 from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .visitor import (
     LayerResult,
@@ -124,7 +124,7 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
     of_xs, of_shared = scatter_leaves(xs_ct, masks.xs), scatter_leaves(shared_ct, masks.shared)
     carry = jtu.tree_unflatten(types.carry_tree, scatter_leaves(init_ct, masks.init))
     trees = [kind.stacked(of_xs, of_shared, cotangents=True) for kind in types.kinds]
-    (layers, *args), kwargs = joined(types.division, trees)
+    (layers, *args), kwargs = types.join(trees)
     return SweepResult(carry, layers, tuple(args), kwargs)
 
 
@@ -157,7 +157,7 @@ def _visited(
     sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: PyTree, layer_state: PyTree
 ) -> SweepResult:
     types = sweep._types
-    states, division = _split_layer_state(types, layer_state)
+    states, join = _split_layer_state(types, layer_state)
     arrays, static = eqx.partition(state, eqx.is_array_like)
     of_layers = types.of_layers()
 
@@ -195,11 +195,11 @@ def _visited(
         (layers, *_), _ = kind.stacked(xs_in(loop), sweep._shared, cotangents=False)
         (_, *args), kwargs = kind.stacked(loop.xs, loop.shared, cotangents=True)
         trees.append(((layers, *args), kwargs))
-    (layers, *args), kwargs = joined(types.division, trees)
+    (layers, *args), kwargs = types.join(trees)
     of_kinds = zip(states, eqx.combine(loop.layer_state, stacks), strict=True)
     new_states = [layout.stacked(own, shared) for (layout, _, shared), own in of_kinds]
     carry, state = types.carry_cotangent(carry_ct), eqx.combine(loop.state, static)
-    return SweepResult(carry, layers, tuple(args), kwargs, state, joined(division, new_states))
+    return SweepResult(carry, layers, tuple(args), kwargs, state, join(new_states))
 
 
 def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
@@ -212,7 +212,7 @@ def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
         raise TypeError(problem) from None
 
 
-def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], Division | None]:
+def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], Join]:
     if isinstance(layer_state, PerKind):
         marked = {name: Marked(value, "per_layer") for name, value in layer_state.values.items()}
         layer_state = PerKind(marked)

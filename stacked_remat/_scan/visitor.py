@@ -19,7 +19,7 @@ from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
 from .checks import describe
-from .layer_axis import Division, Leaf, TreeLayout
+from .layer_axis import Join, Leaf, TreeLayout
 from .layers import Loop
 from .marks import is_named, raw_array
 
@@ -164,7 +164,7 @@ class SweepTypes:
     perturbed: Perturbed
     kinds: tuple[KindTypes, ...]
     axis: Axis
-    division: Division | None
+    join: Join
     carry_tree: Any
     carry_static: Any
     outputs: PyTree

@@ -15,7 +15,7 @@ from .._sweep.rules import floats
 from .._sweep.spec import SweepSpec
 from .._sweep.trace import kinds_of, trace_layers
 from .layers import Loop
-from .marks import IsScanned, is_array, is_named_or_shaped_array
+from .marks import IsScanned, check_unmarked, is_array, is_named_or_shaped_array
 from .step import Call
 from .sweep_back import SweepBack
 from .visitor import KindTypes, SweepTypes
@@ -65,7 +65,7 @@ def fold_vjp(
 
 def _vjp(loop: Loop) -> Callable[..., tuple[PyTree, SweepBack]]:
     def vjp(init: PyTree, layers: PyTree, /, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, SweepBack]:
-        loop.check(init, (layers, *args), kwargs)
+        check_unmarked(init)
         return sweep_forward(loop, init, ((layers, *args), kwargs))
 
     return loop.call.as_called(vjp, "_vjp(f, axis)")
@@ -91,7 +91,7 @@ def scan_vjp(
 
 def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, SweepBack]:
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
-    kinds, division = loop.split(arguments)
+    kinds, join = loop.split(arguments)
     axis = loop.axis_of(kinds)
     remat = loop.policy.for_layers(axis.size)
     if remat.carries is None:
@@ -105,7 +105,7 @@ def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, 
     of_kinds, shared = kinds_of(traced)
     parts, first = [*zip(kinds, of_kinds, traced, strict=True)], traced[0]
     xs = [array for kind in kinds for array in kind.arrays]
-    options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.order}
+    options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.pattern}
     spec = SweepSpec(of_kinds, remat.swept(), unsliced=(False,) * len(xs), **options)
     closed_over = {place for _, own, layer in parts for place in own.shared[: layer.constants]}
     perturbed = spec.perturbed(
@@ -127,7 +127,7 @@ def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, 
             for kind, own, layer in parts
         ),
         axis=axis,
-        division=division,
+        join=join,
         carry_tree=first.carry_tree,
         carry_static=static,
         outputs=jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array))),

@@ -1,7 +1,7 @@
 """Layers of several kinds in one sweep: what those of a kind are given, and which layer is of which kind."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -66,10 +66,16 @@ class Kind:
 
 @dataclass(frozen=True)
 class Pattern:
-    """The number of each layer's kind, of so many kinds, some of which may have no layers."""
+    """The number of each layer's kind among these names, in alphabetical order; a kind may have no layers."""
 
     kinds: tuple[int, ...]
-    count: int
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, layers: Iterable[str], kinds: Iterable[str]) -> "Pattern":
+        """The pattern of layers of these kinds."""
+        names = sorted(kinds)
+        return cls(tuple(map(names.index, layers)), tuple(names))
 
     def layers_of(self, kind: int) -> list[int]:
         """The indices of the layers of a kind."""
@@ -78,8 +84,8 @@ class Pattern:
     @functools.cached_property
     def before(self) -> np.ndarray:
         """How many layers of each kind come before each layer: `[layer, kind]`, and one row for the end."""
-        is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(self.count)
-        return np.concatenate([np.zeros((1, self.count), np.int32), np.cumsum(is_kind, 0, dtype=np.int32)])
+        is_kind = np.asarray(self.kinds, np.int32)[:, None] == np.arange(len(self.names))
+        return np.pad(np.cumsum(is_kind, 0, dtype=np.int32), ((1, 0), (0, 0)))
 
     @functools.cached_property
     def rows(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Tests of `grouped_experts` in a fold, where experts are read from the stack of all layers."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,8 @@ class Mixture(eqx.Module):
     def __call__(self, x, choices):
         weights: Any = self.weights
         if isinstance(weights, LayerStack):
-            weights = weights.cast(lambda own: {**own, "gate": own["gate"].astype(x.dtype)})
+            gate = weights.layer["gate"].astype(x.dtype)
+            weights = dataclasses.replace(weights, own={**weights.layer, "gate": gate})
         gates = jnp.linspace(0.5, 1, choices.size, dtype=x.dtype).reshape(choices.shape)
         return x + grouped_experts(self.expert, weights, self.Experts, x, choices, gates, backend="block")
 

@@ -307,4 +307,4 @@ def _applied(
         state, outputs = with_whole_state(outputs, whole, layers, what)
         return (carry, state) if call.verb == "fold" else call.result(carry, outputs)
 
-    return call.as_called(run, "_via(fn)")
+    return run

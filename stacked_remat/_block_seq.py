@@ -106,7 +106,7 @@ class BlockSeq(BlockFoldable[M]):
         return [build(*layer_args, **layer_kwargs) for layer_args, layer_kwargs in calls]
 
     def _own_part(self, state: State, what: str) -> State:
-        return part_of(state, self.blocks, self.Layers, what, whole=of_one_layer(self.blocks))
+        return part_of(state, self.blocks, what, whole=of_one_layer(self.blocks))
 
     @property
     def _kinds(self) -> Sequence[M]:

@@ -210,7 +210,7 @@ class StackedKinds(BlockFoldable[M]):
         return self._per_kind(lambda _, stack: how(stack.stacked))
 
     def _own_part(self, state: State, what: str) -> PyTree:
-        return self._per_kind(lambda _, stack: part_of(state, stack.stacked, stack.Layers, what))
+        return self._per_kind(lambda _, stack: part_of(state, stack.stacked, what))
 
     def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
         return functools.partial(layers_at_once if loop.call.verb == "map" else scan_layers, loop)

@@ -142,7 +142,3 @@ def test_lax_scan_is_that_of_jax(remat):
         return [jax.value_and_grad(value, has_aux=True)(jnp.ones(2), *case) for case in cases]
 
     assert_close(*quick_jit(lambda: (of(sr.lax_scan, remat=remat, unroll=2), of(jax.lax.scan)))())
-    with pytest.raises(
-        TypeError, match=r"fold\(f, axis\)\(\) missing 1 required positional argument: 'init'"
-    ):
-        sr.fold(f, 3)()

@@ -204,7 +204,7 @@ def _axis_first(leaf: Any, axis: Axis) -> Any:
 
 
 def divide(tree: PyTree, axis: Axis, pattern: Pattern, caller: Caller) -> tuple[list[PyTree], Join]:
-    """A marked tree for the layers of each kind, and what joins such: in order, with the sum of what is shared."""
+    """A marked tree for the layers of each kind, and what joins such again, and sums what is shared."""
     entries, tree, are_split, _ = _entries(tree, axis, caller, is_named_or_shaped_array, pattern.names)
     treedef = jtu.tree_structure(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
     are_per_kind = [isinstance(leaf, PerKind) for _, leaf, _ in entries]

@@ -2,38 +2,37 @@
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from equinox.nn import State, StateIndex
 from haliax import Axis
 
 from .._static import PyTree
-from .arguments import Caller, check_sizes
 from .checks import describe
-from .marks import Entry, Marked, PerKind, changed
+from .marks import Marked, PerKind, changed
 from .stacking import stack_outputs, stack_trees
 
 T = TypeVar("T")
+N = TypeVar("N")
 
 
-def _is_state(node: PyTree) -> bool:
-    return isinstance(node, State)
+def _nodes(tree: PyTree, kind: type[N]) -> list[N]:
+    nodes = jtu.tree_leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
 
 
-def _is_index(node: PyTree) -> bool:
-    return isinstance(node, StateIndex)
+def _map_nodes(fn: Callable[[Any], Any], tree: T, kind: type) -> T:
+    def is_node(node: PyTree) -> bool:
+        return isinstance(node, kind)
 
-
-def _states(tree: PyTree) -> list[State]:
-    return [node for node in jtu.tree_leaves(tree, is_leaf=_is_state) if _is_state(node)]
+    return jtu.tree_map(lambda node: fn(node) if is_node(node) else node, tree, is_leaf=is_node)
 
 
 def _markers(module: PyTree) -> list[Any]:
-    return [node.marker for node in jtu.tree_leaves(module, is_leaf=_is_index) if _is_index(node)]
+    return [node.marker for node in _nodes(module, StateIndex)]
 
 
 def _entries(state: State) -> dict[Any, Any]:
@@ -45,38 +44,28 @@ def _state_of(entries: dict[Any, Any]) -> State:
     return State.tree_unflatten(tuple(entries), tuple(entries.values()))
 
 
-def _map_states(fn: Callable[[State], Any], tree: T) -> T:
-    return jtu.tree_map(lambda node: fn(node) if _is_state(node) else node, tree, is_leaf=_is_state)
-
-
 def divide_state(
     init: PyTree, arguments: T, stack: PyTree, own_part: Callable[[State, str], Any], what: str
 ) -> tuple[State | None, T]:
     """The one state among the arguments, if there is one, and the arguments with the layers' parts of it."""
-    for state in _states(init):
-        if own := [marker for marker in _markers(stack) if marker in _entries(state)]:
-            raise ValueError(
-                f"The carry of {what} has the state {own[0]!r} of its layers, of which each needs its own "
-                "part. Pass the state as an argument: fold(x, state)."
-            )
-    nodes = jtu.tree_leaves(
-        arguments, is_leaf=lambda node: _is_state(node) or isinstance(node, Marked | PerKind)
-    )
-    if any(isinstance(node, Marked | PerKind) and _states(node) for node in nodes):
+    if any(marker in _entries(state) for state in _nodes(init, State) for marker in _markers(stack)):
+        raise ValueError(
+            f"The carry of {what} has the state of its layers, of which each needs its own part. Pass the "
+            "state as an argument: fold(x, state)."
+        )
+    if any(_nodes(marked, State) for mark in (Marked, PerKind) for marked in _nodes(arguments, mark)):
         raise TypeError(
             f"{what} gives each layer its own part of a State, whatever its mark. Pass it without shared, "
             "per_layer or per_kind."
         )
-    states = [node for node in nodes if _is_state(node)]
-    if len(states) > 1:
+    whole, *others = [*_nodes(arguments, State), None]
+    if len(others) > 1:
         raise ValueError(
-            f"{what} was given {len(states)} States. Pass one, of the whole model or of the stack, "
+            f"{what} was given {len(others)} States. Pass one, of the whole model or of the stack, "
             "state.substate(blocks)."
         )
-    if not states:
-        return None, arguments
-    part = own_part(states[0], what)
-    return states[0], _map_states(lambda _: part, arguments)
+    part = None if whole is None else own_part(whole, what)
+    return whole, _map_nodes(lambda _: part, arguments, State)
 
 
 @contextlib.contextmanager
@@ -96,36 +85,30 @@ def only_own_state(whole: State | None, what: str) -> Iterator[None]:
 
 def with_whole_state(outputs: PyTree, whole: State, stack: PyTree, what: str) -> tuple[State, PyTree]:
     """The whole state with what layers return of their own, and the outputs with it in place of theirs."""
-    entries, own = _entries(whole), set(_markers(stack))
-    for state in _states(outputs):
+    entries, own = _entries(whole), _markers(stack)
+    for state in _nodes(outputs, State):
         if foreign := [marker for marker in _entries(state) if marker not in own]:
             raise ValueError(
                 f"A layer of {what} returns the state {foreign[0]!r}, which is not its own. Let it return "
                 "the one that it was given, with what it sets."
             )
         entries |= _entries(state)
-    return _state_of(entries), _map_states(lambda _: _state_of(entries), outputs)
+    return _state_of(entries), _map_nodes(lambda _: _state_of(entries), outputs, State)
 
 
-def part_of(
-    state: State, module: PyTree, axis: Axis, what: str, *, whole: Iterable[Any] = frozenset()
-) -> State:
+def part_of(state: State, module: PyTree, what: str, *, whole: Collection[Any] = ()) -> State:
     """What layers keep in a state, marked to be divided, but for the markers of one layer, `whole`."""
-    entries, marked = _entries(state), {}
-    for marker in _markers(module):
-        if marker not in entries:
-            raise ValueError(
-                f"{what} was given a State without {marker!r}, which its layers use. Pass the one that "
-                "eqx.nn.make_with_state returns with this model."
-            )
-        rule = "shared" if marker in whole else "per_layer"
-        if rule == "per_layer":
-            leaves = jtu.tree_leaves_with_path(entries[marker])
-            stored: list[Entry] = [(path, leaf, "stored") for path, leaf in leaves]
-            caller = Caller(what, lambda path, marker=marker: f"state {marker!r}{jtu.keystr(path)}")
-            check_sizes(axis, stored, caller)
-        marked[marker] = Marked(entries[marker], rule)
-    return _state_of(marked)
+    entries = _entries(state)
+    if absent := [marker for marker in _markers(module) if marker not in entries]:
+        raise ValueError(
+            f"{what} was given a State without {absent[0]!r}, which its layers use. Pass the one that "
+            "eqx.nn.make_with_state returns with this model."
+        )
+
+    def marked(marker: Any) -> Marked:
+        return Marked(entries[marker], "shared" if marker in whole else "per_layer")
+
+    return _state_of({marker: marked(marker) for marker in _markers(module)})
 
 
 def of_one_layer(modules: Sequence[PyTree]) -> set[Any]:
@@ -136,30 +119,26 @@ def of_one_layer(modules: Sequence[PyTree]) -> set[Any]:
 
 def for_layer(arguments: T, module: PyTree) -> T:
     """The arguments of a layer, which has all of its own state, from those with the states of all layers."""
-    return _map_states(lambda state: state.substate(module), arguments)
+    return _map_nodes(lambda state: state.substate(module), arguments, State)
 
 
 def stack_outputs_and_states(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
     """`stack_outputs`, with one state of all layers; what several have under one marker is stacked."""
-    if not any(map(_states, outputs)):
-        return stack_outputs(outputs, axis, what)
     found = collections.defaultdict(list)
     for output in outputs:
-        for state in _states(output)[:1]:
+        for state in _nodes(output, State)[:1]:
             for marker, value in _entries(state).items():
                 found[marker].append(value)
     joint = {marker: stack_trees(own, axis) if own[1:] else own[0] for marker, own in found.items()}
-    states, others = eqx.partition(outputs[0], _is_state, is_leaf=_is_state)
-    others = [eqx.filter(output, _is_state, inverse=True, is_leaf=_is_state) for output in outputs]
-    stacked = stack_outputs(others, axis, what)
-    return eqx.combine(_map_states(lambda _: _state_of(joint), states), stacked, is_leaf=_is_state)
+    others = [_map_nodes(lambda _: _state_of({}), output, State) for output in outputs]
+    return _map_nodes(lambda _: _state_of(joint), stack_outputs(others, axis, what), State)
 
 
 def carry_and_state(found: PyTree, arguments: PyTree, what: str) -> tuple[PyTree, PyTree]:
     """What a layer of a fold returns as a pair: the carry, and the state where the layer is given one."""
-    if not _states(arguments):
+    if not _nodes(arguments, State):
         return found, None
-    if not (isinstance(found, tuple) and len(found) == 2 and _is_state(found[1])):
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], State)):
         raise ValueError(
             f"{what} was given a State, so that its layers return (carry, state); one returned "
             f"{describe(found)}. Let it return the state that it was given too."
@@ -169,7 +148,7 @@ def carry_and_state(found: PyTree, arguments: PyTree, what: str) -> tuple[PyTree
 
 def check_no_state(arguments: PyTree, what: str) -> None:
     """Refuse a state where layers return their carry alone."""
-    if _states(arguments):
+    if _nodes(arguments, State):
         raise ValueError(
             f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are "
             "the new state."
@@ -183,10 +162,7 @@ def arrays_in_indices(module: T, shape: tuple[int, ...] = ()) -> T:
         is_number = isinstance(leaf, bool | int | float | complex)
         return jnp.broadcast_to(jnp.asarray(leaf), shape) if is_number else leaf
 
-    def with_arrays(node: PyTree) -> PyTree:
-        return changed(node, init=jtu.tree_map(array, node.init)) if _is_index(node) else node
-
-    return jtu.tree_map(with_arrays, module, is_leaf=_is_index) if _markers(module) else module
+    return _map_nodes(lambda node: changed(node, init=jtu.tree_map(array, node.init)), module, StateIndex)
 
 
 def marked_alike(layers: Sequence[T]) -> list[T]:
@@ -195,13 +171,10 @@ def marked_alike(layers: Sequence[T]) -> list[T]:
 
     def alike(layer: T) -> T:
         own = _markers(layer)
-        is_new = not any(isinstance(marker, str) for marker in own)
-        if not own or not is_new or [*map(own.index, own)] != [*map(first.index, first)]:
+        is_made = any(isinstance(marker, str) for marker in own)
+        if is_made or [*map(own.index, own)] != [*map(first.index, first)]:
             return layer
-
-        def with_marker(node: PyTree) -> PyTree:
-            return changed(node, marker=first[own.index(node.marker)]) if _is_index(node) else node
-
-        return jtu.tree_map(with_marker, layer, is_leaf=_is_index)
+        new = dict(zip(own, first, strict=True))
+        return _map_nodes(lambda node: changed(node, marker=new[node.marker]), layer, StateIndex)
 
     return [alike(arrays_in_indices(layer)) for layer in layers]

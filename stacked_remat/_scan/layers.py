@@ -44,13 +44,10 @@ class Layers:
         unpack = layout.arguments if whole else layout.layer
         body = array_step(self.call, static, names, unpack)
         leaves, tree = jax.tree.flatten(static)
-        return UntracedLayer(
-            body,
-            self.shared,
-            self.arrays,
-            layout.unsliced if whole else [False] * len(self.arrays),
-            (*self.call.key, self.name, layout, tree, *leaves, names),
-        )
+        unsliced = layout.unsliced if whole else [False] * len(self.arrays)
+        call = self.call
+        key = call.owner, call.fn is call.owner, call.caller.what, call.verb, call.until, self.name, layout
+        return UntracedLayer(body, self.shared, self.arrays, unsliced, (*key, tree, *leaves, names))
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""

@@ -48,24 +48,10 @@ class Call:
         caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))
         return cls(caller, verb, fn, fn, until=until)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The owner, and what else calls of the same function differ in."""
-        return self.owner, self.fn is self.owner, self.caller.what, self.verb, self.until
-
-    def as_called(self, loop: Callable[..., Any], after: str) -> Callable[..., Any]:
-        """A loop of such calls, with the name that Python has for it in errors of missing arguments."""
-        loop.__qualname__ = f"{self.verb}{after}"
-        return loop
-
-    def inputs(self, carry: PyTree, args: Sequence[PyTree]) -> Sequence[PyTree]:
-        """The positional arguments of the function."""
-        first = int(self.takes_block)
-        return args if self.verb == "map" else [*args[:first], carry, *args[first:]]
-
     def applied(self, carry: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """What the function returns; a `TypeError` that shows its signature where that is another."""
-        given = (*self.inputs(carry, args),)
+        first = int(self.takes_block)
+        given = (*args,) if self.verb == "map" else (*args[:first], carry, *args[first:])
         try:
             return self.fn(*given, **kwargs)
         except (AttributeError, TypeError) as error:
@@ -78,9 +64,7 @@ class Call:
                     error.add_note("The block comes first, then the carry: lambda block, x: block(x).")
                 raise
             option = next((name for name in ("remat", "reverse", "unroll") if name in kwargs), None)
-            if option and self.takes_block and self.verb == "map":
-                problem += f" vmap has no {option}=."
-            elif option:
+            if option and not (self.takes_block and self.verb == "map"):
                 form = f"{self.verb}_via(fn" if self.takes_block else f"{self.verb}(f, axis"
                 problem += f" Write {form}, {option}=...)(...)."
             raise TypeError(problem) from None

@@ -68,7 +68,7 @@ def _vjp(loop: Loop) -> Callable[..., tuple[PyTree, SweepBack]]:
         check_unmarked(init)
         return sweep_forward(loop, init, ((layers, *args), kwargs))
 
-    return loop.call.as_called(vjp, "_vjp(f, axis)")
+    return vjp
 
 
 def scan_vjp(

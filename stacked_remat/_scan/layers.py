@@ -256,19 +256,12 @@ def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> t
 def _unrolled_step(call: Call, arguments_of: Callable, remat: Remat, carry_name: str) -> Callable:
     """A layer from carry to carry, checkpointed, its inputs read to the device."""
 
-    def apply(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        with saving_internals(remat.kept.names):
-            args, kwargs = arguments_of(inputs)
-            return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
-
     def step(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        inputs = on_device(inputs)
         if remat.schedule is None and remat.kept != EVERYTHING:
             carry = checkpoint_name(carry, carry_name)
-        if remat.kept.offloaded:
-            jaxpr = eqx.filter_make_jaxpr(lambda *at: apply(at[0], at[1])[0])(carry, inputs)[0].jaxpr
-            check_offloaded(jaxpr.outvars, jaxpr, remat.kept.offloaded)
-        return apply(carry, inputs)
+        with saving_internals(remat.kept.names):
+            args, kwargs = arguments_of(on_device(inputs))
+            return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
 
     if remat.kept == EVERYTHING:
         return step
@@ -283,8 +276,5 @@ def _checkpoint_segment(run: Callable, remat: Remat, axis: Axis) -> Callable:
     if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
     boundary = f"{_carry_name(axis)} at a segment's start"
-
-    def named_run(carry: PyTree) -> PyTree:
-        return run(checkpoint_name(carry, boundary))
-
-    return recomputed(named_run, NOTHING.policy(boundary, "host"), offloads=True)
+    policy = NOTHING.policy(boundary, "host")
+    return recomputed(lambda carry: run(checkpoint_name(carry, boundary)), policy, offloads=True)

@@ -285,7 +285,7 @@ def test_arrays_on_the_host_that_all_layers_share():
     x, bias = jnp.ones((2, 4)), jnp.linspace(0, 1, 4)
 
     def visitor(visit, state):
-        carry, gradient, args = visit.vjp("carry", "layer", "args")
+        carry, gradient, args, _ = visit.vjp()
         new = eqx.tree_at(lambda block: block.value, visit.layer, visit.layer.value - gradient.value)
         return LayerResult(carry, new, args)
 

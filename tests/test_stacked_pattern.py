@@ -154,7 +154,7 @@ def test_a_visitor_sees_every_layer_with_its_kind_and_may_replace_it():
     x, scale, own, shift = arguments(blocks)
 
     def visitor(visit, kinds):
-        layer, carry, args = visit.vjp("layer", "carry", "args")
+        carry, layer, args, _ = visit.vjp()
         new = jax.tree.map(lambda leaf, step: leaf - step, visit.layer, layer)
         counts = kinds.at[["sine", "tanh"].index(visit.kind)].add(visit.layer_index)
         state = visit.layer_state + len(jax.tree.leaves(layer))
@@ -198,7 +198,7 @@ def test_cotangents_of_kinds_whose_visitor_returns_none_are_zeros():
         cotangent = jax.grad(outputs_value, (0, 1))(carry, outputs)
 
         def visitor(visit, kind):
-            carry, args = visit.vjp("carry", "args")
+            carry, _, args, _ = visit.vjp()
             if kind == "first alone":
                 args = (args[0], None, None)
             return sr.LayerResult(carry, args=args if visit.kind == kind or "alone" in kind else None)
@@ -288,7 +288,7 @@ def test_kinds_without_layers_have_no_entries_and_lose_no_arrays(part):
     sizes = {name: len(stack) for name, stack in blocks.stacks.items()}
 
     def visitor(visit, state):
-        layer, carry, args = visit.vjp("layer", "carry", "args")
+        carry, layer, args, _ = visit.vjp()
         entry = visit.layer_state + 1
         return sr.LayerResult(carry, layer=layer, args=args, layer_state=entry)
 

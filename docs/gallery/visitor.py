@@ -29,23 +29,22 @@ x = jax.random.normal(jax.random.key(1), (EXAMPLES, WIDTH))
 target = jnp.roll(x, 1, axis=1)
 
 # %% [markdown]
-# `visit.vjp` gives the products that are asked for: the cotangent of the layer's input, to go on with, and
-# the gradient of the layer. The same function, row by row, gives the gradient of each example, of one layer
-# at a time.
+# `visit.vjp()` gives the cotangent of the layer's input, to go on with, and the gradient of the layer. The
+# same function, row by row, gives the gradient of each example, of one layer at a time.
 
 
 # %%
 def signal_and_noise(visit, state):
-    carry_ct, gradient = visit.vjp("carry", "layer")
+    found = visit.vjp()
 
     def squared_norm(row, ct):
         _, back = jax.vjp(lambda layer: layer(row), visit.layer)
         (of_example,) = back(ct)
         return jnp.sum((EXAMPLES * of_example.weight) ** 2)
 
-    signal = jnp.sum(gradient.weight**2)
+    signal = jnp.sum(found.layer.weight**2)
     second = jnp.mean(jax.vmap(squared_norm)(visit.carry, visit.cotangent))
-    return LayerResult(carry_ct, layer_state=jnp.stack([signal, second - signal]))
+    return LayerResult(found.carry, layer_state=jnp.stack([signal, second - signal]))
 
 
 @jax.jit

@@ -276,20 +276,18 @@ class _Layers:
 
         def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
             kind = visit.kind or ""
-            is_trained = kind in self.states
-            of_layer: list[Any] = ["layer"] if is_trained else []
-            carry, *others = visit.vjp("carry", *further, *of_layer)
-            pairs = zip(further.items(), others, strict=False)
+            found = visit.vjp()
             cotangents = {
-                name: masked(tree, leaves_or_none(_of_kind(mask, kind))) for (name, mask), tree in pairs
+                name: masked(getattr(found, name), leaves_or_none(_of_kind(mask, kind)))
+                for name, mask in further.items()
             }
-            if not is_trained:
-                return LayerResult(carry, **cotangents)
+            if kind not in self.states:
+                return LayerResult(found.carry, **cotangents)
             mask = masks_of_layers[kind]
             # Without the barrier XLA holds a layer's internals until the optimizer is done.
-            gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(others[-1], mask))))
+            gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(found.layer, mask))))
             own = _sum_of_squares(gradients)
-            result = LayerResult(carry, state=squares + own, **cotangents)
+            result = LayerResult(found.carry, state=squares + own, **cotangents)
             if not updates:
                 return result
             gradients = fused._scaled(gradients, jnp.sqrt(own) if norm is None else norm)

@@ -131,12 +131,13 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
 class _Loop(NamedTuple):
     """What a sweep with a visitor carries from layer to layer, or one layer's part of it.
 
-    A list has `None` for what the visitor leaves as it is. Of an argument there are cotangents, summed where
-    it is shared. The state of layers is a list for each kind; a layer has that of its own.
+    A list has `None` for what the visitor leaves as it is: new arrays of layers, cotangents of arguments that
+    are split, or shared (summed), and the state of layers, a list for each kind.
     """
 
-    xs: list[PyTree]
-    shared: list[PyTree]
+    layers: list[PyTree]
+    split_ct: list[PyTree]
+    shared_ct: list[PyTree]
     state: PyTree
     layer_state: list[PyTree]
 
@@ -159,7 +160,6 @@ def _visited(
     types = sweep._types
     states, join = _split_layer_state(types, layer_state)
     arrays, static = eqx.partition(state, eqx.is_array_like)
-    of_layers = types.of_layers()
 
     def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         layout, stacks, shared = states[leaves.kind.number]
@@ -175,14 +175,15 @@ def _visited(
         own = layer_state[leaves.kind.number]
         layer_state[leaves.kind.number] = _written(own, leaves.row, new.layer_state)
         return carry_ct, _Loop(
-            _written(loop.xs, leaves.row, new.xs),
-            [old if ct is None else old + ct for old, ct in zip(loop.shared, new.shared, strict=True)],
+            _written(loop.layers, leaves.row, new.layers),
+            _written(loop.split_ct, leaves.row, new.split_ct),
+            [old if ct is None else old + ct for old, ct in zip(loop.shared_ct, new.shared_ct, strict=True)],
             new.state,
             layer_state,
         )
 
     def xs_in(loop: _Loop) -> Arrays:
-        return eqx.combine(eqx.filter(loop.xs, of_layers), sweep._xs)
+        return eqx.combine(loop.layers, sweep._xs)
 
     examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
     stacks = [stacks for _, stacks, _ in states]
@@ -193,7 +194,7 @@ def _visited(
     trees = []
     for kind in types.kinds:
         (layers, *_), _ = kind.stacked(xs_in(loop), sweep._shared, cotangents=False)
-        (_, *args), kwargs = kind.stacked(loop.xs, loop.shared, cotangents=True)
+        (_, *args), kwargs = kind.stacked(loop.split_ct, loop.shared_ct, cotangents=True)
         trees.append(((layers, *args), kwargs))
     (layers, *args), kwargs = types.join(trees)
     of_kinds = zip(states, eqx.combine(loop.layer_state, stacks), strict=True)
@@ -231,15 +232,16 @@ def _first_loop(
 ) -> _Loop:
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
     nothing = [[None] * len(stacks) for stacks in (sweep._xs, sweep._shared, *state_stacks)]
-    loop = _Loop(nothing[0], nothing[1], state, nothing[2:])
+    loop = _Loop(nothing[0], nothing[0], nothing[1], state, nothing[2:])
     new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
-    xs = _where_given(sweep._xs, *(found.xs for found in new))
-    shared = _where_given(sweep._shared, *(found.shared for found in new))
+    layers = _where_given(sweep._xs, *(found.layers for found in new))
+    split_ct = _where_given(sweep._xs, *(found.split_ct for found in new))
+    shared_ct = _where_given(sweep._shared, *(found.shared_ct for found in new))
     pairs = zip(state_stacks, new, strict=True)
     stacks = [_where_given([*map(jnp.asarray, own)], found.layer_state) for own, found in pairs]
-    of_layers, of_args = eqx.partition(xs, sweep._types.of_layers())
-    xs = eqx.combine(jax.tree.map(on_mesh, of_layers), jax.tree.map(zeros_like, of_args))
-    return _Loop(xs, jax.tree.map(jnp.zeros_like, shared), state, jax.tree.map(on_mesh, stacks))
+    layers, stacks = jax.tree.map(on_mesh, (layers, stacks))
+    split_ct, shared_ct = jax.tree.map(zeros_like, split_ct), jax.tree.map(jnp.zeros_like, shared_ct)
+    return _Loop(layers, split_ct, shared_ct, state, stacks)
 
 
 def _where_given(stacks: list[PyTree], *entries: list[PyTree]) -> list[PyTree]:
@@ -276,33 +278,32 @@ def _new_leaves(
     if not isinstance(result, LayerResult):
         raise TypeError(
             f"A visitor returns a LayerResult; got {describe(result)}. Its first field is the cotangent of "
-            'the layer\'s input: (carry_ct,) = visit.vjp("carry"); return LayerResult(carry_ct).'
+            "the layer's input: return LayerResult(visit.vjp().carry)."
         )
     kind, mask = types.kinds[leaves.kind.number], types.perturbed.carry
     carry_ct = cotangent_leaves(result.carry, types.outputs[0], mask, "the carry", _BY_VISITOR)
-    of_layer = [leaf for leaf in kind.layout.leaves if kind.part(leaf) == "layer"]
-    of_layer = _new_parts(result.layer, visit.layer, "layer", of_layer, root=2)
+    own = _new_parts(result.layer, visit.layer, "layer", kind.layout.leaves, root=2)
     of_state = _new_parts(result.layer_state, visit.layer_state, "layer_state", state_layout.leaves)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     args, kwargs = _argument_cotangents(visit, result)
-    of_split, of_shared = kind.layout.arrays(((visit.layer, *args), kwargs))
-    in_shared, _, in_x = kind.inputs(types.perturbed, ("args", "kwargs"))
-    of_args = [ct if is_ else None for ct, is_ in zip(of_split, in_x, strict=True)][len(of_layer) :]
-    xs, shared = [None] * len(types.perturbed.xs), [None] * len(types.perturbed.shared)
-    for place, cotangent in zip(kind.own.shared[kind.constants :], of_shared, strict=True):
-        shared[place] = cotangent if in_shared[place] else None
-    xs = with_part(xs, kind.own.xs, [*of_layer, *of_args])
-    return carry_ct, _Loop(xs, shared, jax.tree.map(jnp.asarray, new_state), of_state)
+    of_split, of_shared = kind.layout.arrays(((eqx.filter(visit.layer, False), *args), kwargs))
+    layers, split_ct = ([None] * len(types.perturbed.xs) for _ in range(2))
+    shared_ct: list[PyTree] = [None] * len(types.perturbed.shared)
+    layers = with_part(layers, kind.own.xs, own + [None] * (len(of_split) - len(own)))
+    split_ct = with_part(split_ct, kind.own.xs, of_split)
+    for place, cotangent in zip(kind.shared, of_shared, strict=True):
+        shared_ct[place] = cotangent
+    return carry_ct, _Loop(layers, split_ct, shared_ct, jax.tree.map(jnp.asarray, new_state), of_state)
 
 
 _BY_VISITOR = "returned by the visitor"
 
 
 def _new_parts(new: PyTree, before: PyTree, what: str, leaves: Iterable[Leaf], root: int = 0) -> list[PyTree]:
-    """A layer's new entries of what is split, None where they stay; refuses changes of what is not."""
+    """A tree's new entries of what is split, None where they stay; refuses changes of what is not."""
     trees, found = (_filled(new, before, what), before), []
     pairs = zip(*(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in trees), strict=True)
-    for leaf, (changed, old) in zip(leaves, pairs, strict=True):
+    for leaf, (changed, old) in zip(leaves, pairs, strict=False):  # those of arguments come after the layer's
         both_static = not is_array(changed) and not is_array(old)
         if leaf.kind == "split":
             found.append(None if changed is old else changed)
@@ -318,17 +319,13 @@ def _new_parts(new: PyTree, before: PyTree, what: str, leaves: Iterable[Leaf], r
 
 
 def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[PyTree], dict[str, PyTree]]:
-    args = [None] * len(visit.args) if result.args is None else result.args
-    if not isinstance(args, tuple | list) or len(args) != len(visit.args):
+    args = (None,) * len(visit.args) if result.args is None else result.args
+    kwargs = {**dict.fromkeys(visit.kwargs), **(result.kwargs or {})}
+    if not isinstance(args, tuple | list) or len(args) != len(visit.args) or len(kwargs) > len(visit.kwargs):
         raise TypeError(
             f"args of a LayerResult is a tuple of {len(visit.args)} cotangents, one for each further "
-            f"argument (None for one without); got {describe(args)}."
-        )
-    kwargs = {} if result.kwargs is None else result.kwargs
-    if not isinstance(kwargs, dict) or not set(kwargs) <= set(visit.kwargs):
-        raise TypeError(
-            "kwargs of a LayerResult are cotangents of keyword arguments, in a dict with keys among "
-            f"{sorted(visit.kwargs)}; got {kwargs!r}."
+            f"argument (None for one without), and kwargs a dict with keys among {sorted(visit.kwargs)}; "
+            f"got {describe(args)}, and the keys {sorted(kwargs)}."
         )
 
     def checked(cotangent: PyTree, argument: Any, name: str) -> PyTree:
@@ -336,16 +333,14 @@ def _argument_cotangents(visit: LayerVisit, result: LayerResult) -> tuple[list[P
 
     return (
         [checked(ct, arg, f"args[{i}]") for i, (ct, arg) in enumerate(zip(args, visit.args, strict=True))],
-        {name: checked(kwargs.get(name), arg, f"kwargs[{name!r}]") for name, arg in visit.kwargs.items()},
+        {name: checked(kwargs[name], arg, f"kwargs[{name!r}]") for name, arg in visit.kwargs.items()},
     )
 
 
 def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
     """What a visitor returned, with the old leaves where it is None."""
     try:
-        filled = jax.tree.map(
-            lambda new, old: old if new is None else new, new, before, is_leaf=lambda node: node is None
-        )
+        filled = eqx.combine(new, before)
     except ValueError:
         filled = new
     check_carry(before, filled, what)

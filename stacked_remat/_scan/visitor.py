@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,16 +14,14 @@ from jax.tree_util import KeyPath
 from .._activity import is_differentiable
 from .._placement import platform
 from .._static import PyTree
-from .._sweep.gradient import Inputs, LeafVisit, Perturbed, scatter_leaves
+from .._sweep.gradient import LeafVisit, Perturbed, scatter_leaves
 from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
 from .checks import describe
-from .layer_axis import Join, Leaf, TreeLayout
+from .layer_axis import Join, TreeLayout
 from .layers import Loop
 from .marks import is_named, raw_array
-
-Part: TypeAlias = Literal["layer", "carry", "args", "kwargs"]
 
 
 class LayerResult(NamedTuple):
@@ -68,11 +66,18 @@ class SweepResult(NamedTuple):
     layer_state: PyTree = None
 
 
+class LayerCotangents(NamedTuple):
+    """The cotangents of a layer's inputs, in trees like these, with `None` for leaves without a gradient."""
+
+    carry: PyTree
+    layer: PyTree
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+
 @dataclass(frozen=True)
 class LayerVisit:
     """One layer, as a visitor of the reverse sweep is given it.
-
-    Trees of cotangents have the structure of their primals, with `None` for leaves without a gradient.
 
     Attributes:
         layer_index: its index on the axis, a traced integer: `blocks[layer_index]`, whatever the policy.
@@ -93,26 +98,20 @@ class LayerVisit:
     cotangent: PyTree
     layer_state: PyTree
     kind: str | None
-    _vjp: Callable[[tuple[str, ...]], tuple[PyTree, ...]]
+    _vjp: Callable[[], LayerCotangents]
 
-    def vjp(self, *wrt: Part) -> tuple[PyTree, ...]:
+    def vjp(self) -> LayerCotangents:
         """The vector-Jacobian products of the layer with `cotangent`.
 
-        Args:
-            *wrt: with respect to what: any of "layer" (the block, or the first argument after the carry of
-                a function), "carry", "args" (those after it; `()` for none) and "kwargs".
-
         Returns:
-            As many trees, in that order. Only these are computed; where the policy saves internals by name,
-            all are, and XLA removes the unused ones.
+            The cotangents of the input `carry`, of the `layer` (the block, or the first argument after the
+            carry of a function), and of `args` and `kwargs`: a named tuple of trees with the structure of
+            these, with `None` for leaves without a gradient.
 
-        Cost: one evaluation of the layer, unless all its internals were saved, and its transpose. Ask once
-        for all that is needed: each call runs the layer again.
+        Cost: one evaluation of the layer, unless all its internals were saved, and its transpose. XLA removes
+        what is not used. Call it once: each call runs the layer again.
         """
-        parts = ("layer", "carry", "args", "kwargs")
-        if not wrt or not all(part in parts for part in wrt):
-            raise ValueError(f"vjp is with respect to any of {', '.join(map(repr, parts))}; got {wrt!r}.")
-        return self._vjp(wrt)
+        return self._vjp()
 
 
 Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
@@ -120,39 +119,22 @@ Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
 
 @dataclass(frozen=True, eq=False)
 class KindTypes:
-    """The layers of one kind: `constants` is the number of arrays that they close over, shared ones first."""
+    """The layers of one kind; `shared` are the places of their arguments among all that layers share."""
 
     own: Kind
+    shared: tuple[int, ...]
     name: str | None
     layout: TreeLayout
-    constants: int
     y_tree: Any
 
-    def part(self, leaf: Leaf) -> str:
-        """Which of "layer", "args" and "kwargs" a leaf of the arguments belongs to."""
-        group, entry = leaf.path[:2]
-        return "kwargs" if group.idx else "args" if entry.idx else "layer"
-
-    def parts(self, kind: Literal["split", "shared"]) -> list[str]:
-        """The part of each split or shared array."""
-        return [self.part(leaf) for leaf in self.layout.of_kind(kind)]
-
-    def shared(self, every: Sequence[PyTree]) -> list[PyTree]:
-        """The shared arguments, of the arrays that layers of all kinds share."""
-        return self.own.pick_shared(every)[self.constants :]
+    def layer(self, x: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False) -> PyTree:
+        """The arguments of a layer, from the arrays that layers of all kinds share."""
+        return self.layout.layer(x, [shared[place] for place in self.shared], cotangents=cotangents)
 
     def stacked(self, xs: Arrays, shared: Sequence[PyTree], *, cotangents: bool) -> PyTree:
         """The arguments of all layers, from the arrays of all kinds."""
-        return self.layout.stacked(xs[self.own.xs], self.shared(shared), cotangents=cotangents)
-
-    def inputs(self, perturbed: Perturbed, wrt: tuple[str, ...]) -> Inputs:
-        """The leaves that belong to these parts and have a cotangent."""
-        of_shared = [False] * len(perturbed.shared)
-        for place, part in zip(self.own.shared[self.constants :], self.parts("shared"), strict=True):
-            of_shared[place] = perturbed.shared[place] and part in wrt
-        of_carry = (is_ and "carry" in wrt for is_ in perturbed.carry)
-        own = zip(perturbed.xs[self.own.xs], self.parts("split"), strict=True)
-        return tuple(of_shared), tuple(of_carry), tuple(is_ and part in wrt for is_, part in own)
+        own = [shared[place] for place in self.shared]
+        return self.layout.stacked(xs[self.own.xs], own, cotangents=cotangents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +156,6 @@ class SweepTypes:
         """Whether a layer returns an output beside its carry."""
         return self.loop.call.verb == "scan"
 
-    def of_layers(self) -> list[bool]:
-        """Which of the split arrays are the layers' own, and not an argument's."""
-        return [part == "layer" for kind in self.kinds for part in kind.parts("split")]
-
     def carry_cotangent(self, leaves: Arrays) -> PyTree:
         """The cotangent of a carry, from its leaves that have one."""
         return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
@@ -185,24 +163,27 @@ class SweepTypes:
     def visit(self, leaves: LeafVisit, layer_state: PyTree) -> LayerVisit:
         """A visit, with trees in the place of lists of arrays."""
         kind = self.kinds[leaves.kind.number]
-        (layer, *args), kwargs = kind.layout.layer(leaves.x, kind.shared(leaves.shared))
+        (layer, *args), kwargs = kind.layer(leaves.x, leaves.shared)
         carry_ct, y_ct = leaves.cotangents
         cotangent = self.carry_cotangent(carry_ct)
         if self.has_output:
             y_ct = scatter_leaves(y_ct, self.perturbed.ys[kind.own.ys])
             cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, y_ct)
 
-        def vjp(wrt: tuple[str, ...]) -> tuple[PyTree, ...]:
-            inputs = kind.inputs(self.perturbed, wrt)
-            found = leaves.vjp(inputs)
-            if platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda"):
-                # Without the barrier XLA keeps a layer's internals until the visitor has used the cotangents.
-                found = lax.optimization_barrier(found)
-            of_shared, of_carry, of_x = (scatter_leaves(*each) for each in zip(found, inputs, strict=True))
-            (layer, *args), kwargs = kind.layout.layer(of_x, kind.shared(of_shared), cotangents=True)
-            carry = jtu.tree_unflatten(self.carry_tree, of_carry)
-            trees = {"layer": layer, "carry": carry, "args": tuple(args), "kwargs": kwargs}
-            return tuple(trees[part] for part in wrt)
+        def vjp() -> LayerCotangents:
+            of_shared, of_carry, of_x = leaves.vjp()
+            of_shared = scatter_leaves(of_shared, self.perturbed.shared)
+            of_x = scatter_leaves(of_x, self.perturbed.xs[kind.own.xs])
+            (layer, *args), kwargs = kind.layer(of_x, of_shared, cotangents=True)
+            carry = self.carry_cotangent(of_carry)
+            is_held = platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda")
+
+            def apart(part: Any) -> Any:
+                # Without the barrier XLA keeps a layer's internals until the visitor has used its gradients;
+                # one barrier for all would keep what the visitor does not use.
+                return lax.optimization_barrier((part, carry))[0] if is_held else part
+
+            return LayerCotangents(carry, apart(layer), apart(tuple(args)), apart(kwargs))
 
         carry = eqx.combine(jtu.tree_unflatten(self.carry_tree, leaves.carry), self.carry_static)
         return LayerVisit(
@@ -231,10 +212,8 @@ def checked_cotangent(cotangent: PyTree, like: PyTree, what: str, source: str) -
         if given is None or not is_differentiable(expected.dtype):
             return None
         if not eqx.is_array_like(given):
-            fix = "Give an array, or None for zeros."
-            if isinstance(leaf, tuple):
-                fix = 'Unpack it: visit.vjp returns a tuple, (carry_ct,) = visit.vjp("carry").'
-            raise TypeError(f"The cotangent of {where} {source} is {describe(leaf)}. {fix}")
+            problem = f"The cotangent of {where} {source} is {describe(leaf)}"
+            raise TypeError(f"{problem}. Give an array, or None for zeros.")
         given = jnp.asarray(given)
         same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
         found, wanted = (

@@ -123,7 +123,7 @@ def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, 
         spec,
         perturbed,
         kinds=tuple(
-            KindTypes(own, kind.name, kind.layout, layer.constants, layer.output_tree)
+            KindTypes(own, own.shared[layer.constants :], kind.name, kind.layout, layer.output_tree)
             for kind, own, layer in parts
         ),
         axis=axis,

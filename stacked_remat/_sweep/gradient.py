@@ -1,7 +1,7 @@
 """A layer's vector-Jacobian product, and the default visitor, which writes every layer's gradient in place.
 
-A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Only what is asked for is computed:
-other inputs are constants of the layer's pullback.
+A layer is `layer(shared, carry, x) -> (carry, y)` on lists of arrays. Inputs that are not differentiated are
+constants of its pullback.
 """
 
 import functools
@@ -28,9 +28,6 @@ LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  
 Mask: TypeAlias = tuple[bool, ...]
 
 
-Inputs: TypeAlias = tuple[Mask, Mask, Mask]  # which leaves of a layer's `shared`, `carry` and `x`
-
-
 @dataclass(frozen=True)
 class Perturbed:
     """Which leaves are differentiated: `carry` between layers, `ys` that have a cotangent."""
@@ -46,7 +43,7 @@ class Perturbed:
         return replace(self, xs=self.xs[xs], ys=self.ys[ys])
 
     @property
-    def inputs(self) -> Inputs:
+    def inputs(self) -> tuple[Mask, Mask, Mask]:
         """The leaves of one layer's inputs."""
         return self.shared, self.carry, self.xs
 
@@ -81,22 +78,18 @@ class LayerPullback:
         shared: Arrays,
         carry: Carry,
         x: Arrays,
-        inputs: Inputs,
         checkpoint: Callable[[Callable], Callable] = lambda run: run,
     ) -> tuple[tuple[Carry, Arrays], Any]:
-        perturbed = self.perturbed
+        perturbed, every = self.perturbed, (shared, carry, x)
 
         def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], tuple[Carry, Arrays]]:
             carry, y = self.layer(shared, carry, x)
             return (pick(carry, perturbed.carry), pick(y, perturbed.ys)), (carry, y)
 
-        every = shared, carry, x
-
         def differentiated(*parts: Arrays) -> tuple[PyTree, PyTree]:
-            return checkpoint(run)(*(merge(*each) for each in zip(every, parts, inputs, strict=True)))
+            return checkpoint(run)(*map(merge, every, parts, perturbed.inputs))
 
-        parts = (pick(*each) for each in zip(every, inputs, strict=True))
-        _, pullback, results = jax.vjp(differentiated, *parts, has_aux=True)
+        _, pullback, results = jax.vjp(differentiated, *map(pick, every, perturbed.inputs), has_aux=True)
         return results, pullback
 
     def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
@@ -116,27 +109,31 @@ class LayerPullback:
         x: Arrays,
         saved: Arrays | None,
         cotangents: tuple[Carry, Arrays],
-        inputs: Inputs | None = None,
         totals: Sequence[PyTree] = (),
     ) -> tuple[Arrays, Carry, Arrays]:
-        """The cotangents of the leaves in `inputs`; those of `x` are added to `totals` in place."""
-        every = self.perturbed.inputs
-        inputs = every if inputs is None else inputs
+        """The cotangents of the perturbed leaves; those of `x` are added to `totals` in place."""
         if self.residuals is None:
-            return _transposed(self._linearize(shared, carry, x, inputs)[1], cotangents, inputs, totals)
+            return self._transposed(self._linearize(shared, carry, x)[1], cotangents, totals)
         is_saved = self.residuals.is_saved
         others = eval_jaxpr(self.residuals.rest, (), *self.residuals.constants, *shared, *carry, *x)
         leaves = merge(
             merge([None] * len(is_saved), others, [not is_ for is_ in is_saved]), saved or (), is_saved
         )
-        pullback = jax.tree.unflatten(self.residuals.pullback, leaves)
-        if inputs == every:
-            return _transposed(pullback, cotangents, inputs, totals)
-        of_every = pullback(cotangents)
-        of_shared, of_carry, of_x = (
-            pick(scatter_leaves(part, had), asked)
-            for part, had, asked in zip(of_every, every, inputs, strict=True)
-        )
+        return self._transposed(jax.tree.unflatten(self.residuals.pullback, leaves), cotangents, totals)
+
+    def _transposed(self, pullback: Callable, cotangents: PyTree, totals: Sequence[PyTree]) -> PyTree:
+        if all(total is None for total in totals):
+            return pullback(cotangents)
+        refs = [None if total is None else jax.new_ref(total) for total in totals]
+        of_shared, of_carry = ([_VALUE] * sum(mask) for mask in self.perturbed.inputs[:2])
+        of_x = [_VALUE if ref is None else ref for ref in refs]
+        try:
+            of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
+        except TypeError:  # JAX (0.10.2, 0.12) cannot transpose a static slice into a reference
+            of_shared, of_carry, of_x = pullback(cotangents)
+            pairs = zip(of_x, totals, strict=True)
+            return of_shared, of_carry, [ct if total is None else lax.add(total, ct) for ct, total in pairs]
+        of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
         return of_shared, of_carry, of_x
 
     def with_residuals(
@@ -146,7 +143,7 @@ class LayerPullback:
         structure: list[Any] = []
 
         def forward(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
-            results, pullback = self._linearize(shared, carry, x, self.perturbed.inputs, checkpoint)
+            results, pullback = self._linearize(shared, carry, x, checkpoint)
             leaves, tree = jax.tree.flatten(pullback)
             structure[:] = [tree]
             return [*results[0], *results[1], *leaves]
@@ -168,23 +165,6 @@ class LayerPullback:
         if not any(is_saved):
             return self
         return replace(self, residuals=Residuals(jaxpr, rest, constants, structure[0], is_saved, types))
-
-
-def _transposed(pullback: Callable, cotangents: PyTree, inputs: Inputs, totals: Sequence[PyTree]) -> PyTree:
-    """Apply a pullback, and add the cotangents for which there are totals to them in place."""
-    if all(total is None for total in totals):
-        return pullback(cotangents)
-    refs = [None if total is None else jax.new_ref(total) for total in totals]
-    of_shared, of_carry = ([_VALUE] * sum(mask) for mask in inputs[:2])
-    of_x = [_VALUE if ref is None else ref for ref in refs]
-    try:
-        of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
-    except TypeError:  # JAX (0.10.2, 0.12) cannot transpose a static slice into a reference
-        of_shared, of_carry, of_x = pullback(cotangents)
-        summed = [ct if total is None else lax.add(total, ct) for ct, total in zip(of_x, totals, strict=True)]
-        return of_shared, of_carry, summed
-    of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
-    return of_shared, of_carry, of_x
 
 
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does

@@ -20,7 +20,6 @@ from .._remat import Kept
 from .._schedule import Run, Schedule
 from .._static import PyTree
 from .gradient import (
-    Inputs,
     LayerPullback,
     LeafVisit,
     LeafVisitor,
@@ -171,8 +170,8 @@ class _Layers:
             index, x = spec.layer_index(number), spec.inputs(kind, self.xs_in(state), row, fetched)
             is_apart = has_host_arrays(state) and platform() == "cuda"
 
-            def vjp(inputs: Inputs | None = None, totals: Sequence[PyTree] = ()) -> PyTree:
-                compute = functools.partial(pullback, self.shared, given, x, own, cotangents, inputs, totals)
+            def vjp(totals: Sequence[PyTree] = ()) -> PyTree:
+                compute = functools.partial(pullback, self.shared, given, x, own, cotangents, totals)
                 return apart_from_transfers(compute) if is_apart else compute()
 
             leaves = LeafVisit(index, kind, row, self.shared, given, x, cotangents, vjp)

@@ -7,7 +7,6 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -211,22 +210,6 @@ def test_clipping_by_the_global_norm_is_exact():
     optimizer, most = optax.adam(0.01, eps=1e-3), 0.5
     clipped = optax.chain(optax.clip_by_global_norm(most), optimizer)
     assert_close(fused_steps(optimizer, model("offload"), max_grad_norm=most), plain_steps(clipped, model()))
-
-
-def test_clipping_by_layer():
-    before, most = model(), 0.05
-    found, _ = fused_steps(optax.sgd(1.0), before, steps=1, max_grad_norm=most, clip="layer")
-    _, gradient = gradient_of(loss)(*eqx.partition(before, eqx.is_inexact_array))
-    for stack in ("named", "plain"):
-        of_stack = trained_arrays(getattr(gradient, stack).stacked)
-        norms = jax.vmap(optax.tree.norm)(of_stack)
-        assert jnp.all(norms > most)
-        step = jax.tree.map(
-            lambda old, new: (old - new).reshape(len(old), -1),
-            trained_arrays(getattr(before, stack).stacked),
-            trained_arrays(getattr(found, stack).stacked),
-        )
-        np.testing.assert_allclose(jax.vmap(optax.tree.norm)(step), most, rtol=1e-4)
 
 
 def test_only_what_is_trainable_is_updated_and_frozen_stacks_are_free():
@@ -438,6 +421,5 @@ class TestRefused:
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights())
         with pytest.raises(ValueError, match=r"state at .*mu.* is bfloat16\[8, 8\] .* and float32"):
             fused_update(mean_square, optax.adam(0.1), gradient_dtype=jnp.float32).init(half)
-        for options in ({"clip": "all"}, {"clip": "layer"}, {"max_grad_norm": 0.0}):
-            with pytest.raises(ValueError, match=next(iter(options))):
-                fused_update(loss, optax.sgd(0.1), **options)
+        with pytest.raises(ValueError, match="max_grad_norm must be positive"):
+            fused_update(loss, optax.sgd(0.1), max_grad_norm=0.0)

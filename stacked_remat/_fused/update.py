@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -57,7 +57,6 @@ def fused_update(
     trainable: Any = eqx.is_inexact_array,
     has_aux: bool = False,
     max_grad_norm: float | None = None,
-    clip: Literal["global", "layer"] = "global",
     gradient_dtype: DTypeLike | None = None,
 ) -> "FusedUpdate":
     """A training step that updates each layer of a stack within the backward pass.
@@ -84,8 +83,7 @@ def fused_update(
         trainable: which arrays are trained: a filter spec, as in `eqx.filter`. A stack without trained arrays
             is folded as it is.
         has_aux: whether `loss` returns a pair, of the scalar and anything else.
-        max_grad_norm: gradients with a larger norm are scaled down to it.
-        clip: which norm that is: of all gradients, or of each layer's and of the rest's.
+        max_grad_norm: gradients with a larger global norm are scaled down to it.
         gradient_dtype: what gradients are cast to before they are clipped and given to the optimizer.
 
     Returns:
@@ -98,7 +96,7 @@ def fused_update(
             needs the gradients of several layers at once, and policies that `fold_vjp` refuses.
 
     Memory: the policy's, one layer's gradient, and no copy of weights and state where these are donated.
-    Compute: that of the two steps; with clipping by the global norm one more backward pass over the stacks.
+    Compute: that of the two steps; with `max_grad_norm` one more backward pass over the stacks.
     """
     if not callable(loss) or not hasattr(optimizer, "update"):
         got = f"{type(loss).__name__} and {type(optimizer).__name__}"
@@ -106,15 +104,11 @@ def fused_update(
             f"fused_update takes a loss function and then an optimizer of Optax; got {got}. Write "
             "fused_update(loss, optax.adamw(1e-3))."
         )
-    if clip not in ("global", "layer"):
-        raise ValueError(f'clip is "global" or "layer"; got {clip!r}.')
-    if clip == "layer" and max_grad_norm is None:
-        raise ValueError('clip="layer" has no effect without max_grad_norm: give both.')
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm must be positive; got {max_grad_norm}. For no clipping leave it out."
         )
-    return FusedUpdate(loss, optimizer, trainable, has_aux, max_grad_norm, clip, gradient_dtype)
+    return FusedUpdate(loss, optimizer, trainable, has_aux, max_grad_norm, gradient_dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +120,6 @@ class FusedUpdate:
     trainable: Any
     has_aux: bool
     max_grad_norm: float | None
-    clip: Literal["global", "layer"]
     gradient_dtype: DTypeLike | None
 
     def init(self, model: PyTree) -> FusedState:
@@ -186,13 +179,8 @@ class FusedUpdate:
         result = _step(self, trained, state, lambda model: self.loss(model, *args, **kwargs))
         return result._replace(state=jax.tree.unflatten(structure, jax.tree.leaves(result.state)))
 
-    @property
-    def sweeps_twice(self) -> bool:
-        """Whether the norm of all gradients decides about each."""
-        return self.max_grad_norm is not None and self.clip == "global"
-
     def _scaled(self, gradients: list[PyTree], norm: Any) -> list[PyTree]:
-        """The gradients, scaled down where `norm` is greater than the greatest."""
+        """The gradients, scaled down where their `norm` is greater than the greatest."""
         most = self.max_grad_norm
         if most is None:
             return gradients
@@ -249,12 +237,12 @@ class _Layers:
 
     def __call__(self, cotangent: PyTree) -> SweepResult:
         self.cotangent = cotangent
-        result = self.sweep(None, updates=not self.fused.sweeps_twice)
+        result = self.sweep(None, updates=self.fused.max_grad_norm is None)
         self.squares = result.state
         return result
 
     def sweep(self, norm: Any, *, updates: bool) -> SweepResult:
-        """Sweep back, and update the layers by this norm, or by each layer's own."""
+        """Sweep back, and update the layers."""
         folded = self.trained.folds[self.number].layers
         given = folded._per_kind(lambda kind, _: jax.tree.leaves(self.states.get(kind)) if updates else [])
         result = self.sweep_back(self.cotangent, self._visitor(norm, updates), jnp.zeros(()), given)
@@ -290,7 +278,7 @@ class _Layers:
             result = LayerResult(found.carry, state=squares + own, **cotangents)
             if not updates:
                 return result
-            gradients = fused._scaled(gradients, jnp.sqrt(own) if norm is None else norm)
+            gradients = fused._scaled(gradients, norm)
             params = trained.only_layer(self.number, kind, masked(visit.layer, mask))
             before = jax.tree.unflatten(structures[kind], visit.layer_state)
             new, after = fused._updated(gradients, before, params)
@@ -340,11 +328,10 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Cal
             fold(None)
     squares = sum((fold.squares for fold in folds), jnp.zeros(()))
     norm = jnp.sqrt(squares + own)
-    if fused.sweeps_twice:
+    if fused.max_grad_norm is not None:
         for fold in folds:
             fold.sweep(norm, updates=True)
-    gradients = fused._scaled(gradients, norm if fused.sweeps_twice else jnp.sqrt(own))
-    new, of_rest = fused._updated(gradients, state.rest, trained.only_rest())
+    new, of_rest = fused._updated(fused._scaled(gradients, norm), state.rest, trained.only_rest())
     stacks = tuple(after for fold in folds for after in fold.states.values())
     model = trained.updated([fold.layers for fold in folds], new)
     return FusedResult(model, FusedState(stacks, of_rest), returned, norm)

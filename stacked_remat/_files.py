@@ -62,14 +62,14 @@ def read_json_fields(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def opened_safetensors(path: Path, error_type: type[ValueError] = ValueError) -> Iterator[Any]:
-    """A safetensors file whose tensors are NumPy arrays; `error_type` where it can't be read as one."""
+def opened_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file whose tensors are NumPy arrays; a ValueError where it can't be read as one."""
     safetensors = import_safetensors()
     try:
         with safetensors.safe_open(path, "numpy") as file:
             yield file
     except (safetensors.SafetensorError, OSError) as error:
-        raise error_type(
+        raise ValueError(
             f"{path} can't be read as a safetensors file ({error}). It may be truncated; fetch or save it "
             f"again."
         ) from error

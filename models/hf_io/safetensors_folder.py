@@ -4,10 +4,12 @@ Opening a folder reads the headers; tensors are read one at a time. Files are no
 `WeightsError` that names it.
 """
 
+import contextlib
 import json
+import math
 import mmap
 import os
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +23,7 @@ from safetensors.numpy import save_file
 
 from models.hf_io import quantized
 from models.hf_io.quantized import BLOCKS, FP8, FP8_SCALES, SCALES
-from stacked_remat._files import opened_safetensors, read_json_fields, replaced_whole, written_safetensors
+from stacked_remat._files import read_json_fields, replaced_whole, unique_keys, written_safetensors
 from stacked_remat._messages import shortened
 
 INDEX = "model.safetensors.index.json"
@@ -102,29 +104,49 @@ class StoredTensor:
 
     def view(self) -> Shaped[np.ndarray, "..."]:
         """The tensor, of which only what is used is read."""
-        try:
+        with _errors_of(self.path):
             if self.mapped.size() < len(self.mapped):
                 raise ValueError("it was truncated")
             return np.ndarray(self.shape, _DTYPES[self.dtype], self.mapped, self.offset)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise WeightsError(f"{self.path} can't be read ({error}). Fetch or save it again.") from error
 
 
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """Turns what a damaged file raises into a WeightsError that names it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise WeightsError(
+            f"{path} can't be read as a safetensors file ({error}). Fetch or save it again."
+        ) from error
+
+
+_LONGEST_HEADER = 100_000_000  # bytes, in safetensors too
 _DTYPES = {f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
 _DTYPES |= {f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)}
 _DTYPES |= {FP8: np.dtype(jnp.float8_e4m3fn), "BF16": np.dtype(jnp.bfloat16), "BOOL": np.dtype(bool)}
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    with opened_safetensors(path, WeightsError), path.open("rb") as file:  # which checks the header
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(path, mapped, 8 + size + one["data_offsets"][0], tuple(one["shape"]), one["dtype"])
-        for name, one in header.items()
-    }
+    """The tensors that a header describes, one after the other from its end to that of the file."""
+    found = {}
+    with _errors_of(path):
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        start = end = 8 + int.from_bytes(mapped[:8], "little")
+        if start > min(len(mapped), _LONGEST_HEADER):
+            raise ValueError("its header is too long")
+        header = json.loads(mapped[8:start], object_pairs_hook=unique_keys)
+        header.pop("__metadata__", None)
+        for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, dtype, (first, last) = tuple(one["shape"]), one["dtype"], one["data_offsets"]
+            size = math.prod(shape) * _DTYPES[dtype].itemsize if dtype in _DTYPES else last - first
+            if (start + first, last) != (end, first + size) or size < 0:
+                raise ValueError(f"{name} is not where another tensor ends, or of another size")
+            found[name], end = StoredTensor(path, mapped, end, shape, dtype), end + size
+        if end != len(mapped):
+            raise ValueError(f"it has {len(mapped)} bytes, and {end} by its header")
+    return found
 
 
 def write_safetensors(

@@ -57,17 +57,13 @@ def test_a_file_is_opened_once_and_entries_of_any_dtype_alone(tmp_path, monkeypa
     arrays = {name: np.arange(24).reshape(2, 3, 4).astype(name) for name in dtypes}
     arrays["bfloat16"] = np.arange(24).reshape(2, 3, 4).astype(jnp.bfloat16)
     write_safetensors(tmp_path / "x", pending(**arrays), documents={}, max_file_bytes=100)
-    opened, real = collections.Counter(), safetensors.safe_open
-
-    def counted(path, *args):
-        opened[path] += 1
-        return real(path, *args)
+    opened = collections.Counter()
 
     def count(event, args):
         if event == "open" and str(args[0]).startswith(str(tmp_path / "x" / "model-")):
-            opened[f"{args[0]} by Python"] += 1
+            opened[str(args[0])] += 1
 
-    monkeypatch.setattr(safetensors, "safe_open", counted)
+    monkeypatch.delattr(safetensors, "safe_open")  # which opens a file where Python does not see it
     sys.addaudithook(count)
     folder = SafetensorsFolder.open(tmp_path / "x")
     for name, array in arrays.items():
@@ -75,8 +71,7 @@ def test_a_file_is_opened_once_and_entries_of_any_dtype_alone(tmp_path, monkeypa
             found = folder.read(name, at)
             assert found.dtype == array.dtype
             np.testing.assert_array_equal(found, array[at])
-    files = {stored.path for stored in folder.stored.values()}
-    assert opened == {**dict.fromkeys(files, 1), **{f"{path} by Python": 1 for path in files}}
+    assert opened == {str(stored.path): 1 for stored in folder.stored.values()}
     path = folder.stored["float64"].path
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(WeightsError, match="can't be read .*Fetch or save it again"):

@@ -8,7 +8,6 @@ batches, with a cache, and divided over devices with `--mesh`. Scores are those 
 rounding.
 """
 
-import argparse
 import functools
 import json
 import sys
@@ -225,11 +224,8 @@ def _evaluate(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("--max_length", type=int, help="most tokens of a row; what the model was made for if not given")
     add("--batch_size", "-b", type=int, default=16, help="rows of a batch (default 16)")
-    add("--model_args", "-a", nargs="*", help=argparse.SUPPRESS)
     add("--mesh", help="axes of devices, as trainer.mesh.axes has them: '{data: 8}'; one if not given")
     options, others = parser.parse_known_args(arguments)
-    if options.model_args is not None:
-        raise ConfigError("--model_args has no effect; --model, --dtype and --tokenizer say what it would.")
     for name in ("max_length", "batch_size"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise ConfigError(f"--{name} must be at least 1, got {number}.")
@@ -240,7 +236,9 @@ def _evaluate(arguments: Sequence[str]) -> int:
     import lm_eval.__main__  # pyright: ignore[reportMissingImports]
     import lm_eval.api.registry  # pyright: ignore[reportMissingImports]
 
-    def make(*_: Any) -> Any:
+    def make(model_args: Mapping[str, Any], *_: Any) -> Any:
+        if model_args.keys() - {"trust_remote_code"}:  # which data sets may need
+            raise ConfigError("model_args has no effect; --model, --dtype and --tokenizer say what it would.")
         found = model_of_arguments(options)
         if partitioning is None:
             found.rows_that_fit(1)

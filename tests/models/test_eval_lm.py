@@ -89,7 +89,6 @@ def test_lm_eval_that_is_not_installed_is_named(monkeypatch):
     [
         ("--max_length=-5", "--max_length must be at least 1, got -5."),
         ("--batch_size=0", "--batch_size must be at least 1, got 0."),
-        ("--model_args=dtype=float16", "--model_args has no effect"),
         ("--tasks=none", "lm-eval: invalid literal for int() with base 10: '--tasks=none' (`lm-eval ls"),
     ],
 )
@@ -160,3 +159,7 @@ def test_a_task_is_evaluated(folder, tmp_path, capsys, monkeypatch):
     words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
     np.testing.assert_allclose(found, np.exp(-sum(own) / words), rtol=1e-4)
     assert "word_perplexity" in capsys.readouterr().out
+    (tmp_path / "settings.yaml").write_text("model_args: {dtype: float16}")
+    options, console = [*options, "--config", str(tmp_path / "settings.yaml")], Console(record=True)
+    assert main(["--model", str(folder), *options, "--tasks", "own"], console) == 1
+    assert "model_args has no effect" in console.export_text()

@@ -102,8 +102,8 @@ def model_flops(config: LmRunConfig, tokens: int) -> float:
     model = config.model
     if not isinstance(model, Qwen3MoeConfig):
         raise SystemExit(f"model.type must be qwen3_moe here; the config has {type(model).__name__}.")
-    heads = model.num_heads * model.HeadDim.size
-    projections = model.hidden_dim * (2 * heads + 2 * model.num_kv_heads * model.HeadDim.size)
+    heads = model.num_heads * model.head_dim
+    projections = model.hidden_dim * (2 * heads + 2 * model.num_kv_heads * model.head_dim)
     sparse = model.num_layers - len(model.experts.dense_layers)
     active = model.experts.experts_per_token * 3 * model.hidden_dim * model.experts.intermediate_dim
     active += model.hidden_dim * model.experts.num_experts

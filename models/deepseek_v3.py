@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from haliax import Axis
-
 from models.decoder.config import (
     OF_RUN,
     ExpertsConfig,
@@ -57,7 +55,7 @@ class DeepseekV3Config(SparseDecoderConfig):
             )
 
     def _check_heads(self) -> None:
-        if self.attention.head_dim not in (None, self.HeadDim.size):
+        if self.attention.head_dim not in (None, self.head_dim):
             raise ValueError("Leave model.attention.head_dim out: model.latent gives the width of heads.")
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
@@ -65,21 +63,16 @@ class DeepseekV3Config(SparseDecoderConfig):
             )
 
     @property
-    def HeadDim(self) -> Axis:
-        """Coordinates of one head of queries and keys."""
-        return Axis("head_dim", self.latent.plain_dim + self.latent.rotary_dim)
-
-    @property
-    def RotaryDim(self) -> Axis:
-        """Coordinates of one head that are rotated."""
-        return Axis("head_dim", self.latent.rotary_dim)
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
+        return self.latent.plain_dim + self.latent.rotary_dim
 
     def layer(self, number: int) -> LayerSpec:
         """What one layer is."""
         scaling, scale = self.rotary.scaling, None
         if isinstance(scaling, YarnRotary) and scaling.mscale_all_dim is not None:
             temperature = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
-            scale = self.HeadDim.size**-0.5 * temperature**2
+            scale = self.head_dim**-0.5 * temperature**2
         return replace(
             super().layer(number),
             scale=scale,

@@ -45,7 +45,7 @@ def _every(given: hf.ConfigFields, window: int | None, num_layers: int) -> tuple
 FIELDS = {
     **hf.DECODER_FIELDS,
     "num_key_value_heads": hf.attribute("num_kv_heads", 4),
-    "head_dim": hf.attribute("attention.head_dim", 256, written="HeadDim.size"),
+    "head_dim": hf.attribute("attention.head_dim", 256, written="head_dim"),
     "hidden_act": hf.only("gelu_pytorch_tanh"),
     "hidden_activation": hf.only("gelu_pytorch_tanh", written=True),
     "rotary": hf.rope(theta=1_000_000.0, longest=131_072, by_kind=True, local="local_theta"),

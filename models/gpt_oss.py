@@ -18,10 +18,7 @@ class GptOssConfig(SparseDecoderConfig):
     """
 
     block: ClassVar[LayerSpec] = LayerSpec(sinks=True, mlp_bias=True, swiglu_limit=7.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_all_sparse()
+    all_sparse: ClassVar[bool] = True
 
 
 _YARN = {
@@ -35,7 +32,7 @@ FIELDS = {
     **hf.DECODER_FIELDS,
     "intermediate_size": hf.attribute("experts.intermediate_dim"),
     "num_key_value_heads": hf.attribute("num_kv_heads", 8),
-    "head_dim": hf.attribute("attention.head_dim", 64, written="HeadDim.size"),
+    "head_dim": hf.attribute("attention.head_dim", 64, written="head_dim"),
     "attention_bias": hf.attribute("attention.bias", True),
     "rotary": hf.rope(theta=150_000.0, scaling=_YARN, longest=131_072),
     # Transformers ignores it: `rope_scaling` has its own.

@@ -1,6 +1,7 @@
 """Mixtral (Jiang et al. 2024): a Mistral with experts in every layer."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from models.decoder.config import SparseDecoderConfig
 from models.hf_io import config_fields as hf
@@ -11,9 +12,7 @@ from models.hf_io.formats import HfFormat, register_format
 class MixtralConfig(SparseDecoderConfig):
     """A Mixtral decoder."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_all_sparse()
+    all_sparse: ClassVar[bool] = True
 
 
 FIELDS = {

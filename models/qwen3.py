@@ -51,7 +51,7 @@ _SHARED = {**hf.DECODER_FIELDS, "use_qk_norm": hf.only(True)}
 FIELDS = {
     **_SHARED,
     "num_key_value_heads": hf.attribute("num_kv_heads", 32),
-    "head_dim": hf.attribute("attention.head_dim", 128, written="HeadDim.size"),
+    "head_dim": hf.attribute("attention.head_dim", 128, written="head_dim"),
     "windows": hf.windows(4_096, later_layers, window_fields),
 }
 MOE_FIELDS = {

@@ -2,14 +2,14 @@
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-from haliax import Axis, NamedArray
-from jaxtyping import DTypeLike, PRNGKeyArray
+from haliax import NamedArray
+from jaxtyping import PRNGKeyArray
 
 from models.decoder.config import DecoderConfig, LayerSpec
 from models.decoder.layers import Norm, linear, map_linears, of_part, rms_norm, without_bias
@@ -22,7 +22,7 @@ SLOT_AXIS = "slot"
 
 
 class KeyValueCache(eqx.Module):
-    """Keys and values of a stack of layers, one sequence a row, in buffers that are written in place.
+    """Keys and values of the layers of a kind, one sequence a row, in buffers that are written in place.
 
     A row's slots after its last token are never read; they hold zeros, or values of padding.
 
@@ -35,27 +35,20 @@ class KeyValueCache(eqx.Module):
     value: NamedArray
 
     @staticmethod
-    def empty(
-        Layers: Axis, Batch: Axis, KVHeads: Axis, slots: int, HeadDim: Axis, dtype: DTypeLike
-    ) -> "KeyValueCache":
-        """A cache for sequences of up to `slots` tokens, as many in layers with a window."""
-        # In this order a head's slots are contiguous, and attention needs no transposed copy.
-        axes = (Layers, Batch, KVHeads, Axis(SLOT_AXIS, slots), HeadDim)
-        return KeyValueCache(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
+    def of_prompt(key: NamedArray, value: NamedArray, slots: int) -> "KeyValueCache":
+        """That of a layer, for sequences of up to `slots` tokens, which begin `[Batch, position, ...]`."""
+
+        def buffer(heads: NamedArray) -> NamedArray:
+            Batch, Pos, *own = heads.axes
+            padded = hax.pad(heads.rename({Pos.name: SLOT_AXIS}), {SLOT_AXIS: (0, slots - Pos.size)})
+            # In this order a head's slots are contiguous, and attention needs no transposed copy.
+            return padded.rearrange((Batch, own[0], SLOT_AXIS, own[1]))
+
+        return KeyValueCache(buffer(key), buffer(value))
 
     def of_layer(self, layer_index: NamedArray) -> tuple[NamedArray, NamedArray]:
         """The keys and values of one layer, `[Batch, KVHeads, slot, HeadDim]`."""
-        return self.key[self._layers, layer_index], self.value[self._layers, layer_index]
-
-    def with_prompt(self, layer_index: NamedArray, key: NamedArray, value: NamedArray) -> "KeyValueCache":
-        """The cache with `[Batch, position, KVHeads, HeadDim]` written to a layer's first slots."""
-
-        def write(buffer: NamedArray, new: NamedArray) -> NamedArray:
-            one = Axis(self._layers.name, 1)
-            named = new.rename({POSITION_AXIS: SLOT_AXIS}).broadcast_axis(one).astype(buffer.dtype)
-            return buffer.updated_slice({self._layers: layer_index}, named)
-
-        return KeyValueCache(write(self.key, key), write(self.value, value))
+        return self.key[self.key.axes[0], layer_index], self.value[self.key.axes[0], layer_index]
 
     def with_token(
         self, layer_index: NamedArray, positions: NamedArray, key: NamedArray, value: NamedArray
@@ -65,16 +58,16 @@ class KeyValueCache(eqx.Module):
         Out-of-range writes are dropped.
         """
         (Batch,) = positions.axes
-        at = {self._layers: layer_index, Batch: hax.arange(Batch), SLOT_AXIS: positions}
+        at = {self.key.axes[0]: layer_index, Batch: hax.arange(Batch), SLOT_AXIS: positions}
 
         def write(buffer: NamedArray, new: NamedArray) -> NamedArray:
             return buffer.at[at].set(new.astype(buffer.dtype), mode="drop")
 
         return KeyValueCache(write(self.key, key), write(self.value, value))
 
-    @property
-    def _layers(self) -> Axis:
-        return self.key.axes[0]
+
+Caches: TypeAlias = dict[str, KeyValueCache]
+"""That of the layers of each kind, by its name."""
 
 
 class CausalAttention(eqx.Module):
@@ -93,24 +86,22 @@ class CausalAttention(eqx.Module):
         self, x: NamedArray, rotary: RotaryTable, *, documents: NamedArray | None = None
     ) -> NamedArray:
         """Maps `[..., position, Embed]` to itself; positions see their document up to themselves."""
-        tiles = min(self.config.tiles, self.config.KVHeads.size)
+        tiles = min(self.config.tiles, self.spec.KVHeads.size)
         if tiles == 1 or self.spec.qk_norm == "all_heads":
             return self._attend(x, *self.heads(x, rotary), self.config.attention.backend, documents)
         whole, bias = without_bias(self.o_proj)
-        by_heads = tiled(_of_some_heads, self.config.KVHeads, tiles=tiles, reduce="sum")
+        by_heads = tiled(_of_some_heads, self.spec.KVHeads, tiles=tiles, reduce="sum")
         attention = dataclasses.replace(self, o_proj=whole)
-        output = by_heads(attention, hax.arange(self.config.KVHeads), x, rotary, documents)
+        output = by_heads(attention, hax.arange(self.spec.KVHeads), x, rotary, documents)
         return output if bias is None else (output + bias).rearrange(x.axes)
 
-    def prefill(
-        self, x: NamedArray, rotary: RotaryTable, cache: KeyValueCache, layer_index: NamedArray
-    ) -> tuple[NamedArray, KeyValueCache]:
-        """Maps `[Batch, position, Embed]` to itself, and writes keys and values into the layer's first slots.
+    def prefill(self, x: NamedArray, rotary: RotaryTable, slots: int) -> tuple[NamedArray, KeyValueCache]:
+        """Maps `[Batch, position, Embed]` to itself, with the keys and values of the layer.
 
         Uses the device's default kernel, whichever the model was trained with.
         """
         query, key, value = self.heads(x, rotary)
-        return self._attend(x, query, key, value, "auto"), cache.with_prompt(layer_index, key, value)
+        return self._attend(x, query, key, value, "auto"), KeyValueCache.of_prompt(key, value, slots)
 
     def decode(
         self,
@@ -123,7 +114,7 @@ class CausalAttention(eqx.Module):
         """Maps one token a row, `[Batch, Embed]` at `positions`, to itself, and writes it into the cache."""
         query, key, value = self.heads(x, rotary)
         cache = cache.with_token(layer_index, positions, key, value)
-        axes, options = (SLOT_AXIS, self.config.HeadDim), {"positions": positions, **self._options}
+        axes, options = (SLOT_AXIS, self.spec.HeadDim), {"positions": positions, **self._options}
         attended = decode_attention(query, *cache.of_layer(layer_index), *axes, **options)
         return self._output(attended, x), cache
 
@@ -136,13 +127,13 @@ class CausalAttention(eqx.Module):
         backend: str,
         documents: NamedArray | None = None,
     ) -> NamedArray:
-        axes = (POSITION_AXIS, self.config.KVHeads.name, self.config.HeadDim)
+        axes = (POSITION_AXIS, self.spec.KVHeads.name, self.spec.HeadDim)
         options = {"documents": documents, "backend": backend, **self._options}
         return self._output(causal_attention(query, key, value, *axes, **options), x)
 
     def _output(self, attended: NamedArray, x: NamedArray) -> NamedArray:
         if self.spec.latent is not None:  # values are padded to the width of keys
-            attended = attended[self.config.HeadDim, : self.spec.latent.value_dim]
+            attended = attended[self.spec.HeadDim, : self.spec.latent.value_dim]
         return self.o_proj(attended).rearrange(x.axes)
 
     @property
@@ -171,22 +162,21 @@ class Attention(CausalAttention):
     def init(config: DecoderConfig, spec: LayerSpec, *, key: PRNGKeyArray) -> "Attention":
         """Makes the four projections from `key`; sinks begin as zeros."""
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        KeyHeads = (config.KVHeads, config.HeadDim)
-        QueryHeads = (config.KVHeads, config.HeadsPerKV, config.HeadDim)
+        KeyHeads = (spec.KVHeads, spec.HeadDim)
+        QueryHeads = (spec.KVHeads, spec.HeadsPerKV, spec.HeadDim)
         q_norm, k_norm = {
             "none": (None, None),
-            "per_head": (config.HeadDim, config.HeadDim),
+            "per_head": (spec.HeadDim, spec.HeadDim),
             "all_heads": (QueryHeads, KeyHeads),
         }[spec.qk_norm]
-        bias = spec.qkv_bias
         return Attention(
-            q_proj=linear(config, config.Embed, QueryHeads, bias=bias, key=q_key),
-            k_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=k_key),
-            v_proj=linear(config, config.Embed, KeyHeads, bias=bias, key=v_key),
+            q_proj=linear(config, config.Embed, QueryHeads, bias=spec.qkv_bias, key=q_key),
+            k_proj=linear(config, config.Embed, KeyHeads, bias=spec.qkv_bias, key=k_key),
+            v_proj=linear(config, config.Embed, KeyHeads, bias=spec.qkv_bias, key=v_key),
             o_proj=linear(config, QueryHeads, config.Embed, bias=spec.output_bias, key=o_key),
             q_norm=None if q_norm is None else rms_norm(config, q_norm),
             k_norm=None if k_norm is None else rms_norm(config, k_norm),
-            sinks=hax.zeros((config.KVHeads, config.HeadsPerKV)) if spec.sinks else None,
+            sinks=hax.zeros((spec.KVHeads, spec.HeadsPerKV)) if spec.sinks else None,
             spec=spec,
             config=config,
         )
@@ -194,13 +184,12 @@ class Attention(CausalAttention):
     def heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values, the first two after norm and rotation."""
         # The names are of the projections' outputs, which the norm's backward pass reads.
-        HeadDim = self.config.HeadDim
         query, key, value = (
             named_heads(linear(x), name, x)
             for linear, name in ((self.q_proj, "query"), (self.k_proj, "key"), (self.v_proj, "value"))
         )
         query, key = (
-            apply_rotary(heads if norm is None else norm(heads), rotary, HeadDim)
+            apply_rotary(heads if norm is None else norm(heads), rotary, self.spec.HeadDim)
             for norm, heads in ((self.q_norm, query), (self.k_norm, key))
         )
         return query, key, value

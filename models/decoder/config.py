@@ -187,14 +187,22 @@ class RouterSpec:
     shared_dim: int = 0
 
 
+def _axis(name: str, size: str, doc: str) -> Any:
+    """An axis of a config, whose size is an attribute."""
+    return property(lambda config: Axis(name, attrgetter(size)(config)), doc=doc)
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """What a layer is; layers with equal specs form one stack. The defaults are the most common ones.
 
     Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        head_dim: width of a head of queries and keys.
         window: how many positions a query sees, itself included; None for all up to itself.
         rotary: the rotary position embedding.
-        scale: factor of attention's scores; None for `HeadDim.size ** -0.5`.
+        scale: factor of attention's scores; None for `head_dim ** -0.5`.
         qk_norm: which RMS norms queries and keys have: none, one over each head, or one over all heads.
         qkv_bias: whether the projections to queries, keys and values have biases.
         output_bias: whether attention's last projection has one.
@@ -210,6 +218,9 @@ class LayerSpec:
             residual stream, or of both.
     """
 
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
     window: int | None = None
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     scale: float | None = None
@@ -230,10 +241,18 @@ class LayerSpec:
         """What layers of this kind are called: `sliding_sparse`."""
         return ("" if self.window is None else "sliding_") + ("sparse" if self.sparse else "dense")
 
+    KVHeads = _axis("kv_heads", "num_kv_heads", "Key and value heads.")
+    HeadDim = _axis("head_dim", "head_dim", "Coordinates of one head of queries and keys.")
 
-def _axis(name: str, size: str, doc: str) -> Any:
-    """An axis of a config, whose size is an attribute."""
-    return property(lambda config: Axis(name, attrgetter(size)(config)), doc=doc)
+    @property
+    def HeadsPerKV(self) -> Axis:
+        """Query heads that share one key-value head; (KVHeads, HeadsPerKV) are all query heads, in order."""
+        return Axis("heads_per_kv", self.num_heads // self.num_kv_heads)
+
+    @property
+    def RotaryDim(self) -> Axis:
+        """Coordinates of one head that are rotated."""
+        return Axis("head_dim", self.head_dim if self.latent is None else self.latent.rotary_dim)
 
 
 @dataclass(frozen=True)
@@ -248,8 +267,7 @@ class DecoderConfig(draccus.ChoiceRegistry):
         embedding_scale: factor of the embedded tokens; None for none.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        num_heads, num_kv_heads: as in `LayerSpec`.
         attention: width of a head, biases, window, kernel.
         mlp_dim: inner width of the MLP of a dense layer; `3 * hidden_dim` if not given.
         rotary: the rotary position embedding.
@@ -318,29 +336,18 @@ class DecoderConfig(draccus.ChoiceRegistry):
                 f"model.hidden_dim = {self.hidden_dim} is not divisible by model.num_heads = "
                 f"{self.num_heads}; change one of them, or give model.attention.head_dim."
             )
-        if self.HeadDim.size < 2 or self.HeadDim.size % 2:
+        if self.head_dim < 2 or self.head_dim % 2:
             what = "model.attention.head_dim" if given else "model.hidden_dim / model.num_heads"
-            raise ValueError(f"{what} = {self.HeadDim.size} must be even and at least 2: pairs are rotated.")
+            raise ValueError(f"{what} = {self.head_dim} must be even and at least 2: pairs are rotated.")
 
     Layers = _axis("layers", "num_layers", "The layers.")
     Embed = _axis("embed", "hidden_dim", "The residual stream.")
-    KVHeads = _axis("kv_heads", "num_kv_heads", "Key and value heads.")
 
     @property
-    def HeadsPerKV(self) -> Axis:
-        """Query heads that share one key-value head; (KVHeads, HeadsPerKV) are all query heads, in order."""
-        return Axis("heads_per_kv", self.num_heads // self.num_kv_heads)
-
-    @property
-    def HeadDim(self) -> Axis:
-        """Coordinates of one head."""
+    def head_dim(self) -> int:
+        """Width of a head of queries and keys."""
         given = self.attention.head_dim
-        return Axis("head_dim", self.hidden_dim // self.num_heads if given is None else given)
-
-    @property
-    def RotaryDim(self) -> Axis:
-        """Coordinates of one head that are rotated."""
-        return self.HeadDim
+        return self.hidden_dim // self.num_heads if given is None else given
 
     @property
     def Mlp(self) -> Axis:
@@ -359,6 +366,9 @@ class DecoderConfig(draccus.ChoiceRegistry):
         windowed = types[number % len(types)] == SLIDING
         return replace(
             self.block,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
             window=attention.window if windowed else None,
             rotary=self.rotary,
             qkv_bias=attention.bias,
@@ -404,8 +414,8 @@ class DecoderConfig(draccus.ChoiceRegistry):
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         """The size of the keys and values of all layers, of so many sequences of so many tokens."""
-        numbers = 2 * self.num_layers * rows * slots * self.num_kv_heads * self.HeadDim.size
-        return numbers * jnp.dtype(self.compute_dtype).itemsize
+        numbers = sum(2 * spec.num_kv_heads * spec.head_dim for spec in self.specs)
+        return rows * slots * numbers * jnp.dtype(self.compute_dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -413,26 +423,28 @@ class SparseDecoderConfig(DecoderConfig):
     """A decoder with experts in every layer, or in all but some.
 
     Attributes:
+        all_sparse: whether an architecture has them in every layer, with gates that sum to one.
         experts: the router and its experts.
     """
+
+    all_sparse: ClassVar[bool] = False
 
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        dense, last = self.experts.dense_layers, self.num_layers - 1
-        if list(dense) != sorted({*dense} & {*range(self.num_layers)}):
-            raise ValueError(
-                f"model.experts.dense_layers = {list(dense)} must be from 0 to {last}, in increasing order."
-            )
-
-    def _check_all_sparse(self) -> None:
-        """Refuses what has no effect in an architecture with experts in every layer."""
-        if self.mlp_dim is not None or self.experts.dense_layers or not self.experts.norm_topk_prob:
+        if self.all_sparse and (
+            self.mlp_dim is not None or self.experts.dense_layers or not self.experts.norm_topk_prob
+        ):
             raise ValueError(
                 "Leave out model.mlp_dim, model.experts.dense_layers and model.experts.norm_topk_prob, which "
                 "have no effect: in this architecture every layer has experts, of the width "
                 "model.experts.intermediate_dim, and the weights of a token's experts sum to one."
+            )
+        dense, last = self.experts.dense_layers, self.num_layers - 1
+        if list(dense) != sorted({*dense} & {*range(self.num_layers)}):
+            raise ValueError(
+                f"model.experts.dense_layers = {list(dense)} must be from 0 to {last}, in increasing order."
             )
 
     @property

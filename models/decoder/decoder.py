@@ -16,9 +16,9 @@ from haliax.util import is_named_array
 from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
-from models.decoder.attention import Attention, KeyValueCache
+from models.decoder.attention import Attention, Caches, KeyValueCache
 from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
-from models.decoder.experts import AuxiliaryLoss, RouterStatistics, SparseExperts, load_balance_loss, means
+from models.decoder.experts import AuxiliaryLoss, RouterStatistics, SparseExperts, means
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.layers import Norm, SwiGlu, cast_floating, linear, rms_norm
 from models.decoder.remat_presets import check_remat_names
@@ -61,14 +61,11 @@ class DecoderLayer(eqx.Module):
             mlp = SparseExperts.init(config, spec, key=mlp_key)
         else:
             mlp = SwiGlu.init(config, spec, config.Mlp, key=mlp_key)
-        if spec.latent is None:
-            attention = Attention.init(config, spec, key=attention_key)
-        else:
-            attention = LatentAttention.init(config, spec, spec.latent, key=attention_key)
+        attention = Attention if spec.latent is None else LatentAttention
         before, after = spec.norms != "after", spec.norms != "before"
         return DecoderLayer(
             input_norm=rms_norm(config, config.Embed) if before else None,
-            attention=attention,
+            attention=attention.init(config, spec, key=attention_key),
             attention_output_norm=rms_norm(config, config.Embed) if after else None,
             post_attention_norm=rms_norm(config, config.Embed) if before else None,
             mlp=mlp,
@@ -84,37 +81,33 @@ class DecoderLayer(eqx.Module):
         attended = _normed(layer.attention_output_norm, attended)
         return layer._feed_forward(checkpoint_name(x + attended, "residual"), documents)
 
-    def prefill(
-        self, state: tuple[NamedArray, KeyValueCache], layer_index: NamedArray, rotary: RotaryTable
-    ) -> tuple[NamedArray, KeyValueCache]:
-        """Maps `[Batch, position, Embed]` to itself, and fills this layer's part of the cache."""
-        x, cache = state
+    def prefill(self, x: NamedArray, rotary: RotaryTable, slots: int) -> tuple[NamedArray, KeyValueCache]:
+        """Maps `[Batch, position, Embed]` to itself, with its keys and values, as the cache has them."""
         layer = self._cast(x.dtype)
-        attended, cache = layer.attention.prefill(_normed(layer.input_norm, x), rotary, cache, layer_index)
+        attended, cache = layer.attention.prefill(_normed(layer.input_norm, x), rotary, slots)
         return layer._feed_forward(x + _normed(layer.attention_output_norm, attended))[0], cache
 
     def decode(
         self,
-        state: tuple[NamedArray, KeyValueCache],
-        layer_index: NamedArray,
+        state: tuple[NamedArray, Caches],
+        row_of_kind: tuple[str, NamedArray],
         rotary: RotaryTable,
         positions: NamedArray,
-        row_of_kind: tuple[str, NamedArray],
         stacks: Mapping[str, "DecoderLayer"],
-    ) -> tuple[NamedArray, KeyValueCache]:
+    ) -> tuple[NamedArray, Caches]:
         """Maps one token a row, `[Batch, Embed]`, to itself.
 
         `row_of_kind` is the name of this layer's kind and its row in the stack of that, which `stacks` has.
         """
-        (x, cache), (kind, row) = state, row_of_kind
+        (x, caches), (kind, row) = state, row_of_kind
         layers, layer = stacks[kind], self._cast(x.dtype)
         given = _normed(layer.input_norm, x)
-        attended, cache = layer.attention.decode(given, rotary, positions, cache, layer_index)
-        x = x + _normed(layer.attention_output_norm, attended)
+        attended, cache = layer.attention.decode(given, rotary, positions, caches[kind], row)
+        x, caches = x + _normed(layer.attention_output_norm, attended), caches | {kind: cache}
         if isinstance(layer.mlp, SparseExperts) and isinstance(layers.mlp, SparseExperts):
             mixed = layer.mlp.decode(_normed(layer.post_attention_norm, x), layers.mlp, row)
-            return x + _normed(layer.mlp_output_norm, mixed), cache
-        return layer._feed_forward(x)[0], cache
+            return x + _normed(layer.mlp_output_norm, mixed), caches
+        return layer._feed_forward(x)[0], caches
 
     def _cast(self, dtype: DTypeLike) -> "DecoderLayer":
         """The layer in the dtype of activations, but for a router that has a dtype of its own."""
@@ -253,57 +246,58 @@ class Decoder(eqx.Module):
         """Zero, with the gradients of the biases of routers; see `RouterSpec.bias`."""
         sparse = [number for number, spec in enumerate(self.config.specs) if spec.sparse]
         sign = jnp.sign(load.array - jnp.mean(load.array, axis=-1, keepdims=True))  # [layers, Experts]
-        term, layers = jnp.zeros(()), self.layers
+        term = jnp.zeros(())
         for name in (name for name, spec in self.config.kinds.items() if spec.sparse):
-            stack = layers.stacks[name] if isinstance(layers, StackedPattern) else layers
             rows = np.array([sparse.index(number) for number in self.config.layers_of(name)])
-            term += jnp.sum(stack.stacked.mlp.bias.array * jax.lax.stop_gradient(sign[rows]))
+            term += jnp.sum(self.stacks[name].stacked.mlp.bias.array * jax.lax.stop_gradient(sign[rows]))
         return term - jax.lax.stop_gradient(term)
 
-    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, KeyValueCache]:
-        """Reads the beginnings of sequences at once, and makes the cache for `slots` tokens of each.
+    @property
+    def stacks(self) -> Mapping[str, Stacked[Any]]:
+        """The layers of each kind, by its name."""
+        layers = self.layers
+        return layers.stacks if isinstance(layers, StackedPattern) else {self.config.pattern[0]: layers}
+
+    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, Caches]:
+        """Reads the beginnings of sequences at once, and makes the caches for `slots` tokens of each.
 
         Args:
             tokens: integers `[Batch, position]`. Rows may differ in length: pad the shorter ones at their
                 ends with any tokens, which no earlier position sees and `decode` overwrites.
         """
-        (Batch,) = (axis for axis in tokens.axes if axis.name != POSITION_AXIS)
         rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
-        config, Layers = self.config, self.layers.Layers
-        sizes = (Batch, config.KVHeads, slots, config.HeadDim)
-        cache = KeyValueCache.empty(Layers, *sizes, config.compute_dtype)
-        fold = self.layers.fold_via(DecoderLayer.prefill, remat=False)
-        x, cache = fold((self._embedded(tokens), cache), hax.arange(Layers), rotary)
-        return self._normalised(x), cache
+        scan = self.layers.scan_via(functools.partial(DecoderLayer.prefill, slots=slots), remat=False)
+        x, found = scan(self._embedded(tokens), rotary)
+        caches: Any = found if len(self.stacks) > 1 else {self.config.pattern[0]: found}
+        return self._normalised(x), caches
 
-    def decode(
-        self, tokens: NamedArray, positions: NamedArray, cache: KeyValueCache
-    ) -> tuple[NamedArray, KeyValueCache]:
+    def decode(self, tokens: NamedArray, positions: NamedArray, caches: Caches) -> tuple[NamedArray, Caches]:
         """Reads one more token of each sequence, `[Batch]` at `positions`, whose earlier ones have been read.
 
-        The cache is updated in place if it is donated to a jitted function.
+        The caches are updated in place if they are donated to a jitted function.
         """
-        # The cache is a carry of the layers, so that each writes its token into one buffer.
-        layers, state = self.layers, (self._embedded(tokens), cache)
-        stacks = layers.stacks if isinstance(layers, StackedPattern) else {"": layers}
-        rows = {kind: (kind, hax.arange(stack.Layers)) for kind, stack in stacks.items()}
         # In a closure: of the arguments, those with the layers' axis are split, and those on the host moved.
         decode = functools.partial(
-            DecoderLayer.decode, stacks={kind: stack.stacked for kind, stack in stacks.items()}
+            DecoderLayer.decode, stacks={kind: stack.stacked for kind, stack in self.stacks.items()}
         )
-        fold = layers.fold_via(decode, remat=False)
-        own = per_kind(rows) if len(rows) > 1 else rows[""]
-        x, cache = fold(state, hax.arange(layers.Layers), self._rotary(positions), positions, own)
-        return self._normalised(x), cache
+        fold = self.layers.fold_via(decode, remat=False)
+        # The caches are a carry of the layers, so that each writes its token into the buffers.
+        state = self._embedded(tokens), caches
+        rows = {kind: (kind, hax.arange(stack.Layers)) for kind, stack in self.stacks.items()}
+        own = per_kind(rows) if len(rows) > 1 else rows[self.config.pattern[0]]
+        x, caches = fold(state, own, self._rotary(positions), positions)
+        return self._normalised(x), caches
 
     def _rotary(self, positions: NamedArray) -> Any:
         """The rotary table of all layers, or that of each kind."""
-        tables, RotaryDim = {}, self.config.RotaryDim
-        for rotary in dict.fromkeys(spec.rotary for spec in self.config.kinds.values()):
-            tables[rotary] = rotary_table(positions, RotaryDim, theta=rotary.theta, scaling=rotary.scaling)
+        of_kinds = {name: (spec.rotary, spec.RotaryDim) for name, spec in self.config.kinds.items()}
+        tables = {
+            (rotary, Dim): rotary_table(positions, Dim, theta=rotary.theta, scaling=rotary.scaling)
+            for rotary, Dim in dict.fromkeys(of_kinds.values())
+        }
         if len(tables) == 1:
             return next(iter(tables.values()))
-        return per_kind({name: tables[spec.rotary] for name, spec in self.config.kinds.items()})
+        return per_kind({name: tables[own] for name, own in of_kinds.items()})
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
         embedding, out = self.embedding, (*tokens.axes, self.config.Embed)
@@ -356,7 +350,11 @@ def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> 
     """The weighted losses of the routers; see `ExpertsConfig.load_balance_loss`."""
 
     def balance(load: NamedArray, importance: NamedArray) -> Array:
-        return load_balance_loss(load, importance, config.Experts).array
+        """That of Switch Transformer (Fedus et al. 2021, eq. 4), for the choice of several experts.
+
+        `experts_per_token` for even routing, and at most `num_experts`; pooled as in transformers.
+        """
+        return hax.dot(load, importance, axis=config.Experts).array * float(config.Experts.size)
 
     per_layer = {
         "load_balance": balance(statistics.load, statistics.importance),

@@ -53,16 +53,6 @@ class RouterStatistics(eqx.Module):
     z_loss: NamedArray
 
 
-def load_balance_loss(load: NamedArray, importance: NamedArray, Experts: Axis) -> NamedArray:
-    """The auxiliary loss of Switch Transformer (Fedus et al. 2021, eq. 4), extended to top-k routing.
-
-    `num_experts * sum_e load_e * importance_e`: `experts_per_token` for even routing, and at most
-    `num_experts`. For statistics averaged over layers it is `load_balancing_loss_func` of Hugging Face's
-    transformers. Other axes remain.
-    """
-    return hax.dot(load, importance, axis=Experts) * float(Experts.size)
-
-
 def means(
     sums: RouterStatistics, x: NamedArray, Embed: Axis, documents: NamedArray | None
 ) -> RouterStatistics:

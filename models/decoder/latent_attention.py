@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.decoder.attention import CausalAttention, named_heads
-from models.decoder.config import DecoderConfig, LatentConfig, LayerSpec
+from models.decoder.config import DecoderConfig, LayerSpec
 from models.decoder.layers import linear
 from stacked_remat.ops import RotaryTable, apply_rotary
 
@@ -40,23 +40,22 @@ class LatentAttention(CausalAttention):
     config: DecoderConfig = eqx.field(static=True)
 
     @staticmethod
-    def init(
-        config: DecoderConfig, spec: LayerSpec, latent: LatentConfig, *, key: PRNGKeyArray
-    ) -> "LatentAttention":
+    def init(config: DecoderConfig, spec: LayerSpec, *, key: PRNGKeyArray) -> "LatentAttention":
         """Makes the projections from `key`."""
-        keys = jax.random.split(key, 5)
-        Embed, Heads, bias = config.Embed, config.KVHeads, spec.qkv_bias
+        keys, latent = jax.random.split(key, 5), spec.latent
+        assert latent is not None
+        Embed, Heads, bias = config.Embed, spec.KVHeads, spec.qkv_bias
         Latent = Axis("latent", latent.key_value_rank)
-        Plain, Value = Axis("head_dim", config.HeadDim.size - latent.rotary_dim), latent.value_dim
+        Plain, Value = spec.HeadDim.resize(latent.plain_dim), latent.value_dim
         Both, Joint = Plain.resize(Plain.size + Value), Latent.resize(Latent.size + latent.rotary_dim)
         q_proj = q_a_proj = q_a_norm = q_b_proj = None
         if latent.query_rank is None:
-            q_proj = linear(config, Embed, (Heads, config.HeadDim), key=keys[0])
+            q_proj = linear(config, Embed, (Heads, spec.HeadDim), key=keys[0])
         else:
             Query = Axis("query_latent", latent.query_rank)
             q_a_proj = linear(config, Embed, Query, bias=bias, key=keys[0])
             q_a_norm = _norm(Query)
-            q_b_proj = linear(config, Query, (Heads, config.HeadDim), key=keys[1])
+            q_b_proj = linear(config, Query, (Heads, spec.HeadDim), key=keys[1])
         return LatentAttention(
             q_proj=q_proj,
             q_a_proj=q_a_proj,
@@ -73,9 +72,9 @@ class LatentAttention(CausalAttention):
 
     def heads(self, x: NamedArray, rotary: RotaryTable) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values `[..., KVHeads, HeadDim]`; values end in zeros."""
-        latent, HeadDim = self.spec.latent, self.config.HeadDim
+        latent, HeadDim = self.spec.latent, self.spec.HeadDim
         assert latent is not None
-        plain = HeadDim.size - latent.rotary_dim
+        plain = latent.plain_dim
         if self.q_proj is not None:
             query = self.q_proj(x)
         else:
@@ -85,7 +84,7 @@ class LatentAttention(CausalAttention):
         joint = self.kv_a_proj(x)
         both = self.kv_b_proj(self.kv_a_norm(joint["latent", : latent.key_value_rank]))
         shared = joint["latent", latent.key_value_rank :].rename({"latent": HeadDim.name})
-        rotated = self._rotated(shared, rotary).broadcast_axis(both.resolve_axis(self.config.KVHeads.name))
+        rotated = self._rotated(shared, rotary).broadcast_axis(both.resolve_axis(self.spec.KVHeads.name))
         key = hax.concatenate(HeadDim.name, [both[HeadDim.name, :plain], rotated])
         query = hax.concatenate(
             HeadDim.name, [query[HeadDim, :plain], self._rotated(query[HeadDim, plain:], rotary)]
@@ -96,7 +95,7 @@ class LatentAttention(CausalAttention):
         return query, named_heads(key, "key", x), named_heads(value, "value", x)
 
     def _rotated(self, x: NamedArray, rotary: RotaryTable) -> NamedArray:
-        name, latent = self.config.HeadDim.name, self.spec.latent
+        name, latent = self.spec.HeadDim.name, self.spec.latent
         if latent is not None and latent.interleaved:  # neighbours are the pairs
             x = hax.concatenate(name, [x[name, 0::2], x[name, 1::2]])
         return apply_rotary(x, rotary, x.resolve_axis(name))

@@ -76,11 +76,10 @@ class SwiGlu(eqx.Module):
     def init(config: DecoderConfig, spec: LayerSpec, Inner: Axis, *, key: PRNGKeyArray) -> "SwiGlu":
         """Makes the three projections, to and from `Inner`, from `key`."""
         gate_key, up_key, down_key = jax.random.split(key, 3)
-        bias = spec.mlp_bias
         return SwiGlu(
-            gate_proj=linear(config, config.Embed, Inner, bias=bias, key=gate_key),
-            up_proj=linear(config, config.Embed, Inner, bias=bias, key=up_key),
-            down_proj=linear(config, Inner, config.Embed, bias=bias, key=down_key),
+            gate_proj=linear(config, config.Embed, Inner, bias=spec.mlp_bias, key=gate_key),
+            up_proj=linear(config, config.Embed, Inner, bias=spec.mlp_bias, key=up_key),
+            down_proj=linear(config, Inner, config.Embed, bias=spec.mlp_bias, key=down_key),
             limit=spec.swiglu_limit,
             activation=spec.activation,
         )

@@ -271,7 +271,7 @@ DECODER_FIELDS: FieldTable = {
     "num_hidden_layers": attribute("num_layers"),
     "num_attention_heads": attribute("num_heads"),
     "num_key_value_heads": attribute("num_kv_heads", "num_heads"),
-    "head_dim": attribute("attention.head_dim", None, written="HeadDim.size"),
+    "head_dim": attribute("attention.head_dim", None, written="head_dim"),
     "hidden_act": only("silu", written=True),
     "attention_bias": attribute("attention.bias", False),
     "attention_dropout": only(0),

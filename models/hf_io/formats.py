@@ -188,7 +188,7 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
     types = layer_types(config)["layer_types"]
     attention = dataclasses.replace(
         config.attention,
-        head_dim=config.HeadDim.size,
+        head_dim=config.head_dim,
         window=config.attention.window if SLIDING in types else None,
         layer_types=tuple(types) if SLIDING in types else None,
     )

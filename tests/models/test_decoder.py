@@ -53,7 +53,7 @@ def layer_states(model, tokens):
 def python_loop(model, tokens):
     """The hidden states, and the loads of all routers."""
     x, loads = model.embedding(tokens), []
-    rotary = rotary_table(hax.arange(Pos), model.config.HeadDim, theta=model.config.rotary.theta)
+    rotary = rotary_table(hax.arange(Pos), model.config.specs[0].HeadDim, theta=model.config.rotary.theta)
     for layer in model.layers:
         x, found = layer(x, rotary, None)
         loads += [] if found is None else [found.load.array]

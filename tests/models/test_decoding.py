@@ -31,13 +31,23 @@ Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 9)
 SIZES = dict(hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2)
 EXPERTS = ExpertsConfig(3, 2, 6)
 SMALL_LATENT = LatentConfig(query_rank=5, key_value_rank=4, plain_dim=4, rotary_dim=2, value_dim=3)
+
+
+class OtherHeads(Qwen3MoeConfig):
+    """The first layer has other heads."""
+
+    def layer(self, number):
+        heads = dict(num_heads=2, num_kv_heads=2, head_dim=4) if number == 0 else {}
+        return dataclasses.replace(super().layer(number), **heads)
+
+
 MODELS = {
     "dense": Qwen3Config(**SIZES, attention=AttentionConfig(bias=True)),
     "moe": Qwen3MoeConfig(**SIZES, experts=EXPERTS),
     "tied, window": Qwen3Config(
         **SIZES, tie_word_embeddings=True, attention=AttentionConfig(bias=True, window=3)
     ),
-    "mixed": Qwen3MoeConfig(
+    "mixed": OtherHeads(
         **SIZES | dict(num_layers=3, num_kv_heads=1),
         attention=AttentionConfig(head_dim=6, window=2, layer_types=(FULL, FULL, SLIDING)),
         experts=dataclasses.replace(EXPERTS, dense_layers=(0,)),
@@ -107,6 +117,8 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
     expected, model = full_logits(name).array, make(name)
     assert jnp.max(jnp.abs(expected)) > 1
     logits, cache = prefill(model, tokens_of(4), Pos.size)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert MODELS[name].cache_bytes(Batch.size, Pos.size) == size
     np.testing.assert_allclose(logits.array, expected[:, :4], atol=1e-5)
     for position in range(4, Pos.size):
         at = hax.full(Batch, position, dtype=jnp.int32)

@@ -80,7 +80,7 @@ def test_scales_of_other_blocks_are_not_taken_for_these(tmp_path):
 
 def test_widths_of_heads_do_not_depend_on_that_of_the_stream():
     latent = dataclasses.replace(CONFIG.latent, plain_dim=5)
-    assert dataclasses.replace(CONFIG, hidden_dim=30, latent=latent).HeadDim.size == 7
+    assert dataclasses.replace(CONFIG, hidden_dim=30, latent=latent).head_dim == 7
     with pytest.raises(ValueError, match="model.num_kv_heads must be model.num_heads = 4, got 2"):
         dataclasses.replace(CONFIG, num_kv_heads=2)
     with pytest.raises(ValueError, match="model.latent.rotary_dim = 3 must be even"):

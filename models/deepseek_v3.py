@@ -1,4 +1,4 @@
-"""DeepSeek V3 (DeepSeek-AI 2024): latent attention, a dense prefix, experts chosen in groups."""
+"""DeepSeek V3 (DeepSeek-AI 2024) and Kimi K2: latent attention, a dense prefix, experts chosen in groups."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -122,6 +122,9 @@ FIELDS = {
     "n_shared_experts": hf.attribute("shared_experts", 1),
     "scoring_func": hf.only("sigmoid"),
     "topk_method": hf.only("noaux_tc"),
+    # Of a loss in training.
+    "aux_loss_alpha": hf.ignored(),
+    "seq_aux": hf.ignored(),
     # Their tensors are left out.
     "num_nextn_predict_layers": hf.ignored(written=0),
 }
@@ -135,5 +138,6 @@ TENSORS = {
 }
 
 register_format(
-    HfFormat("deepseek_v3", DeepseekV3Config, FIELDS, TENSORS, quant_methods=("fp8",), further_layers=True)
+    HfFormat("deepseek_v3", DeepseekV3Config, FIELDS, TENSORS, quant_methods=("fp8",), further_layers=True),
+    "kimi_k2",
 )

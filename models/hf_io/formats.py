@@ -71,10 +71,10 @@ class HfFormat:
 _FORMATS: dict[str, HfFormat] = {}
 
 
-def register_format(known: HfFormat) -> None:
-    """Registers an architecture, under its name, for folders and for `model.type` of configs."""
+def register_format(known: HfFormat, *also: str) -> None:
+    """Registers an architecture for `model.type` of configs, and for folders, which may have other names."""
     DecoderConfig.register_subclass(known.model_type, known.config_class)
-    _FORMATS[known.model_type] = known
+    _FORMATS.update(dict.fromkeys((known.model_type, *also), known))
 
 
 def format_of(config: DecoderConfig) -> HfFormat:

@@ -117,7 +117,7 @@ class Candidate:
         with self.partitioning.activations():
             return report(self.train_step, *self.shapes, donate="state", target=self.target, cache=self.cache)
 
-    def plan(self, *, budget: str, host_budget: str | None = None, show: _Show | None = None) -> Plan:
+    def plan(self, *, budget: str, host_budget: str | None = None, show: _Show = lambda _: None) -> Plan:
         """The policy with the fewest FLOPs under which the step fits, as `stacked_remat.memory.plan`.
 
         Where none fits, with the layers' weights on the host, if they can be there.

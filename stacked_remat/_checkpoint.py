@@ -15,8 +15,7 @@ from jaxtyping import Array
 
 from ._compat import nothing_is_traced
 from ._messages import shown
-from ._policy import kept_internals
-from ._remat import EVERYTHING, JaxPolicy
+from ._remat import EVERYTHING, JaxPolicy, Kept
 from ._scan.marks import is_array
 from ._static import PyTree, Static
 from ._sweep.trace import check_effects
@@ -67,7 +66,7 @@ def checkpoint(
             f"checkpoint takes a function; got {type(fun).__name__}. Its arguments come after it: "
             "checkpoint(fun)(x)."
         )
-    kept = kept_internals(save=save, offload=offload)
+    kept = Kept.of(save, offload)
 
     @functools.wraps(fun, updated=())
     def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:

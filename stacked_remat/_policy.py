@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
-import jax
-
-from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written, check_jax_policy
+from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
 from ._schedule import Schedule, bounded, equal, shrinking, whole_number
 
 OFFLOAD = "offload"
@@ -74,60 +72,43 @@ class ScanCheckpointPolicy:
 
     def __post_init__(self):
         if not isinstance(self.save_carries, bool) and self.save_carries != OFFLOAD:
-            written = self.save_carries if isinstance(self.save_carries, str) else ""
-            alias = f" {written!r} is {ALIASES[written]!r}." if written in ALIASES else ""
-            raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.{alias}')
-        kept = kept_internals(
-            save_block_internals=self.save_block_internals,
-            offload_block_internals=self.offload_block_internals,
-        )
+            raise TypeError(f'save_carries is True, False or "offload"; got {self.save_carries!r}.')
+        kept = Kept.of(self.save_block_internals, self.offload_block_internals, "_block_internals")
         checked: dict[str, Any] = {
-            "save_block_internals": kept.internals or False,
+            "save_block_internals": kept.internals,
             "offload_block_internals": kept.offloaded,
             "first_layers": whole_number("first_layers", self.first_layers, "a number of layers", least=0),
         }
-        for name, meaning in (("nested", "a number of segments"), ("max_carries", "a number of carries")):
-            value = getattr(self, name)
-            if value is not None and not (name == "nested" and isinstance(value, bool)):
-                checked[name] = whole_number(name, value, meaning, "Leave it out for none.")
+        if not isinstance(self.nested, bool):
+            checked["nested"] = whole_number("nested", self.nested, "True or a number of segments")
+        if self.max_carries is not None:
+            meaning = "a number of carries, of which the stack's input is one,"
+            checked["max_carries"] = whole_number("max_carries", self.max_carries, meaning, least=2)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        for reason in self._contradictions():
-            raise ValueError(reason)
-
-    def _contradictions(self) -> Iterator[str]:
-        """Settings that contradict each other: the reason, and what to write instead."""
         written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
-        cuts = [written[name] for name in ("nested", "max_carries") if name in written]
-        first = f"first_layers={self.first_layers}"
-        if len(cuts) > 1:
-            yield f"{' and '.join(cuts)} each say how the layers are cut; keep one."
-        if self.save_carries is False and (keeps := cuts or [first] * bool(self.first_layers)):
-            yield (
-                f"{keeps[0]} keeps carries, and save_carries=False keeps none. For a backward pass that "
-                'starts from the stack\'s input alone use "recompute".'
-            )
-        if self.save_carries == OFFLOAD and self.max_carries is not None:
-            yield (
-                f'save_carries="offload" moves the boundaries of one cut to the host, and {cuts[0]} cuts '
-                "more than once. Use nested=True or nested=k."
-            )
-        if cuts and self.offload_block_internals:
-            yield (
-                f"With {cuts[0]}, block internals live only while one segment is reversed, so "
-                f"{written['offload_block_internals']} would move them out and back. "
-                'Put them in save_block_internals, or offload the boundaries with save_carries="offload".'
-            )
-        # The internals of a segment leave its boundaries to offload. (Haliax writes save_carries=False beside
-        # save_block_internals=True; carries that no derivative reads are not kept.)
-        if self.saves_everything and not cuts and self.save_carries == OFFLOAD:
-            yield _nothing_to_offload("save_block_internals", written["save_carries"])
+        for one, other, reason in self._contradictions():
+            if one in written and other in written:
+                raise ValueError(f"{written[one]} and {written[other]} contradict each other: {reason}")
+
+    def _contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """Two settings that can't be made both: why, and what to write instead."""
+        yield "nested", "max_carries", "each says how the layers are cut. Keep one."
+        if self.save_carries is False:
+            for name in ("nested", "max_carries", "first_layers"):
+                yield name, "save_carries", 'to start from the stack\'s input alone use "recompute".'
+        if self.save_carries == OFFLOAD:
+            yield "max_carries", "save_carries", "only one cut has boundaries on the host. Use nested=k."
+        for name in ("nested", "max_carries"):
+            reason = "a segment's internals live while it is reversed. Save them, or offload the carries."
+            yield name, "offload_block_internals", reason
+        if self.is_nested:
+            return
         for name in ("save_block_internals", "offload_block_internals"):
-            if self.first_layers and name in written and not cuts:
-                yield (
-                    f"{written[name]} has no effect beside {first}: the layers after the first can be cut "
-                    "(nested, max_carries), or keep or offload their carries."
-                )
+            yield "first_layers", name, "the others keep carries, unless they are cut (nested, max_carries)."
+        # (Haliax writes save_carries=False here; carries that no derivative reads are not kept.)
+        if self.saves_everything and self.save_carries == OFFLOAD:
+            yield "save_block_internals", "save_carries", "all is on the device. Name what to keep instead."
 
     def settings(self) -> list[tuple[str, Any]]:
         """Fields that differ from their defaults, in order."""
@@ -135,9 +116,7 @@ class ScanCheckpointPolicy:
         return [(field.name, value) for field, value in values if value is not field.default and value != ()]
 
     def __eq__(self, other: object) -> bool:
-        return (
-            self._identity == other._identity if isinstance(other, ScanCheckpointPolicy) else NotImplemented
-        )
+        return isinstance(other, ScanCheckpointPolicy) and self._identity == other._identity
 
     def __hash__(self) -> int:
         return hash(self._identity)
@@ -153,7 +132,7 @@ class ScanCheckpointPolicy:
 
     @property
     def kept(self) -> Kept:
-        internals: Any = self.save_block_internals or ()
+        internals: Any = self.save_block_internals
         return Kept(internals, tuple(self.offload_block_internals))
 
     @property
@@ -213,75 +192,16 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
         return ScanCheckpointPolicy(save_block_internals=spec)
     if not isinstance(spec, bool | str):
         raise TypeError(
-            "remat is a ScanCheckpointPolicy, a bool, an alias or one of jax.checkpoint_policies; got "
-            + _no_policy(spec)
+            "remat is a ScanCheckpointPolicy of stacked_remat, a bool, an alias or one of "
+            f"jax.checkpoint_policies; got {spec!r:.60}. For names write "
+            "ScanCheckpointPolicy(save_block_internals=[...]), for a number of segments nested=k."
         )
     if spec not in ALIASES:
-        valid = ", ".join(repr(alias) for alias in ALIASES)
-        if hasattr(jax.checkpoint_policies, str(spec)):
-            valid = f"jax.checkpoint_policies.{spec}, {valid}"
-        raise ValueError(f"Unknown remat policy {spec!r}. Use one of {valid}, or a ScanCheckpointPolicy.")
-    return ALIASES[spec]
-
-
-def _no_policy(spec: Any) -> str:
-    """What stands in place of a policy, and what to write."""
-    name = type(spec).__name__
-    if isinstance(spec, type):
-        return f"the class {spec.__name__}. Write ScanCheckpointPolicy(), with what to keep."
-    if name == ScanCheckpointPolicy.__name__:
-        library = type(spec).__module__.split(".")[0]
-        return f"a {name} of {library}. Import {name} from stacked_remat."
-    if isinstance(spec, list | tuple | set):
-        return f"{spec!r} ({name}). For names write ScanCheckpointPolicy(save_block_internals={spec!r})."
-    return (
-        f"{spec!r} ({name}). For a number of segments write ScanCheckpointPolicy(nested=k), of carries "
-        "max_carries=k."
-    )
-
-
-def kept_internals(**fields: Any) -> Kept:
-    """What two fields say: which internals are saved (a bool, names or a policy of JAX) or offloaded."""
-    (save_field, save), (offload_field, offload) = fields.items()
-    internals, offloaded = _internals(save_field, save), _names(offload_field, offload)
-    saved = internals if isinstance(internals, tuple) else ()
-    if both := sorted(set(saved) & set(offloaded)):
-        raise ValueError(f"{both} are in both {save_field} and {offload_field}; keep each in one.")
-    if internals is True and offloaded:
-        raise ValueError(_nothing_to_offload(save_field, f"{offload_field}={list(offloaded)}"))
-    return Kept(internals or (), offloaded)
-
-
-def _nothing_to_offload(save_field: str, setting: str) -> str:
-    return (
-        f"{save_field}=True keeps everything on the device, so {setting} has nothing to offload. "
-        f"Name the internals to keep instead: {save_field}=[...]."
-    )
-
-
-def _internals(field: str, value: Any) -> bool | tuple[str, ...] | JaxPolicy:
-    if value is jax.checkpoint_policies.everything_saveable:
-        return True
-    if value is jax.checkpoint_policies.nothing_saveable:
-        return False
-    if isinstance(value, bool):
-        return value
-    if callable(value):
-        check_jax_policy(value)
-        return value
-    return _names(field, value) or False
-
-
-def _names(field: str, value: Any) -> tuple[str, ...]:
-    """Checkpoint names that a user wrote for `field`, sorted."""
-    names: set[Any] = {*value} if isinstance(value, Iterable) and not isinstance(value, str) else {None}
-    if not all(isinstance(name, str) for name in names):
-        write = value if isinstance(value, str) else "name"
-        raise TypeError(
-            f"{field} is a list of names that checkpoint_name gives inside the block; got {value!r}. Write "
-            f"{field}=[{write!r}]."
+        raise ValueError(
+            f"Unknown remat policy {spec!r}. Use one of {', '.join(map(repr, ALIASES))}, a "
+            "ScanCheckpointPolicy, or one of jax.checkpoint_policies."
         )
-    return tuple(sorted(names))
+    return ALIASES[spec]
 
 
 ALIASES: dict[bool | str, ScanCheckpointPolicy] = {

@@ -1,7 +1,7 @@
 """What a checkpoint policy means for a number of layers: what a scan or a sweep over them executes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -20,8 +20,29 @@ JaxPolicy: TypeAlias = Callable[..., Any]
 class Kept:
     """Which internals of a layer are kept for its derivative: all, names, or by a policy of JAX."""
 
-    internals: Literal[True] | tuple[str, ...] | JaxPolicy = ()
+    internals: bool | tuple[str, ...] | JaxPolicy = False
     offloaded: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, save: Any, offload: Any, field: str = "") -> "Kept":
+        """What a user wrote for two fields, whose names begin with `save` and `offload`."""
+        if save is jax.checkpoint_policies.everything_saveable:
+            save = True
+        elif save is jax.checkpoint_policies.nothing_saveable:
+            save = False
+        elif callable(save):
+            check_jax_policy(save)
+        elif not isinstance(save, bool):
+            save = _names(f"save{field}", save) or False
+        offloaded = _names(f"offload{field}", offload)
+        if both := sorted({*save} & {*offloaded}) if isinstance(save, tuple) else []:
+            raise ValueError(f"{both} are in both save{field} and offload{field}; keep each in one.")
+        if save is True and offloaded:
+            raise ValueError(
+                f"save{field}=True keeps everything on the device, and offload{field}={[*offloaded]} does "
+                f"not. Name what to keep instead: save{field}=[...]."
+            )
+        return cls(save, offloaded)
 
     @property
     def names(self) -> tuple[str, ...] | Literal[True]:
@@ -142,6 +163,18 @@ def check_jax_policy(policy: JaxPolicy) -> None:
             "operation that says whether its result is saved. Use one of jax.checkpoint_policies, such as "
             "dots_saveable, or one that a function there returns: save_only_these_names(...)."
         )
+
+
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    """Checkpoint names that a user wrote for a field, sorted."""
+    names: set[Any] = {*value} if isinstance(value, Iterable) and not isinstance(value, str) else {None}
+    if not all(isinstance(name, str) for name in names):
+        write = value if isinstance(value, str) else "name"
+        raise TypeError(
+            f"{field} is a list of names that checkpoint_name gives inside the block; got {value!r}. Write "
+            f"{field}=[{write!r}]."
+        )
+    return tuple(sorted(names))
 
 
 class _AsWritten(str):

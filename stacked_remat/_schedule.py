@@ -182,11 +182,6 @@ def bounded(length: int, *, max_carries: int) -> Schedule:
     Binomial checkpointing (Griewank and Walther 2000, Algorithm 799: "revolve"): with `c` carries and at most
     `r` forward evaluations of a layer before its visit, `binomial(c - 1 + r, r)` layers can be reversed.
     """
-    if max_carries == 1 and length > 1:
-        raise ValueError(
-            f"max_carries=1 is too few for {length} layers: the stack's input and the input of the layer "
-            "being visited must both be held; give at least 2"
-        )
     return Schedule(length, min(max_carries, length))
 
 

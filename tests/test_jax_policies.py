@@ -80,7 +80,7 @@ def test_are_shown_by_their_names():
 def test_other_functions_are_refused(wrong):
     with pytest.raises(TypeError, match="not a checkpoint policy.*dots_saveable"):
         fold(layer, Layers, remat=wrong)
-    with pytest.raises(TypeError, match="got the class PlainBlock. Write ScanCheckpointPolicy"):
+    with pytest.raises(TypeError, match="got <class .*PlainBlock"):
         fold(layer, Layers, remat=PlainBlock)
 
 

@@ -50,13 +50,13 @@ def test_the_repr_shows_what_was_set():
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        (dict(save_block_internals=True, offload_block_internals=["a"]), "has nothing to offload"),
-        (dict(max_carries=3, save_carries=False), "save_carries=False keeps none"),
+        (dict(save_block_internals=True, offload_block_internals=["a"]), "Name what to keep instead"),
+        (dict(max_carries=3, save_carries=False), "max_carries=3 and save_carries=False"),
         (
             dict(first_layers=2, save_block_internals=True),
-            "save_block_internals=True has no effect beside first_layers=2",
+            "first_layers=2 and save_block_internals=True",
         ),
-        (dict(first_layers=2, offload_block_internals=["a"]), "has no effect beside first_layers=2"),
+        (dict(first_layers=2, offload_block_internals=["a"]), "first_layers=2 and offload_block_internals"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(settings, reason):

@@ -149,7 +149,6 @@ def test_parts_that_are_nested_too_deep_for_a_checkpoint_in_each():
     [
         (lambda: NESTED.schedule(0), ValueError, "length .* at least 1; got 0"),
         (lambda: NESTED.schedule(True), TypeError, "length .*an int.; got True"),
-        (lambda: bounded(4, max_carries=1), ValueError, "max_carries=1 is too few for 4 layers.*at least 2"),
     ],
 )
 def test_errors(build, error, match):

@@ -180,7 +180,7 @@ def _find(config: PlanLmConfig, console: Console, budget: Budget) -> None:
         rows = [_row(trial, own) for trial, own in trials]
         _print_json(chosen.config, console, chosen=found | entries, budget=plan.budget, rows=rows)
         return
-    console.print(table)
+    shown_on(console)(str(table))
     for key, value in chosen.settings.items():
         if value != step.settings[key]:
             console.print(f"with {key}: {value}; nothing fits without.")
@@ -213,7 +213,7 @@ def _compare(config: PlanLmConfig, console: Console) -> None:
     if config.json:
         _print_json(config, console, rows=[_row(trial, rows[trial.name]) for trial in trials])
         return
-    console.print(policy_table(config, trials))
+    shown_on(console)(str(policy_table(config, trials)))
 
 
 def _row(trial: Trial, step: Candidate) -> dict[str, Any]:

@@ -7,8 +7,7 @@ print(memory.report(train_step, model, optimizer_state, batch, donate="all", tar
 ```
 """
 
-from ._call import report as report
-from ._compiled_sizes import DoesNotFit as DoesNotFit
+from ._call import DoesNotFit as DoesNotFit, report as report
 from ._compiled_text import Buffer as Buffer
 from ._flops import Flops as Flops, count_flops as count_flops
 from ._plan import (

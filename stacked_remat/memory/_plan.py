@@ -14,7 +14,7 @@ from ._arguments import shapes_of
 from ._call import TracedCall, trace_call
 from ._report import MemoryReport
 from ._search import Search, Trial, check_compiled, policy_name
-from ._table import Tabular, as_table, common_unit, readable_bytes, readable_count
+from ._table import as_table, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
@@ -33,7 +33,7 @@ class BudgetError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison(Tabular):
+class Comparison:
     """Policies of one program side by side, in the order in which they were tried.
 
     Attributes:
@@ -67,7 +67,7 @@ class Comparison(Tabular):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Tabular):
+class Plan:
     """The policy to use, and how it was found.
 
     Attributes:

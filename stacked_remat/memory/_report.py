@@ -4,7 +4,7 @@ import dataclasses
 
 from ._compiled_text import Buffer
 from ._flops import Flops
-from ._table import Tabular, as_table, readable_bytes, readable_count
+from ._table import as_table, readable_bytes, readable_count
 from ._targets import Target
 
 
@@ -53,7 +53,7 @@ class TimeBound:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryReport(Tabular):
+class MemoryReport:
     """What one call of a program needs, per device unless said otherwise.
 
     Attributes:

@@ -10,8 +10,7 @@ from typing import TypeAlias
 import jax
 
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._call import TracedCall
-from ._compiled_sizes import DoesNotFit
+from ._call import DoesNotFit, TracedCall
 from ._report import MemoryReport
 
 _NEVER = (float("inf"), float("inf"))

@@ -2,21 +2,8 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 _WIDTH, _LEAST = 80, 16  # columns of a terminal, and of them for the names of rows
-
-
-class Tabular:
-    """Printed by rich as `str` is, without breaking lines anew."""
-
-    def __rich__(self) -> "Text":
-        from rich.text import Text
-
-        return Text(str(self), overflow="fold")
 
 
 def as_table(title: str, rows: Sequence[Sequence[str]], notes: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, fold, memory
-from stacked_remat.memory import DoesNotFit, _compiled_sizes
+from stacked_remat.memory import DoesNotFit, _call
 from stacked_remat.memory._compiled_text import largest_buffers
 
 from ..blocks import Tanh
@@ -68,6 +68,6 @@ def test_lines_of_a_module_are_not_those_of_the_libraries_that_call_it():
 def test_what_does_not_fit_names_them(monkeypatch: pytest.MonkeyPatch):
     text = jax.jit(gradient(True)).lower(*ARGUMENTS).compile().as_text()
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    monkeypatch.setattr(_compiled_sizes, "compiled_with_text", lambda *_: (error, text))
+    monkeypatch.setattr(_call, "compiled_with_text", lambda *_: (error, text))
     with pytest.raises(DoesNotFit, match=rf"(?s)out of memory\nThe largest buffers.*f32\[{ROWS},{WIDE}\]"):
         memory.report(gradient(True), *ARGUMENTS)

@@ -14,34 +14,26 @@ from .._static import PyTree
 from ._targets import Target, TargetError
 
 
-def is_array_or_shape(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+def is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def host_memory_kind(leaf: Any) -> str | None:
-    """The kind of host memory that an argument is in; None for device memory."""
-    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-    return kind if kind is not None and "host" in kind else None
-
-
-def shape_of(leaf: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
-    weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
-
-
-def shapes_of(args: PyTree) -> PyTree:
-    """Arguments with shapes in the place of arrays, with their shardings."""
+def shapes_of(tree: PyTree) -> PyTree:
+    """A tree with shapes in the place of arrays, with their shardings."""
 
     def shape(leaf: Any) -> Any:
-        return shape_of(leaf, getattr(leaf, "sharding", None)) if is_array_or_shape(leaf) else leaf
+        if not eqx.is_array(leaf):
+            return leaf
+        sharding, weak = getattr(leaf, "sharding", None), bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
-    return jax.tree.map(shape, args, is_leaf=is_array_or_shape)
+    return jax.tree.map(shape, tree)
 
 
 def mesh_of(target: Target, call: PyTree) -> Mesh:
     """The mesh that a call's arguments lie on, of the target's devices; without axes for one device."""
     meshes = {}
-    for leaf in jax.tree.leaves(call, is_leaf=is_array_or_shape):
+    for leaf in jax.tree.leaves(call):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
             meshes[tuple(sharding.mesh.shape.items())] = sharding.mesh
@@ -59,10 +51,10 @@ def mesh_of(target: Target, call: PyTree) -> Mesh:
 
 
 def placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
-    """A call with shapes on the mesh in the place of arrays."""
+    """A call with its shapes on the mesh."""
 
     def shape(path: Any, leaf: Any) -> Any:
-        if not is_array_or_shape(leaf):
+        if not is_shape(leaf):
             return leaf
         if is_made(target, leaf) and mesh.size > 1:
             raise TargetError(
@@ -70,16 +62,22 @@ def placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
                 "devices: without them XLA:GPU counts it in device memory. Size one device, use a TPU "
                 "target, or compile on the GPUs themselves with target='local'."
             )
-        sharding = getattr(leaf, "sharding", None)
+        sharding = leaf.sharding
         spec = sharding.spec if isinstance(sharding, NamedSharding) and mesh.size > 1 else PartitionSpec()
-        return shape_of(leaf, NamedSharding(mesh, spec, memory_kind=host_memory_kind(leaf)))
+        return leaf.update(sharding=NamedSharding(mesh, spec, memory_kind=_host_memory(leaf)))
 
-    return jtu.tree_map_with_path(shape, call, is_leaf=is_array_or_shape)
+    return jtu.tree_map_with_path(shape, call)
 
 
 def is_made(target: Target, leaf: Any) -> bool:
     """Whether the program has to make this argument, a leaf of the call as it was given."""
-    return host_memory_kind(leaf) is not None and not target.sizes_host_arguments
+    return not target.sizes_host_arguments and _host_memory(leaf) is not None
+
+
+def _host_memory(leaf: Any) -> str | None:
+    """The kind of host memory that an argument is in; None for device memory."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind if kind is not None and "host" in kind else None
 
 
 def donated_of(

@@ -24,7 +24,7 @@ from .._files import read_json_fields, replaced_whole
 from .._placement import compiled_for
 from .._static import PyTree
 from . import _compiled_text, _report
-from ._arguments import donated_of, is_array_or_shape, is_made, mesh_of, placed
+from ._arguments import donated_of, is_made, is_shape, mesh_of, placed, shapes_of
 from ._compiled_text import Buffer, largest_buffers, sent_bytes
 from ._flops import Flops, count_flops
 from ._report import HostBytes, MemoryReport, TimeBound
@@ -60,7 +60,7 @@ class TracedCall:
             target=target.name,
             flops=self.flops,
             devices=devices,
-            capacity=target.memory or _attached_memory(target),
+            capacity=(known or target).memory,
             least_time=least_time,
             **found,
         )
@@ -123,12 +123,10 @@ def trace_call(
             "report compiles the function that it is given; got one in a jit. Give it the function itself, "
             "and say what is donated: report(fn, *args, donate=...)."
         )
-    given = fn, args, kwargs
-    target = find_target(target)
+    target, given = find_target(target), shapes_of((fn, args, kwargs))
     mesh = mesh_of(target, given)
-    arrays, static = eqx.partition(placed(target, mesh, given), is_array_or_shape)
-    made = jax.tree.map(functools.partial(is_made, target), given, is_leaf=is_array_or_shape)
-    to_make, arrays = eqx.partition(arrays, made)
+    arrays, static = eqx.partition(placed(target, mesh, given), is_shape)
+    to_make, arrays = eqx.partition(arrays, jax.tree.map(functools.partial(is_made, target), given))
     donated, kept = eqx.partition(arrays, donated_of(fn, args, kwargs, donate))
     shapes, structure = jax.tree.flatten(to_make)
 
@@ -198,11 +196,3 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
 
 def _full_on_host(like: PyTree, value: int) -> jax.Array:
     return made_on_host(jax.typeof(like), lambda type_: jnp.full(type_.shape, value, type_.dtype))
-
-
-def _attached_memory(target: Target) -> int | None:
-    device = target.devices()[0]
-    if device.process_index != jax.process_index():  # JAX asks only a process's own
-        device = jax.local_devices()[0]
-    stats = device.memory_stats()
-    return stats.get("bytes_limit") if stats else None

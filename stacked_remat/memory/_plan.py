@@ -100,20 +100,9 @@ def compare(
 ) -> Comparison:
     """Compile a program under every policy and compare the reports. Nothing is executed.
 
-    Args:
-        fn_of_policy: makes the function to compile from a policy, for example
-            `lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)`.
-        *args: its arguments; these, `target`, `donate` and `**kwargs` as for `report`.
-        candidates: the policies, in the order they are compiled and shown.
-        target: what to compile for.
-        donate: which arguments may be reused.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        A trial for each candidate, with the compiler's message for one that it refuses.
-
-    Raises:
-        jax.errors.JaxRuntimeError, TypeError: as `plan`.
+    The arguments are those of `plan`. There is a trial for each candidate, in their order, with the
+    compiler's error for one that it refuses. It raises that of the last if it refuses all for another reason
+    than memory.
 
     Cost: one compilation a candidate.
     """
@@ -152,8 +141,9 @@ def plan(
     it takes up to 1.2 times as many.
 
     Args:
-        fn_of_policy: makes the function to compile from a policy, as for `compare`. It should be what will
-            run: the whole training step, with its optimizer state and donation.
+        fn_of_policy: makes the function to compile from a policy, for example
+            `lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)`. It should be what will run:
+            the whole training step, with its optimizer state and donation.
         *args: its arguments; these, `target`, `donate`, `cache` and `**kwargs` as for `report`.
         budget: memory of each device, arguments and results included: bytes, or text such as `"80GiB"` or
             `"80GB"`. The compiler does not count all (fragmentation, library workspaces, other programs):
@@ -230,15 +220,13 @@ def _moved(streamed: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]) 
 
 def _made(fn_of_policy: Callable[[ScanCheckpointSpec], Callable], policy: ScanCheckpointSpec) -> Callable:
     """The function to compile under a policy."""
-    takes = "The first argument takes a policy and returns the function to compile"
-    write = "Write lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
-    try:
-        fn = fn_of_policy(policy)
-    except TypeError as error:
-        error.add_note(f"{takes}. {write}")
-        raise
+    fn = fn_of_policy(policy)
     if not callable(fn):
-        raise TypeError(f"{takes}; of the policy {policy!r} it returned {type(fn).__name__}. {write}")
+        raise TypeError(
+            "The first argument takes a policy and returns the function to compile; of the policy "
+            f"{policy!r} it returned {type(fn).__name__}. Write lambda remat: lambda blocks, x: "
+            "train_step(blocks, x, remat=remat)."
+        )
     return fn
 
 
@@ -268,21 +256,17 @@ def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
     return row | {"compiled": f"{found.compile_seconds:.1f}"}
 
 
-def _nothing_fits(tried: Comparison, budget: float, host_budget: float) -> str:
+def _nothing_fits(tried: Comparison, budget: int, host_budget: float) -> str:
     """What was tried, and the smallest of it that the host's budget allows, if there is one."""
-
-    def text(device: float, host: float) -> str:
-        on_host = f" and {readable_bytes(int(host))} on the host" if host_budget < math.inf else ""
-        return f"{readable_bytes(int(device))} a device{on_host}"
-
+    on_host = f" and {readable_bytes(int(host_budget))} on the host" if host_budget < math.inf else ""
     found = [(trial.name, trial.report) for trial in tried.trials if trial.report is not None]
-    what = text(budget, host_budget)
     if not found:
-        return f"no candidate fits {what}: the compiler refused all of them\n{tried}"
-    within = [pair for pair in found if pair[1].host.total <= host_budget]
-    name, needs = min(within or found, key=lambda pair: pair[1].total)
-    return (
-        f"no candidate fits {what}. The smallest found is {name} with "
-        f"{text(needs.total, needs.host.total)}, {readable_bytes(needs.arguments)} of it arguments. "
-        f"Shorten the context, shard over more devices, freeze weights or keep them on the host.\n{tried}"
-    )
+        smallest = "The compiler refused all of them."
+    else:
+        name, needs = min(found, key=lambda pair: (pair[1].host.total > host_budget, pair[1].total))
+        smallest = (
+            f"The smallest found is {name} with {readable_bytes(needs.total)} a device, "
+            f"{readable_bytes(needs.arguments)} of it arguments, and {readable_bytes(needs.host.total)} on "
+            "the host. Shorten the context, shard over more devices, freeze weights or keep them on the host."
+        )
+    return f"no candidate fits {readable_bytes(budget)} a device{on_host}. {smallest}\n{tried}"

@@ -1,7 +1,6 @@
 """Tests of `report` on programs small enough to count every byte."""
 
 import sys
-import types
 from typing import Any
 
 import equinox as eqx
@@ -162,15 +161,6 @@ def test_arguments_on_the_host_are_made_by_the_program_where_they_would_be_misco
 
     with pytest.raises(TargetError, match=r"'h200' cannot size.*\['weights'\]"):
         report(doubled, on(MESH), pinned, target=cuda)
-
-
-def test_the_memory_of_another_process_s_device_is_not_asked_for(monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    of_first = types.SimpleNamespace(process_index=0)  # JAX raises where its statistics are asked for
-    monkeypatch.setattr(memory.LocalTarget, "devices", lambda target, count=1: (of_first,))
-    own = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 3})
-    monkeypatch.setattr(jax, "local_devices", lambda: [own])
-    assert memory._call._attached_memory(memory.find_target("local")) == 3
 
 
 def test_the_table_in_text():

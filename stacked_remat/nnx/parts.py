@@ -25,22 +25,19 @@ def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
     """The tree with its modules, variables and arrays divided; `what` it is, for errors."""
 
     def part(context: nnx.SplitContext, path: Any, axis: Any, leaf: Any) -> nnx.NodeStates:
-        if not (axis is None or axis is nnx.Carry or isinstance(axis, int | nnx.StateAxes)):
+        takes = int | nnx.StateAxes if is_node(leaf) else int
+        if not (axis is None or axis is nnx.Carry or isinstance(axis, takes)):
             raise TypeError(
-                f"A {type(axis).__name__} can't say how {what}{jtu.keystr(path)} is split. Write an int, "
-                "None, nnx.Carry or nnx.StateAxes; what nnx.prefix makes is for graph_updates=False."
+                f"{axis!r} can't say how {what}{jtu.keystr(path)}, a {type(leaf).__name__}, is split. Write "
+                "an int, None or nnx.Carry; nnx.StateAxes is for modules."
             )
-        is_several = isinstance(axis, nnx.StateAxes)
         if not is_node(leaf):
-            if is_several:
-                raise ValueError(
-                    f"Cannot use StateAxes on non-graph nodes: {what}{jtu.keystr(path)} is a "
-                    f"{type(leaf).__name__}. Give it an axis, None or nnx.Carry."
-                )
             return nnx.NodeStates.from_split(None, leaf, metadata=axis)
-        graphdef, *states = context.split(leaf, *(axis.filters if is_several else (...,)))
+        graphdef, *states = context.split(
+            leaf, *(axis.filters if isinstance(axis, nnx.StateAxes) else (...,))
+        )
         states = jax.tree.map(lambda value: value if hasattr(value, "shape") else jnp.asarray(value), states)
-        axes = tuple(axis.axes) if is_several else (axis,)
+        axes = tuple(axis.axes) if isinstance(axis, nnx.StateAxes) else (axis,)
         return nnx.NodeStates.from_split(graphdef, *states, metadata=axes)
 
     return nnx.to_tree(tree, prefix=prefix, split_fn=part, map_non_graph_nodes=True, ctxtag=TAG)

@@ -4,12 +4,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from flax import nnx
 from flax.nnx import scan as nnx_scan
 from haliax import Axis
@@ -75,7 +74,7 @@ def remat_scan(
     """
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
-    axes = _Axes(in_axes, out_axes, transform_metadata)
+    axes = _Axes(in_axes, out_axes if isinstance(out_axes, tuple) else (out_axes,), transform_metadata)
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
 
@@ -88,51 +87,30 @@ def remat_scan(
         @functools.wraps(f)
         def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
             names, given = _positional(f, args, kwargs, in_axes)
+            run = f if isinstance(out_axes, tuple) else lambda *args: (f(*args),)
             with nnx.update_context(TAG):
-                return _run(f, names, given, axes, length, options)
+                results = _run(run, names, given, axes, length, options)
+            return results if isinstance(out_axes, tuple) else results[0]
 
         return scanned
 
     return decorated if f is None else decorated(f)
 
 
-class _Axes:
+class _Axes(NamedTuple):
     """What becomes of arguments and of results, of which one each may be the carry."""
 
-    def __init__(self, in_axes: Any, out_axes: Any, metadata: Mapping[str, Any]):
-        self.has_one_result = not isinstance(out_axes, tuple)
-        self.in_axes, self.metadata = in_axes, metadata
-        self.out_axes = (out_axes,) if self.has_one_result else out_axes
-        self.carry_in, self.carry_out = _carry_of(in_axes), _carry_of(out_axes)
+    of_args: Any
+    of_results: tuple[Any, ...]
+    metadata: Mapping[str, Any]
 
     @property
-    def name(self) -> str:
-        return str(self.metadata.get(nnx.PARTITION_NAME) or "layers")
-
-    def take_carry(self, result: PyTree) -> tuple[Any, tuple[PyTree, ...]]:
-        """The carry, and what `f` returns, as a tuple, without it."""
-        results = (result,) if self.has_one_result else result
-        if not isinstance(results, tuple) or len(results) != len(self.out_axes):
-            is_tuple = isinstance(result, tuple)
-            found = f"{len(result)} results" if is_tuple else type(result).__name__
-            alone = "" if is_tuple else ", or write out_axes=nnx.Carry for a carry alone"
-            raise ValueError(
-                f"out_axes has {len(self.out_axes)} entries, {self.out_axes!r}, and the function returned "
-                f"{found}. Return a tuple with one for each{alone}."
-            )
-        if self.carry_out is None:
-            return None, results
-        return results[self.carry_out], _replaced(results, self.carry_out, None)
-
-    def put_carry(self, carry: PyTree, results: tuple[PyTree, ...]) -> PyTree:
-        """What `nnx.scan` returns: the inverse of `take_carry`."""
-        results = results if self.carry_out is None else _replaced(results, self.carry_out, carry)
-        return results[0] if self.has_one_result else results
-
-
-def _carry_of(axes: Any) -> int | None:
-    entries = axes if isinstance(axes, tuple) else (axes,)
-    return next((number for number, axis in enumerate(entries) if axis is nnx.Carry), None)
+    def carries(self) -> tuple[int, int] | None:
+        """The numbers of the argument and of the result that are the carry."""
+        if nnx.Carry not in self.of_results:
+            return None
+        entries = self.of_args if isinstance(self.of_args, tuple) else (self.of_args,)
+        return entries.index(nnx.Carry), self.of_results.index(nnx.Carry)
 
 
 def _replaced(values: tuple[PyTree, ...], index: int, value: PyTree) -> tuple[PyTree, ...]:
@@ -144,7 +122,8 @@ def _positional(
 ) -> tuple[list[str], tuple[PyTree, ...]]:
     """Names and values of the arguments."""
     bound = inspect.signature(f).bind(*args, **kwargs)
-    if isinstance(in_axes, tuple) and len(bound.args) < len(in_axes):
+    entries = (in_axes,) if in_axes is nnx.Carry else in_axes
+    if isinstance(entries, tuple) and len(bound.args) < len(entries):
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(
@@ -155,15 +134,12 @@ def _positional(
     for name, value in bound.arguments.items():
         is_variadic = bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
         names += [f"{name}[{i}]" for i in range(len(value))] if is_variadic else [name]
-    if in_axes is nnx.Carry and len(bound.args) != 1:
+    if isinstance(entries, tuple) and len(entries) != len(names):
+        shown = "Carry" if in_axes is nnx.Carry else repr(in_axes)
+        count = "one argument" if len(entries) == 1 else f"{len(entries)} arguments"
         raise ValueError(
-            "When in_axes=Carry, the function must take exactly one argument; it was given "
+            f"When in_axes={shown}, the function must take exactly {count}; it was given "
             f"{', '.join(names) or 'none'}. Write a tuple with an entry for each."
-        )
-    if isinstance(in_axes, tuple) and len(in_axes) != len(bound.args):
-        raise ValueError(
-            f"in_axes has {len(in_axes)} entries, {in_axes!r}, and the function was given {len(bound.args)} "
-            f"arguments: {', '.join(names)}. Write one for each."
         )
     return names, bound.args
 
@@ -176,7 +152,7 @@ def _run(
     length: int | None,
     options: Mapping[str, Any],
 ) -> PyTree:
-    tree = split(args, axes.in_axes, "args")
+    tree = split(args, axes.of_args, "args")
     structure, entries = jax.tree.structure(tree), list(named_leaves(names, tree))
     given = {name: leaf for name, leaf, _ in entries}
     carry = {name: leaf for name, leaf, axis in entries if axis is nnx.Carry}
@@ -190,14 +166,21 @@ def _run(
         inputs = carry | arrays
         layer = jax.tree.unflatten(structure, [inputs[name] for name in given])
         layer = merged(change_metadata(layer, nnx.spmd.remove_axis, axes.metadata), is_inner=True)
-        results = _split_results(layer, _called(f, layer, names), axes)
+        results = _split_results(layer, f(*layer), axes)
         outputs = list(named_leaves([*names, "the output"], (*results[0], results[1])))
         found = jax.tree.structure(results), [(name, axis) for name, _, axis in outputs]
         new = [(name, leaf) for name, leaf, axis in outputs if isinstance(axis, int)]
         changed = {name: leaf for name, leaf in new if leaf is not inputs.get(name)}
         return {name: leaf for name, leaf, axis in outputs if axis is nnx.Carry}, changed
 
-    carry, stacked = scan(step, Axis(axes.name, _size(sliced, length)), **options)(carry, **marked)
+    if length is None and not sliced:
+        raise ValueError(
+            "remat_scan was given nothing to split, so the number of layers is unknown. Pass length=, or an "
+            "int in in_axes."
+        )
+    size = next(iter(sliced.values())).shape[0] if length is None else length
+    name = str(axes.metadata.get(nnx.PARTITION_NAME) or "layers")
+    carry, stacked = scan(step, Axis(name, size), **options)(carry, **marked)
 
     def leaf(name: str, axis: Any) -> PyTree:
         if axis is nnx.Carry:
@@ -212,79 +195,52 @@ def _run(
         return given[name]
 
     treedef, outputs = found
-    args_out, result = merged(
+    args_out, results = merged(
         jax.tree.unflatten(treedef, [leaf(*output) for output in outputs]), is_inner=False
     )
-    return axes.put_carry(None if axes.carry_in is None else args_out[axes.carry_in], result)
+    if axes.carries is None:
+        return results
+    of_args, of_results = axes.carries
+    return _replaced(results, of_results, args_out[of_args])
 
 
-def _called(f: Callable[..., Any], args: tuple[PyTree, ...], names: list[str]) -> PyTree:
-    """What the function returns; an error notes that an argument is a list, of layers perhaps."""
-    try:
-        return f(*args)
-    except (AttributeError, TypeError) as error:
-        for name, arg in zip(names, args, strict=True):
-            if isinstance(arg, list | tuple | nnx.List) and any(isinstance(part, nnx.Module) for part in arg):
-                error.add_note(f"{name} is a list of modules. To scan over them stack their nnx.state.")
-        raise
-
-
-def _split_results(args: tuple[PyTree, ...], result: PyTree, axes: _Axes) -> tuple[PyTree, PyTree]:
-    """The arguments after a layer, with the new carry and without arrays, and the rest of the result."""
-    carry, rest = axes.take_carry(result)
+def _split_results(args: tuple[PyTree, ...], results: PyTree, axes: _Axes) -> tuple[PyTree, PyTree]:
+    """The arguments after a layer, with the new carry and without arrays, and the rest of the results."""
+    if not isinstance(results, tuple) or len(results) != len(axes.of_results):
+        found = f"{len(results)} results" if isinstance(results, tuple) else type(results).__name__
+        raise ValueError(
+            f"out_axes has {len(axes.of_results)} entries, {axes.of_results!r}, and the function returned "
+            f"{found}. Return a tuple with one for each, or write out_axes=nnx.Carry for a carry alone."
+        )
     left = jax.tree.map(lambda leaf: leaf if is_node(leaf) else None, args, is_leaf=is_node)
-    if axes.carry_in is not None:
-        if axes.has_one_result and isinstance(carry, tuple) and not isinstance(args[axes.carry_in], tuple):
-            raise ValueError(
-                f"out_axes=nnx.Carry is for a carry alone, and the function returned {len(carry)} results. "
-                "Write an entry for each: out_axes=(nnx.Carry, 0)."
-            )
-        _check_references(args[axes.carry_in], carry)
-        left = _replaced(left, axes.carry_in, carry)
-    found = split((left, rest), (axes.in_axes, axes.out_axes), "(args, results)")
+    if axes.carries is not None:
+        of_args, of_results = axes.carries
+        _check_references(args[of_args], results[of_results])
+        left = _replaced(left, of_args, results[of_results])
+        results = _replaced(results, of_results, None)
+    found = split((left, results), (axes.of_args, axes.of_results), "(args, results)")
     return change_metadata(found, nnx.spmd.add_axis, axes.metadata)
 
 
 def _check_references(before: PyTree, after: PyTree) -> None:
     """Refuse a carry with other modules or variables than went in."""
-    old, new = (
-        {path: leaf for path, leaf in jtu.tree_leaves_with_path(tree, is_leaf=is_node) if is_node(leaf)}
-        for tree in (before, after)
-    )
-    for path in {**old, **new}:
-        if old.get(path) is not new.get(path):
-            raise ValueError(
-                f"Carry references must be the same between iterations: carry{jtu.keystr(path)} is another "
-                "object than went in. Change the values of its variables instead."
-            )
+
+    def nodes(tree: PyTree) -> dict[str, int]:
+        leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_node)
+        return {jtu.keystr(path): id(leaf) for path, leaf in leaves if is_node(leaf)}
+
+    for path, _ in nodes(before).items() ^ nodes(after).items():
+        raise ValueError(
+            f"Carry references must be the same between iterations: carry{path} is another object than went "
+            "in. Change the values of its variables instead."
+        )
 
 
 def _layers_first(name: str, leaf: Any, axis: int) -> Any:
-    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    rank = getattr(leaf, "ndim", 0)
+    if not -rank <= axis < rank:
         raise ValueError(
-            f"Expected an array to split along axis {axis}: {name} is a {type(leaf).__name__}. Give it axis "
-            "None."
+            f"Expected an array to split along axis {axis}: {name} is a {type(leaf).__name__} of {rank} "
+            "dimensions. Give it axis None, or a dimension of the layers (for Rngs, nnx.split_rngs)."
         )
-    if not -leaf.ndim <= axis < leaf.ndim:
-        raise ValueError(
-            f"{name} has {leaf.ndim} dimensions and can't be split along axis {axis}. Give it axis None, or "
-            "a dimension of the layers (for Rngs, nnx.split_rngs)."
-        )
-    return jnp.moveaxis(leaf, axis, 0) if axis % leaf.ndim else leaf  # type: ignore[arg-type]
-
-
-def _size(sliced: Mapping[str, Any], length: int | None) -> int:
-    if length is not None:
-        other = next(((name, leaf) for name, leaf in sliced.items() if leaf.shape[0] != length), None)
-        if other is not None:
-            raise ValueError(
-                f"length={length}, and {other[0]} has {other[1].shape[0]} layers. Leave length out, or give "
-                "that number."
-            )
-        return length
-    if not sliced:
-        raise ValueError(
-            "remat_scan was given nothing to split, so the number of layers is unknown. Pass length=, or an "
-            "int in in_axes."
-        )
-    return next(iter(sliced.values())).shape[0]
+    return jnp.moveaxis(leaf, axis, 0) if axis % rank else leaf

@@ -199,19 +199,26 @@ def line(x, layer):
 X, L = jnp.ones(2), jnp.ones((3, 2))
 REFUSED = {
     "a negative length": (dict(in_axes=(nnx.Carry, None), length=-1), (X, L), "length=-1 is negative"),
-    "another length": (dict(length=5), (X, L), "length=5, and layer has 3 layers. Leave length out"),
-    "a pair for a carry": (dict(out_axes=nnx.Carry), (X, L), r"2 results.*out_axes=\(nnx.Carry, 0\)"),
+    "another length": (
+        dict(length=5),
+        (X, L),
+        r"\(size 5\).*layer, marked per_layer, has leading dimension 3",
+    ),
     "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
-    "axes of one": (dict(in_axes=(nnx.Carry,)), (X, L), "in_axes has 1 entries.*2 arguments: x, layer"),
+    "axes of one": (
+        dict(in_axes=(nnx.Carry,)),
+        (X, L),
+        "must take exactly one argument; it was given x, layer",
+    ),
     "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), (X, L), "Carry must at the top-level"),
     "one carry": (dict(out_axes=(0, 0)), (X, L), "the other must also have Carry"),
     "a shared result": (dict(out_axes=(nnx.Carry, None)), (X, L), r"out_axes=None at: out_axes\[1\]"),
     "other results": (dict(out_axes=(nnx.Carry, 0, 0)), (X, L), "out_axes has 3 entries.*2 results"),
-    "no array": ({}, (X, {"a": 3}), r"Expected an array.*layer\['a'\] is a int"),
+    "no array": ({}, (X, {"a": 3}), r"Expected an array.*layer\['a'\] is a int of 0 dimensions"),
     "state of an array": (
         dict(in_axes=(nnx.Carry, STATE)),
         (X, L),
-        r"StateAxes on non-graph nodes: args\[1\]",
+        r"StateAxes.*args\[1\].*nnx.StateAxes is for modules",
     ),
     "a carry that changes": (
         dict(out_axes=(0, nnx.Carry)),

@@ -29,11 +29,9 @@ import jax._src.interpreters.batching
 import jax._src.interpreters.partial_eval
 import jax._src.lib
 import jax._src.named_sharding
-import jax._src.state.types
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import hijax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -51,22 +49,6 @@ def restore_is_constant_dim() -> None:
         present = hasattr(jax.core, "is_constant_dim")
     if not present:  # a symbolic dimension of `jax.export` is no int
         jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def as_residual(flags: Sequence[bool]) -> np.ndarray:
-    """Which inputs are differentiated as a residual without data, in its shape.
-
-    JAX gives a `jax.custom_vjp` with symbolic zeros, differentiated by several sets of inputs in turn,
-    residuals of one in the structure of another.
-    """
-    bits = sum(int(flag) << place for place, flag in enumerate(flags))
-    digits = [bits >> place & 0xFFFFFF for place in range(0, len(flags), 24)]
-    return np.zeros((0, len(flags), *digits), bool)
-
-
-def of_residual(residual: Any) -> tuple[bool, ...]:
-    _, count, *digits = residual.shape
-    return tuple(bool(digits[place // 24] >> place % 24 & 1) for place in range(count))
 
 
 def cluster_size() -> int | None:
@@ -197,11 +179,7 @@ def _is_on_host(cotangent: Any) -> bool:
 
 def is_concrete(array: Any) -> bool:
     """Whether the value of an array is known: it is not traced by `jit`, `vmap` or the like."""
-    try:
-        jax.extend.core.concrete_or_error(None, array)
-    except jax.errors.ConcretizationTypeError:
-        return False
-    return True
+    return jax._src.core.is_concrete(array)
 
 
 def trace_context() -> Any:
@@ -214,11 +192,6 @@ def ordered_effects(jaxpr: Any) -> list[str]:
     """Names of the effects of a jaxpr that have an order; JAX lowers none beside host memory, nor says so."""
     found = jax._src.effects.ordered_effects.filter_in(jaxpr.effects)
     return sorted({type(effect).__name__ for effect in found})
-
-
-def is_reference(value: Any) -> bool:
-    """Whether `value` is a mutable array, a `jax.Ref`, on which a `jax.custom_vjp` fails."""
-    return isinstance(jax.typeof(value), jax._src.state.types.AbstractRef)
 
 
 def nothing_is_traced() -> bool:
@@ -245,16 +218,6 @@ def without_constants(closed: Any) -> tuple[Any, list[Any]]:
 def canonical(array: Any) -> Any:
     """An array of NumPy as JAX keeps it among the constants of a jaxpr."""
     return jax._src.dtypes.canonicalize_value(array)
-
-
-def broadcast(array: Any, axis: Any) -> Any:
-    """An array with a new first dimension for the axis of a batching rule."""
-    return jax._src.interpreters.batching.broadcast(array, axis.size, 0, axis.explicit_mesh_axis)
-
-
-def stacked_type(type_: Any, size: int) -> Any:
-    """The type of a stack of so many arrays of a type."""
-    return jax._src.core.unmapped_aval(size, 0, type_)
 
 
 def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, unmapped_aval
+from jax.interpreters import batching
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import is_differentiable
-from .._compat import batch_jaxpr, broadcast, is_concrete, stacked_type
+from .._compat import batch_jaxpr, is_concrete
 from .._placement import is_on_host
 from .._static import PyTree, Static
 from .forward import forward, primal
@@ -89,8 +90,10 @@ class Sweep(Differentiable):
 
     def __init__(self, spec: SweepSpec, *args: PyTree) -> None:
         self.in_avals = types_of(args)
-        stacked = [stacked_type(type_, spec.rows(kind)) for kind in spec.kinds for type_ in kind.output_types]
-        self.out_aval = (self.in_avals[0], stacked)
+        ys: list[Any] = []
+        for kind in spec.kinds:
+            ys += [unmapped_aval(spec.rows(kind), 0, type_) for type_ in kind.output_types]
+        self.out_aval = (self.in_avals[0], ys)
         self.params = {"spec": spec}
         self.effects = frozenset().union(*(kind.jaxpr.effects for kind in spec.kinds))
         super().__init__()
@@ -149,7 +152,7 @@ class Sweep(Differentiable):
         kinds = [kind.with_layer(layer, shared) for kind, layer in zip(self.spec.kinds, layers, strict=True)]
         spec = replace(self.spec, kinds=tuple(kinds))
         init = [
-            broadcast(leaf, axis) if is_ and dim is None else leaf
+            batching.broadcast(leaf, axis.size, 0, axis.explicit_mesh_axis) if is_ and dim is None else leaf
             for leaf, is_, dim in zip(init, of_carry, of_init, strict=True)
         ]
         found = sweep_of(spec, init, xs, shared)

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from .._compat import made_on_host, stacked_type
+from .._compat import made_on_host
 from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
 from .._static import PyTree
 from .._trips import known_trips
@@ -37,7 +37,7 @@ def empty_stack(entry: PyTree, size: int, on_host: bool = False) -> PyTree:
 def zeros_of(type_: ShapedArray, in_front: tuple[int, ...] = ()) -> Array:
     """Zeros of a type, with dimensions in front; in its memory, sharded and varying over a mesh like it."""
     if getattr(type_, "memory_space", None) == jax.memory.Space.Host:
-        return made_on_host(stacked_type(type_, *in_front) if in_front else type_, zeros_of)
+        return made_on_host(unmapped_aval(in_front[0], 0, type_) if in_front else type_, zeros_of)
     zero = jnp.zeros_like(jax.ShapeDtypeStruct((), type_.dtype))
     sharding = _sharding_of(type_, (None,) * len(in_front))
     zeros = jnp.broadcast_to(zero, (*in_front, *type_.shape), out_sharding=sharding)

@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from .._activity import forwarded_inputs
-from .._compat import is_concrete, is_reference, ordered_effects, trace_context, without_constants
+from .._compat import is_concrete, ordered_effects, trace_context, without_constants
 from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
@@ -200,7 +200,7 @@ def _same_types(init: PyTree, carry: PyTree) -> bool:
 
 def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) -> None:
     """Refuse effects of a layer with which JAX cannot compile the backward pass; says what to do instead."""
-    if any(map(is_reference, constants)):
+    if any(isinstance(constant, jax.Ref) for constant in constants):
         raise TypeError(
             "The layer reads or writes a jax.Ref, which a policy that cuts the layers (nested, "
             "max_carries, first_layers) cannot differentiate. Make it part of the carry or "

@@ -6,9 +6,8 @@ from typing import Any, TypeAlias, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
-
-from .._compat import as_residual, of_residual
 
 T = TypeVar("T")
 Run: TypeAlias = Callable[[Any, Any, Any], T]
@@ -33,18 +32,21 @@ def perturbed_vjp(
     def forward_rule(static: Any, inputs: Any, constants: Any) -> tuple[T, Any]:
         leaves = jax.tree.leaves(inputs)
         wanted = [leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in leaves]
+        # Without data, in its shape: JAX gives a rule with symbolic zeros, differentiated by several sets of
+        # inputs in turn, residuals of one in the structure of another.
+        flags = np.zeros((0, *map(int, wanted)))
         inputs, constants = jax.tree.map(lambda leaf: leaf.value, (inputs, constants))
         if forward is None:  # not `run`: of a second derivative this is a part of what is differentiated
-            return found(static, inputs, constants), (as_residual(wanted), (inputs, constants))
+            return found(static, inputs, constants), (flags, (inputs, constants))
         out, residuals = forward(static, inputs, constants)
-        return out, (as_residual(wanted), residuals)
+        return out, (flags, residuals)
 
     def backward_rule(static: Any, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-        wanted, residuals = residuals
+        flags, residuals = residuals
         if all(isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(cotangent)):
             return None, None
         cotangent = jax.tree.map(_instantiated, cotangent)
-        return backward(static, of_residual(wanted), residuals, cotangent), None
+        return backward(static, tuple(map(bool, flags.shape[1:])), residuals, cotangent), None
 
     found.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return found

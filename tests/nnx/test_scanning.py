@@ -202,7 +202,7 @@ REFUSED = {
     "another length": (
         dict(length=5),
         (X, L),
-        r"\(size 5\).*layer, marked per_layer, has leading dimension 3",
+        r"\(size 5\).*layer.* has leading dimension 3",
     ),
     "no length": (dict(in_axes=(nnx.Carry, None)), (X, L), "nothing to split.*Pass length="),
     "axes of one": (

@@ -17,18 +17,19 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import use_abstract_mesh
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, use_abstract_mesh
 
 from .._compat import compiled_with_text, made_on_host
 from .._files import read_json_fields, replaced_whole
 from .._placement import compiled_for
 from .._static import PyTree
-from . import _compiled_text, _report
-from ._arguments import donated_of, is_made, is_shape, mesh_of, placed, shapes_of
+from . import _compiled_text
 from ._compiled_text import Buffer, largest_buffers, sent_bytes
 from ._flops import Flops, count_flops
 from ._report import HostBytes, MemoryReport, TimeBound
-from ._targets import Target, find_target, target_of_device
+from ._targets import Target, TargetError, find_target, target_of_device
 
 _COMPILERS = ("jax", "libtpu")
 _KINDS = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
@@ -46,23 +47,38 @@ class TracedCall:
     flops: Flops
 
     def report(self, cache: str | Path | None = None) -> MemoryReport:
-        """Compile it, or read what an earlier compilation found in `cache`."""
-        target, devices = self.target, self.devices
+        """Compile it, or read what an earlier compilation found in `cache`.
+
+        A folder that can't be written to, and a file that can't be read, are as none.
+        """
         with warnings.catch_warnings():
             # Donation that was not used shows in the report.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            with compiled_for(target.devices()[0]):  # primitives that expand into others do so now
+            with compiled_for(self.target.devices()[0]):  # primitives that expand into others do so now
                 lowered = self.traced.lower()
-            found = _sizes_of(lowered, target, devices, cache)
+            if cache is None:
+                return self._report(_compiled(lowered, self.target, self.devices))
+            path = Path(cache) / f"{_key(lowered, self.target, self.devices)}.json"
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                return self._report(read_json_fields(path))
+            found = _compiled(lowered, self.target, self.devices)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replaced_whole(path, shared=True) as unfinished:
+                unfinished.write_text(json.dumps(found), encoding="utf-8")
+        return self._report(found)
+
+    def _report(self, found: dict[str, Any]) -> MemoryReport:
+        target, devices = self.target, self.devices
         known = target if target.flops else target_of_device(target.devices()[0])
-        least_time = None if known is None else TimeBound.of(self.flops, known, devices)
+        largest = tuple(Buffer(*each) for each in found["largest"])
         return MemoryReport(
             target=target.name,
             flops=self.flops,
             devices=devices,
             capacity=(known or target).memory,
-            least_time=least_time,
-            **found,
+            least_time=None if known is None else TimeBound.of(self.flops, known, devices),
+            **found | {"host": HostBytes(**found["host"]), "largest": largest},
         )
 
 
@@ -124,10 +140,10 @@ def trace_call(
             "and say what is donated: report(fn, *args, donate=...)."
         )
     target, given = find_target(target), shapes_of((fn, args, kwargs))
-    mesh = mesh_of(target, given)
-    arrays, static = eqx.partition(placed(target, mesh, given), is_shape)
-    to_make, arrays = eqx.partition(arrays, jax.tree.map(functools.partial(is_made, target), given))
-    donated, kept = eqx.partition(arrays, donated_of(fn, args, kwargs, donate))
+    mesh = _mesh_of(target, given)
+    arrays, static = eqx.partition(_placed(target, mesh, given), _is_shape)
+    to_make, arrays = eqx.partition(arrays, jax.tree.map(functools.partial(_is_made, target), given))
+    donated, kept = eqx.partition(arrays, _donated_of(fn, args, kwargs, donate))
     shapes, structure = jax.tree.flatten(to_make)
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
@@ -145,27 +161,94 @@ def trace_call(
     return TracedCall(target, mesh.size, traced, flops + Flops(bytes_to_host=-of_made))
 
 
-def _sizes_of(lowered: Any, target: Target, devices: int, folder: str | Path | None) -> dict[str, Any]:
-    """What the compilation of a `jax.stages.Lowered` tells of a report, or an earlier one, kept in `folder`.
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
-    A folder that can't be written to, and a file that can't be read, are as none.
-    """
-    if folder is None:
-        return _compiled(lowered, target, devices)
-    path = Path(folder) / f"{_key(lowered, target, devices)}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        found = read_json_fields(path)
-        largest = tuple(Buffer(*each) for each in found["largest"])
-        return found | {"host": HostBytes(**found["host"]), "largest": largest}
-    found = _compiled(lowered, target, devices)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_whole(path, shared=True) as unfinished:
-            unfinished.write_text(json.dumps(found, default=vars), encoding="utf-8")
-    return found
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """A tree with shapes in the place of arrays, with their shardings."""
+
+    def shape(leaf: Any) -> Any:
+        if not eqx.is_array(leaf):
+            return leaf
+        sharding, weak = getattr(leaf, "sharding", None), bool(getattr(leaf, "weak_type", False))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+    return jax.tree.map(shape, tree)
+
+
+def _mesh_of(target: Target, call: PyTree) -> Mesh:
+    """The mesh that a call's arguments lie on, of the target's devices; without axes for one device."""
+    meshes = {}
+    for leaf in jax.tree.leaves(call):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            meshes[tuple(sharding.mesh.shape.items())] = sharding.mesh
+        elif isinstance(sharding, Sharding) and sharding.num_devices > 1:
+            raise ValueError(f"arguments on several devices must have NamedShardings, got {sharding}")
+    if len(meshes) > 1:
+        raise ValueError(f"arguments lie on different meshes: {sorted(meshes)}; put all of them on one mesh")
+    for mesh in meshes.values():
+        devices = target.devices(mesh.size)
+        if isinstance(mesh, Mesh) and {*mesh.devices.flat} == {*devices}:
+            return mesh
+        grid = np.asarray(devices, dtype=object).reshape([*mesh.shape.values()])
+        return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+    return Mesh(np.asarray(target.devices()[0], dtype=object), ())
+
+
+def _placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
+    """A call with its shapes on the mesh."""
+
+    def shape(path: Any, leaf: Any) -> Any:
+        if not _is_shape(leaf):
+            return leaf
+        if _is_made(target, leaf) and mesh.size > 1:
+            raise TargetError(
+                f"target {target.name!r} cannot size {jtu.keystr(path)}, which is on the host, for several "
+                "devices: without them XLA:GPU counts it in device memory. Size one device, use a TPU "
+                "target, or compile on the GPUs themselves with target='local'."
+            )
+        sharding = leaf.sharding
+        spec = sharding.spec if isinstance(sharding, NamedSharding) and mesh.size > 1 else PartitionSpec()
+        return leaf.update(sharding=NamedSharding(mesh, spec, memory_kind=_host_memory(leaf)))
+
+    return jtu.tree_map_with_path(shape, call)
+
+
+def _is_made(target: Target, leaf: Any) -> bool:
+    """Whether the program has to make this argument, a leaf of the call as it was given."""
+    return not target.sizes_host_arguments and _host_memory(leaf) is not None
+
+
+def _host_memory(leaf: Any) -> str | None:
+    """The kind of host memory that an argument is in; None for device memory."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind if kind is not None and "host" in kind else None
+
+
+def _donated_of(
+    fn: Callable, args: Sequence[PyTree], kwargs: dict[str, PyTree], donate: str | Sequence[str]
+) -> PyTree:
+    """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
+    if donate == "all":
+        return True
+    if not donate:
+        return False
+    names = {donate} if isinstance(donate, str) else {*donate}
+    # The arguments after the last parameter are its own: `*args`.
+    parameters = [*inspect.signature(fn).parameters]
+    by_position = [parameters[min(k, len(parameters) - 1)] for k in range(len(args))]
+    if missing := sorted(names - {*kwargs, *by_position}):
+        raise ValueError(
+            f"donate={missing[0]!r} is not an argument of this call: expected 'all' or some of "
+            f"{sorted({*by_position, *kwargs})}"
+        )
+    return False, tuple(name in names for name in by_position), {name: name in names for name in kwargs}
 
 
 def _compiled(lowered: Any, target: Target, devices: int) -> dict[str, Any]:
+    """What the compilation of a `jax.stages.Lowered` tells of a report."""
     start = time.perf_counter()
     compiled, text = compiled_with_text(lowered, target.devices()[0].platform)
     if isinstance(compiled, jax.errors.JaxRuntimeError):
@@ -178,8 +261,8 @@ def _compiled(lowered: Any, target: Target, devices: int) -> dict[str, Any]:
         for where in ("", "host_")
     )
     sent = sent_bytes(text, devices) if devices > 1 else 0
-    found = {"host": HostBytes(**host), "sent": sent, "largest": largest_buffers(text)}
-    return device | found | {"compile_seconds": seconds}
+    found = {"host": host, "sent": sent, "largest": largest_buffers(text), "compile_seconds": seconds}
+    return device | found
 
 
 def _key(lowered: Any, target: Target, devices: int) -> str:
@@ -190,7 +273,7 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     versions = sorted(f"{each.name} {each.version}" for each in importlib.metadata.distributions())
     parts = [repr(target), str(devices), compiler, device.device_kind, *flags]
     parts += [each for each in versions if each.startswith(_COMPILERS)]
-    parts += [inspect.getsource(module) for module in (_compiled_text, _report)]
+    parts.append(inspect.getsource(_compiled_text))
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
 
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -37,20 +37,11 @@ _ALLOCATES_NOTHING = frozenset(
 )
 
 
-class _Array(NamedTuple):
-    size: int  # in bytes
-    shape: str
-    layout: str
-
-
 class _Instruction(NamedTuple):
     kind: str
-    results: list[_Array]
+    results: list[tuple[int, str, str]]  # bytes, shapes and layouts of arrays
     called: list[str]
     rest: str  # its line after the opening bracket
-
-
-_Computations: TypeAlias = dict[str, list[_Instruction]]
 
 
 class Buffer(NamedTuple):
@@ -79,20 +70,20 @@ def largest_buffers(program: str) -> tuple[Buffer, ...]:
     sources = _sources(program)
     fused = {name for body in bodies.values() for one in body if one.kind == "fusion" for name in one.called}
 
-    def buffer(one: _Instruction, array: _Array) -> Buffer:
+    def buffer(one: _Instruction, size: int, shape: str) -> Buffer:
         inside = [inner.rest for name in one.called for inner in bodies.get(name, ())]
         texts = [one.rest, *(inside[::-1] if one.kind == "fusion" else ())]
         scope = next(filter(None, map(_SCOPES.search, texts)), None)
         frames = [found[1] for found in map(_FRAME.search, texts) if found]
         source = next((sources[frame] for frame in frames if frame in sources), "")
-        return Buffer(array.size, array.shape, scope[1] if scope else one.kind, source)
+        return Buffer(size, shape, scope[1] if scope else one.kind, source)
 
     allocating = [one for name, body in bodies.items() if name not in fused for one in body]
     buffers = [
-        buffer(one, array)
+        buffer(one, size, shape)
         for one in allocating
-        for array in one.results
-        if one.kind not in _ALLOCATES_NOTHING and "S(" not in array.layout  # in another memory
+        for size, shape, layout in one.results
+        if one.kind not in _ALLOCATES_NOTHING and "S(" not in layout  # in another memory
     ]
     found: dict[tuple[str, str], Buffer] = {}
     for each in sorted(buffers, reverse=True):
@@ -115,7 +106,7 @@ def sent_bytes(program: str, devices: int) -> int:
 
     def of_instruction(one: _Instruction) -> float:
         if found := _COLLECTIVES.match(one.kind):
-            size = sum(array.size for array in one.results)
+            size = sum(size for size, _, _ in one.results)
             return _sent_in(found[1], bool(found[2]), size, _group(one.rest, devices))
         if one.kind.endswith(("-done", "-update")):  # of what has started
             return 0.0
@@ -127,9 +118,9 @@ def sent_bytes(program: str, devices: int) -> int:
     return round(sent(entry))
 
 
-def _computations(text: str) -> tuple[_Computations, str]:
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     """The instructions of each computation, in the order in which they run, and the name of the first."""
-    found: _Computations = {}
+    found: dict[str, list[_Instruction]] = {}
     entry, body = "", []
     for line in text.splitlines():
         if start := _COMPUTATION.match(line):
@@ -142,10 +133,10 @@ def _computations(text: str) -> tuple[_Computations, str]:
     return found, entry
 
 
-def _arrays(types: str) -> Iterable[_Array]:
+def _arrays(types: str) -> Iterable[tuple[int, str, str]]:
     for shape, bits, sizes, layout in _ARRAY.findall(types):
         size = int(bits or 8) * math.prod(map(int, filter(None, sizes.split(","))))
-        yield _Array(-(-size // 8), shape, layout)
+        yield -(-size // 8), shape, layout
 
 
 def _sources(text: str) -> dict[str, str]:
@@ -171,7 +162,7 @@ def _sources(text: str) -> dict[str, str]:
     return found
 
 
-def _trips(loop: _Instruction, computations: _Computations) -> float:
+def _trips(loop: _Instruction, computations: dict[str, list[_Instruction]]) -> float:
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
     scopes = _SCOPES.search(loop.rest)
@@ -180,9 +171,9 @@ def _trips(loop: _Instruction, computations: _Computations) -> float:
         return float(trips)
     # Of a loop from 0 to a constant; XLA for TPUs says no count.
     bodies = (computations[name] for name in loop.called)
-    condition = next(body for body in bodies if body[-1].results[0].shape == "pred[]")
+    condition = next(body for body in bodies if body[-1].results[0][1] == "pred[]")
     constants = (one for one in condition if one.kind == "constant")
-    limits = [one.rest for one in constants if one.results[0].shape in ("s32[]", "u32[]")]
+    limits = [one.rest for one in constants if one.results[0][1] in ("s32[]", "u32[]")]
     return int(limits[0].split(")")[0]) if len(limits) == 1 else 1
 
 

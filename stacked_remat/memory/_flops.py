@@ -250,11 +250,12 @@ def _where(eqn: Any) -> str:
 
 
 def _transfers(eqn: Any) -> Flops:
-    moved = {jax.memory.Space.Host: 0, jax.memory.Space.Device: 0}
-    for source, result in zip(eqn.invars, eqn.outvars, strict=True):
-        if source.aval.memory_space != result.aval.memory_space and result.aval.memory_space in moved:
-            moved[result.aval.memory_space] += _size(result) * result.aval.dtype.itemsize
-    return Flops(bytes_from_host=moved[jax.memory.Space.Device], bytes_to_host=moved[jax.memory.Space.Host])
+    def moved(to: Any) -> int:
+        pairs = [(source.aval, out.aval) for source, out in zip(eqn.invars, eqn.outvars, strict=True)]
+        results = [out for source, out in pairs if source.memory_space != to == out.memory_space]
+        return sum(out.size * out.dtype.itemsize for out in results)
+
+    return Flops(0, moved(jax.memory.Space.Device), moved(jax.memory.Space.Host))
 
 
 def _size(atom: Any) -> int:

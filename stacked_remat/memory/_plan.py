@@ -10,8 +10,7 @@ from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._schedule import whole_number
 from .._static import PyTree
-from ._arguments import shapes_of
-from ._call import TracedCall, trace_call
+from ._call import TracedCall, shapes_of, trace_call
 from ._report import MemoryReport
 from ._search import Search, Trial, check_compiled, policy_name
 from ._table import as_table, common_unit, readable_bytes, readable_count

@@ -91,7 +91,9 @@ class Search:
         With wider limits the result never has more FLOPs: candidates are tried in an order that does not
         depend on the limits, and `first_layers` and carries by bisection over counts that do not either.
         """
-        plain: list[ScanCheckpointSpec] = [policy for policy in candidates if _recomputes_nothing(policy)]
+        plain: list[ScanCheckpointSpec] = [
+            one for one in candidates if (own := resolve_policy(one)).saves_everything and not own.is_nested
+        ]
         first = self._first_to_fit(plain)
         if first is not None or self._too_large():
             return first
@@ -187,11 +189,6 @@ class Search:
             return flops.matmul, flops.moved
         except Exception:  # raised again where it is this policy's turn to be compiled
             return _NEVER
-
-
-def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
-    policy = resolve_policy(policy)
-    return policy.saves_everything and not policy.is_nested
 
 
 def _with(base: ScanCheckpointPolicy, field: str, count: int) -> ScanCheckpointPolicy | None:

@@ -13,12 +13,12 @@ from haliax.state_dict import StateDict
 from ._block_foldable import BlockFoldable, M
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
-from ._scan.checks import axis_or_name, layers_axis
+from ._scan.checks import layers_axis
 from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
 from ._scan.layers import Loop, scan_unrolled
 from ._scan.marks import changed, is_array
-from ._stacked_methods import check_layer_index, check_modules
+from ._stacked_methods import axis_of_modules, check_layer_index
 from ._state_dict import layers_from_state_dict
 from ._static import PyTree
 
@@ -48,13 +48,7 @@ class BlockSeq(BlockFoldable[M]):
     )
 
     def __check_init__(self):
-        what = type(self).__name__
-        check_modules(self.blocks, what, "blocks")
-        if len(self.blocks) != self.Layers.size:
-            raise ValueError(
-                f"`{self.Layers.name}` has {self.Layers.size} layers, but {len(self.blocks)} blocks were "
-                "given."
-            )
+        axis_of_modules(self.blocks, self.Layers, type(self).__name__)
 
     @classmethod
     def of(
@@ -93,10 +87,8 @@ class BlockSeq(BlockFoldable[M]):
             blocks = [eqx.nn.Sequential([layer]) for layer in layers]
         elif isinstance(layers, Sequence):
             blocks = [*map(module, layers)]
-        check_modules(blocks, what)
-        axis = axis_or_name(Layers, what)
         make: Any = cls
-        return make(blocks, Axis(axis, len(blocks)) if isinstance(axis, str) else axis, remat)
+        return make(blocks, axis_of_modules(blocks, Layers, what), remat)
 
     @classmethod
     def _build_all(
@@ -131,17 +123,7 @@ class BlockSeq(BlockFoldable[M]):
 
         return run
 
-    def fold_vjp(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Not supported: a `TypeError` that says what to use instead."""
-        raise TypeError(
-            "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no loop visits them. Use "
-            "jax.vjp of its fold or scan, or a Stacked."
-        )
-
-    scan_vjp = fold_vjp
-
     def get_layer(self, index: Any) -> M:
-        """One layer; negative indices count from the end, and one outside is an `IndexError`."""
         return self.blocks[check_layer_index(index, self.Layers)]
 
     def __iter__(self) -> Iterator[M]:

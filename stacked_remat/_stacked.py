@@ -28,11 +28,11 @@ from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, check_no_state, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
 from ._scan.marks import changed, check_unmarked, is_array, per_kind, stored
-from ._scan.stacking import name_stacked, number_of_layers, stack_layers, take_layers
+from ._scan.stacking import name_stacked, stack_layers, take_layers
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack
 from ._scan.vjp import sweep_forward
-from ._stacked_methods import check_layer_index, check_module, check_modules
+from ._stacked_methods import axis_of_modules, check_layer_index, check_module
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
 from ._sweep.store import at_least_one
@@ -103,11 +103,6 @@ class StackedKinds(BlockFoldable[M]):
             ValueError: names every layer that is missing, mismatched or unknown, and arrays that all layers
                 of a stack share and that differ there.
         """
-        if not isinstance(self, StackedKinds):
-            raise TypeError(
-                "from_state_dict reads into a stack, whose layers say which arrays there are. Write "
-                "stack.from_state_dict(state_dict, prefix)."
-            )
         stacks, order = self._stacks, self._kind_of_each
         types = {name: layer_types(stacks[name]) for name in {*order}}
         layers = layers_from_state_dict([types[name] for name in order], state_dict, prefix)
@@ -303,32 +298,14 @@ class Stacked(StackedKinds[M]):
             TypeError: for anything but a sequence of modules, or one with the number of layers.
         """
         what = f"{cls.__name__}.of"
-        Layers = axis_or_name(Layers, what)
-        is_stacked = isinstance(layers, eqx.Module)
-        if not is_stacked:
-            check_modules(layers, what)
-        elif isinstance(Layers, str):
-            raise TypeError(
-                f"{what} takes a list of layers; got one module, {type(layers).__name__}. Where its arrays "
-                f"have the layers in front already, say how many: {what}(module, 6)."
-            )
-        size = number_of_layers(layers) if is_stacked else len(layers)
-        if not is_stacked and not size:
-            raise ValueError(
-                f"{what} takes at least one layer; got none. Build the stack by {cls.__name__}.init."
-            )
-        axis = Axis(Layers, size) if isinstance(Layers, str) else Layers
-        if size != axis.size:
-            given = f"{what} was given {size}."
-            if is_stacked:
-                given = f"the arrays of {type(layers).__name__} have {size} in front. Give a list of layers."
-            raise ValueError(f"`{axis.name}` has {axis.size} layers, but {given}")
         build: Any = cls
-        if is_stacked:
-            stacked = arrays_in_indices(name_stacked(layers, axis, what), (size,))
-        else:
-            stacked = stack_layers(marked_alike(layers), axis, what)
-        return build(stacked, axis, resolve_policy(remat))
+        if isinstance(layers, eqx.Module) and not isinstance(axis := axis_or_name(Layers, what), str):
+            stacked = arrays_in_indices(name_stacked(layers, axis, what), (axis.size,))
+            return build(stacked, axis, remat)
+        axis = axis_of_modules(layers, Layers, what)
+        if not layers:
+            raise ValueError(f"{what} takes at least one layer. Build the stack by {cls.__name__}.init.")
+        return build(stack_layers(marked_alike(layers), axis, what), axis, remat)
 
     @classmethod
     def _build_all(

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, 
 import equinox as eqx
 from equinox.nn import State
 from haliax import Axis
-from jax.core import Tracer
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import parameters_of
-from ._scan.checks import describe
+from ._scan.checks import axis_or_name, describe
 from ._static import PyTree
 
 if TYPE_CHECKING:
@@ -122,13 +121,19 @@ def check_options(blocks: Iterable[PyTree], verb: str, options: dict[str, Any]) 
                 )
 
 
-def check_modules(layers: PyTree, what: str, name: str = "layers") -> None:
+def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
+    """The axis of a list of modules, which may be given by its name."""
     if not isinstance(layers, Sequence):
         raise TypeError(
             f"{what} takes a list of modules, one for each layer; got {describe(layers)}. Make a list of it."
         )
     for i, layer in enumerate(layers):
-        check_module(layer, f"{name}[{i}] of {what}")
+        check_module(layer, f"layers[{i}] of {what}")
+    axis = axis_or_name(Layers, what)
+    axis = Axis(axis, len(layers)) if isinstance(axis, str) else axis
+    if axis.size != len(layers):
+        raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}.")
+    return axis
 
 
 def check_module(value: Any, where: str) -> None:
@@ -144,13 +149,6 @@ def check_module(value: Any, where: str) -> None:
 
 def check_layer_index(index: Any, Layers: Axis) -> int:
     """The index counted from the front; an error outside of the axis."""
-    if isinstance(index, Tracer):
-        raise TypeError(
-            f"Layer {index} of `{Layers.name}` is chosen by a traced integer, and these layers may differ. "
-            "Choose by a Python one, or stack layers of one kind in a Stacked."
-        )
-    if isinstance(index, str | tuple | list | float):
-        raise TypeError(f"A layer is chosen by an integer, several by one slice [start:stop]; got {index!r}.")
     position = operator.index(index)
     if not -Layers.size <= position < Layers.size:
         held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"

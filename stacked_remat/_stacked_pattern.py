@@ -18,11 +18,6 @@ from ._static import PyTree
 from ._sweep.kinds import Pattern
 
 
-def _as_tuple(names: Any) -> tuple[str, ...]:
-    """The names as a tuple; what is no sequence of names is left to be refused."""
-    return tuple(names) if isinstance(names, list) else names
-
-
 class StackedPattern(StackedKinds[M]):
     """Layers of several kinds in any order, each kind stacked, applied one after the other in one loop.
 
@@ -53,7 +48,7 @@ class StackedPattern(StackedKinds[M]):
     """
 
     stacks: dict[str, Stacked[M]]
-    pattern: tuple[str, ...] = eqx.field(static=True, converter=_as_tuple)
+    pattern: tuple[str, ...] = eqx.field(static=True, converter=tuple)
     Layers: Axis = eqx.field(static=True, converter=layers_axis)
     remat: ScanCheckpointPolicy = eqx.field(
         static=True, converter=resolve_policy, default=ScanCheckpointPolicy()

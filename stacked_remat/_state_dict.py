@@ -69,11 +69,6 @@ def _check_layers(
     templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None
 ) -> Iterable[str]:
     """Refuse a state dict that does not fit; returns the keys of all layers."""
-
-    def unlike(shapes: dict[str, tuple[int, ...]]) -> list[str]:
-        found = {key: np.shape(state_dict[key]) for key in shapes if key in state_dict}
-        return entry_problems(shapes, found)
-
     problems, expected = [], dict[str, tuple[int, ...]]()
     for index, template in enumerate(templates):
         layer_prefix = with_prefix(prefix, str(index))
@@ -82,20 +77,14 @@ def _check_layers(
             problems.append(f"missing: layer {index} (no key starts with {layer_prefix!r})")
         else:
             expected |= shapes
-    problems += unlike(expected)
-    count = len(templates)
+    found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}
+    problems += entry_problems(expected, found)
     if problems and not expected and state_dict:
-        stacked = {key: (count, *shape) for key, shape in _shapes(templates[0], prefix).items()}
-        if not unlike(stacked):
-            raise ValueError(
-                f"The state dict has all layers in one array: {next(iter(stacked))!r} has {count} in front. "
-                "Write Stacked(haliax.state_dict.from_state_dict(stack.stacked, state_dict, prefix), Layers)."
-            )
-        expects = "without a prefix" if prefix is None else f"with prefix {prefix!r}"
         raise ValueError(
             f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is "
-            f"{next(iter(state_dict))!r}. It was read {expects}: give the prefix that it was written with."
+            f"{next(iter(state_dict))!r}. Give the prefix that it was written with."
         )
+    count = len(templates)
     too_many = sorted({index for index in _layer_indices(state_dict, prefix) if index >= count})
     problems += [f"unknown: layer {index} (the stack has {count} layers)" for index in too_many]
     if problems:

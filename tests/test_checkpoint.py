@@ -290,7 +290,7 @@ def test_a_list_of_functions_of_trees():
         (lambda: checkpoint(layer, save=True, offload=["a"]), ValueError, "keeps everything"),
         (lambda: BlockSeq.of(layer), TypeError, "BlockSeq.of takes a list of modules, .*Make a list"),
         (lambda: BlockSeq.of([layer, 3]), TypeError, r"layers\[1\] of BlockSeq.of is a value of type int"),
-        (lambda: BlockSeq.of([layer], 2), ValueError, "`layers` has 2 layers, but 1 blocks were given"),
+        (lambda: BlockSeq.of([layer], 2), ValueError, "`layers` has 2 layers, but BlockSeq.of was given 1"),
     ],
 )
 def test_mistakes(call, error, text):

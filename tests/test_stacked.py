@@ -236,7 +236,7 @@ class TestBlockSeq:
             sequence.vmap_via(lambda block: block.value)()
 
     def test_the_blocks_are_a_list_of_modules(self):
-        with pytest.raises(TypeError, match=r"blocks\[1\] of BlockSeq is a value of type int. Let it be an"):
+        with pytest.raises(TypeError, match=r"layers\[1\] of BlockSeq is a value of type int. Let it be an"):
             BlockSeq([PlainBlock(3, key=jax.random.key(0)), 3], hax.Axis("layers", 2))
         with pytest.raises(
             TypeError, match="a list of modules, one for each layer; got a value of type PlainBlock"
@@ -248,7 +248,7 @@ def test_a_layer_by_a_traced_index():
     weights, some = jax.jit(jax.vmap(lambda stack, i: stack[i].weight, (None, 0))), jnp.asarray([2, -1, 0])
     stack = Stacked.init(Layers, PlainBlock)(3, key=keys())
     np.testing.assert_array_equal(weights(stack, some), stack.stacked.weight[some])
-    with pytest.raises(TypeError, match="`layers` is chosen by a traced integer"):
+    with pytest.raises(TypeError, match="traced"):
         weights(BlockSeq(stack.unstacked(), Layers), some)
 
 

@@ -19,12 +19,6 @@ from .marks import is_array, is_named, is_split, leaf_size, raw_array, with_axes
 T = TypeVar("T")
 
 
-def number_of_layers(tree: PyTree) -> int:
-    """The size of the first dimension of the first array, 0 where there is none."""
-    arrays = [raw_array(leaf) for leaf in jtu.tree_leaves(tree, is_leaf=is_named)]
-    return next((array.shape[0] for array in arrays if is_array(array) and array.ndim), 0)
-
-
 def name_stacked(tree: T, axis: Axis, what: str) -> T:
     """A tree whose named arrays have a first dimension without a name, which is that of the new axis."""
 

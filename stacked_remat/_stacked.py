@@ -302,10 +302,11 @@ class Stacked(StackedKinds[M]):
         if isinstance(layers, eqx.Module) and not isinstance(axis := axis_or_name(Layers, what), str):
             stacked = arrays_in_indices(name_stacked(layers, axis, what), (axis.size,))
             return build(stacked, axis, remat)
-        axis = axis_of_modules(layers, Layers, what)
-        if not layers:
+        given: Any = layers
+        axis = axis_of_modules(given, Layers, what)
+        if not given:
             raise ValueError(f"{what} takes at least one layer. Build the stack by {cls.__name__}.init.")
-        return build(stack_layers(marked_alike(layers), axis, what), axis, remat)
+        return build(stack_layers(marked_alike(given), axis, what), axis, remat)
 
     @classmethod
     def _build_all(

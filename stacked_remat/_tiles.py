@@ -14,7 +14,7 @@ from jaxtyping import Array
 from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr, without_constants
 from ._static import PyTree, Static
-from ._sweep.gradient import Mask, merge, pick
+from ._sweep.gradient import merge, pick
 from ._sweep.rules import (
     Bound,
     Differentiable,
@@ -27,7 +27,7 @@ from ._sweep.rules import (
     primal_of,
     tangent_of,
 )
-from ._sweep.slots import Arrays
+from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
 from ._sweep.trace import kept
 
@@ -194,8 +194,7 @@ class Tiles(Differentiable):
         has_ct = tuple(is_ and not is_zero(ct) for is_, ct in zip(is_float, cotangents, strict=True))
         pullback = compiled(Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct)))
         found = pullback([*arrays], as_arrays(pick(cotangents, has_ct)))
-        for total, ct in zip(pick(sums, nonzero), found, strict=True):
-            total.accum(ct)
+        self._add(found, sums, nonzero)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -205,7 +204,7 @@ class Tiles(Differentiable):
         inputs = [dim if dim is None else dim + is_ for dim, is_ in zip(old.inputs, is_mapped, strict=True)]
         outputs = [dim if dim is None else dim + 1 for dim in old.outputs]
         tiling = Tiling.of(old.cut, traced, inputs, outputs)
-        return run_tiles(tiling, moved(args, dims, 0)), [0] * len(outputs)
+        return run_tiles(tiling, [*map(moved, args, dims)]), [0] * len(outputs)
 
 
 def run_tiles(derived: Derived, arrays: Sequence[Array]) -> Arrays:

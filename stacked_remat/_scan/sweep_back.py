@@ -13,12 +13,12 @@ from jax import lax
 
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree
-from .._sweep.gradient import LayerPullback, LeafVisit, pick, scatter_leaves, with_part
+from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_backward
 from .._sweep.reverse import sweep_back
 from .._sweep.slots import Arrays, Checkpoints
-from .._sweep.store import at_least_one, on_mesh, read, read_layer, write, zeros_like
+from .._sweep.store import at_least_one, on_mesh, read, write, zeros_like
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
 from .layer_axis import Join, Leaf, Split, TreeLayout, split_kinds
@@ -41,8 +41,8 @@ class SweepBack(eqx.Module):
     """
 
     _checkpoints: Checkpoints
-    _xs: Arrays
-    _shared: Arrays
+    _xs: list[Arrays]
+    _shared: list[Arrays]
     _types: SweepTypes = eqx.field(static=True)
     _wrap: Callable[[SweepResult], SweepResult] = eqx.field(static=True, default=lambda result: result)
 
@@ -102,7 +102,7 @@ class SweepBack(eqx.Module):
         return dataclasses.replace(self, _wrap=wrap)
 
 
-def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, Arrays]:
+def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, list[Arrays]]:
     given = cotangent if types.has_output and cotangent is not None else (cotangent, None)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise ValueError(
@@ -110,20 +110,19 @@ def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, Arrays]:
             f"{describe(cotangent)}."
         )
     (carry_ct, ys_ct), (carry, ys), source = given, types.outputs, "given to sweep_back"
-    return (
-        cotangent_leaves(carry_ct, carry, types.perturbed.carry, "the carry", source),
-        cotangent_leaves(ys_ct, ys, types.perturbed.ys, "the outputs", source),
-    )
+    masks = types.perturbed
+    of_ys = iter(cotangent_leaves(ys_ct, ys, sum(masks.ys, ()), "the outputs", source))
+    of_kinds = [[next(of_ys) for _ in range(sum(mask))] for mask in masks.ys]
+    return cotangent_leaves(carry_ct, carry, masks.carry, "the carry", source), of_kinds
 
 
-def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult:
-    types, masks = sweep._types, sweep._types.perturbed
-    init_ct, xs_ct, shared_ct = sweep_backward(
-        types.spec, masks, sweep._checkpoints, sweep._xs, sweep._shared, carry_ct, ys_ct
-    )
-    of_xs, of_shared = scatter_leaves(xs_ct, masks.xs), scatter_leaves(shared_ct, masks.shared)
-    carry = jtu.tree_unflatten(types.carry_tree, scatter_leaves(init_ct, masks.init))
-    trees = [kind.stacked(of_xs, of_shared, cotangents=True) for kind in types.kinds]
+def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: list[Arrays]) -> SweepResult:
+    types, kept = sweep._types, (sweep._checkpoints, sweep._xs, sweep._shared)
+    found = sweep_backward(types.spec, types.perturbed, *kept, carry_ct, ys_ct)
+    tree = jax.tree.structure((sweep._checkpoints.first(), sweep._xs, sweep._shared))
+    init, xs, shared = tree.unflatten(scatter_leaves(found, types.perturbed.inputs))
+    carry = jtu.tree_unflatten(types.carry_tree, init)
+    trees = [kind.stacked(xs, shared, cotangents=True) for kind in types.kinds]
     (layers, *args), kwargs = types.join(trees)
     return SweepResult(carry, layers, tuple(args), kwargs)
 
@@ -131,15 +130,15 @@ def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays) -> SweepResult
 class _Loop(NamedTuple):
     """What a sweep with a visitor carries from layer to layer, or one layer's part of it.
 
-    A list has `None` for what the visitor leaves as it is: new arrays of layers, cotangents of arguments that
-    are split, or shared (summed), and the state of layers, a list for each kind.
+    It has a list for each kind, a layer that of its own, with `None` for what the visitor leaves as it is: of
+    new arrays of layers, cotangents of arguments that are split, or shared (summed), and the state of layers.
     """
 
     layers: list[PyTree]
     split_ct: list[PyTree]
     shared_ct: list[PyTree]
-    state: PyTree
     layer_state: list[PyTree]
+    state: PyTree
 
 
 def _without_derivatives(leaf: Any) -> Any:
@@ -155,7 +154,12 @@ _NO_DERIVATIVES = (
 
 
 def _visited(
-    sweep: SweepBack, carry_ct: Arrays, ys_ct: Arrays, visitor: Visitor, state: PyTree, layer_state: PyTree
+    sweep: SweepBack,
+    carry_ct: Arrays,
+    ys_ct: list[Arrays],
+    visitor: Visitor,
+    state: PyTree,
+    layer_state: PyTree,
 ) -> SweepResult:
     types = sweep._types
     states, join = _split_layer_state(types, layer_state)
@@ -171,18 +175,16 @@ def _visited(
     def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         carry_ct, new = visit(leaves, loop)
         # Without the barrier XLA holds a layer's internals until all is written.
-        new, layer_state = lax.optimization_barrier(new), [*loop.layer_state]
-        own = layer_state[leaves.kind.number]
-        layer_state[leaves.kind.number] = _written(own, leaves.row, new.layer_state)
-        return carry_ct, _Loop(
-            _written(loop.layers, leaves.row, new.layers),
-            _written(loop.split_ct, leaves.row, new.split_ct),
-            [old if ct is None else old + ct for old, ct in zip(loop.shared_ct, new.shared_ct, strict=True)],
-            new.state,
-            layer_state,
-        )
+        new, k = lax.optimization_barrier(new), leaves.kind.number
+        layers, split_ct, shared_ct, layer_state = ([*of_kinds] for of_kinds in loop[:4])
+        layers[k] = _written(layers[k], leaves.row, new.layers)
+        split_ct[k] = _written(split_ct[k], leaves.row, new.split_ct)
+        pairs = zip(shared_ct[k], new.shared_ct, strict=True)
+        shared_ct[k] = [old if ct is None else old + ct for old, ct in pairs]
+        layer_state[k] = _written(layer_state[k], leaves.row, new.layer_state)
+        return carry_ct, _Loop(layers, split_ct, shared_ct, layer_state, new.state)
 
-    def xs_in(loop: _Loop) -> Arrays:
+    def xs_in(loop: _Loop) -> list[Arrays]:
         return eqx.combine(loop.layers, sweep._xs)
 
     examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
@@ -231,33 +233,29 @@ def _first_loop(
     state_stacks: list[list[PyTree]],
 ) -> _Loop:
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
-    nothing = [[None] * len(stacks) for stacks in (sweep._xs, sweep._shared, *state_stacks)]
-    loop = _Loop(nothing[0], nothing[0], nothing[1], state, nothing[2:])
+    every = sweep._xs, sweep._xs, sweep._shared, jax.tree.map(jnp.asarray, state_stacks)
+    loop = _Loop(*jax.tree.map(lambda _: None, every), state=state)
     new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
-    layers = _where_given(sweep._xs, *(found.layers for found in new))
-    split_ct = _where_given(sweep._xs, *(found.split_ct for found in new))
-    shared_ct = _where_given(sweep._shared, *(found.shared_ct for found in new))
-    pairs = zip(state_stacks, new, strict=True)
-    stacks = [_where_given([*map(jnp.asarray, own)], found.layer_state) for own, found in pairs]
+    layers, split_ct, shared_ct, stacks = (
+        [[*map(_where_given, *each)] for each in zip(of_kinds, entries, strict=True)]
+        for of_kinds, entries in zip(every, zip(*(found[:4] for found in new), strict=True), strict=True)
+    )
     layers, stacks = jax.tree.map(on_mesh, (layers, stacks))
     split_ct, shared_ct = jax.tree.map(zeros_like, split_ct), jax.tree.map(jnp.zeros_like, shared_ct)
-    return _Loop(layers, split_ct, shared_ct, state, stacks)
+    return _Loop(layers, split_ct, shared_ct, stacks, state)
 
 
-def _where_given(stacks: list[PyTree], *entries: list[PyTree]) -> list[PyTree]:
-    given = [any(entry is not None for entry in of_stack) for of_stack in zip(*entries, strict=True)]
-    return [stack if is_ else None for is_, stack in zip(given, stacks, strict=True)]
+def _where_given(stack: PyTree, entry: PyTree) -> PyTree:
+    return None if entry is None else stack
 
 
-def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: Arrays) -> LeafVisit:
+def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: list[Arrays]) -> LeafVisit:
     """A visit of the first layer of a kind, for its types."""
-    types, index = sweep._types, jnp.int32(0)
-    perturbed, whole = types.perturbed.of_part(kind.xs, kind.ys), types.spec.unsliced[kind.xs]
-    of_kind = pick(scatter_leaves(ys_ct, types.perturbed.ys)[kind.ys], perturbed.ys)
-    x = read_layer([*map(at_least_one, sweep._xs[kind.xs])], 0, whole)
-    cotangents = carry_ct, read([*map(at_least_one, of_kind)], 0)
-    inputs = sweep._shared, sweep._checkpoints.first(), x
-    vjp = functools.partial(LayerPullback(kind.layer, perturbed), *inputs, None, cotangents)
+    masks, index, k = sweep._types.perturbed, jnp.int32(0), kind.number
+    x, y_ct = (read([*map(at_least_one, stacks[k])], 0) for stacks in (sweep._xs, ys_ct))
+    inputs, cotangents = (sweep._shared[k], sweep._checkpoints.first(), x), (carry_ct, y_ct)
+    pullback = LayerPullback(kind.layer, masks.of_layer(kind), (masks.carry, masks.ys[k]))
+    vjp = functools.partial(pullback, *inputs, None, cotangents)
     return LeafVisit(index, kind, index, *inputs, cotangents, vjp)
 
 
@@ -287,13 +285,8 @@ def _new_leaves(
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)
     args, kwargs = _argument_cotangents(visit, result)
     of_split, of_shared = kind.layout.arrays(((eqx.filter(visit.layer, False), *args), kwargs))
-    layers, split_ct = ([None] * len(types.perturbed.xs) for _ in range(2))
-    shared_ct: list[PyTree] = [None] * len(types.perturbed.shared)
-    layers = with_part(layers, kind.own.xs, own + [None] * (len(of_split) - len(own)))
-    split_ct = with_part(split_ct, kind.own.xs, of_split)
-    for place, cotangent in zip(kind.shared, of_shared, strict=True):
-        shared_ct[place] = cotangent
-    return carry_ct, _Loop(layers, split_ct, shared_ct, jax.tree.map(jnp.asarray, new_state), of_state)
+    layers, shared_ct = own + [None] * (len(of_split) - len(own)), [None] * kind.constants + of_shared
+    return carry_ct, _Loop(layers, of_split, shared_ct, of_state, jax.tree.map(jnp.asarray, new_state))
 
 
 _BY_VISITOR = "returned by the visitor"

@@ -119,22 +119,22 @@ Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
 
 @dataclass(frozen=True, eq=False)
 class KindTypes:
-    """The layers of one kind; `shared` are the places of their arguments among all that layers share."""
+    """The layers of one kind; the first of what they share are `constants`, and no arguments."""
 
     own: Kind
-    shared: tuple[int, ...]
+    constants: int
     name: str | None
     layout: TreeLayout
     y_tree: Any
 
     def layer(self, x: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False) -> PyTree:
-        """The arguments of a layer, from the arrays that layers of all kinds share."""
-        return self.layout.layer(x, [shared[place] for place in self.shared], cotangents=cotangents)
+        """The arguments of a layer, from its own arrays and those that layers of its kind share."""
+        return self.layout.layer(x, shared[self.constants :], cotangents=cotangents)
 
-    def stacked(self, xs: Arrays, shared: Sequence[PyTree], *, cotangents: bool) -> PyTree:
+    def stacked(self, xs: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool) -> PyTree:
         """The arguments of all layers, from the arrays of all kinds."""
-        own = [shared[place] for place in self.shared]
-        return self.layout.stacked(xs[self.own.xs], own, cotangents=cotangents)
+        k = self.own.number
+        return self.layout.stacked(xs[k], shared[k][self.constants :], cotangents=cotangents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,15 +167,14 @@ class SweepTypes:
         carry_ct, y_ct = leaves.cotangents
         cotangent = self.carry_cotangent(carry_ct)
         if self.has_output:
-            y_ct = scatter_leaves(y_ct, self.perturbed.ys[kind.own.ys])
+            y_ct = scatter_leaves(y_ct, self.perturbed.ys[kind.own.number])
             cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, y_ct)
 
         def vjp() -> LayerCotangents:
-            of_shared, of_carry, of_x = leaves.vjp()
-            of_shared = scatter_leaves(of_shared, self.perturbed.shared)
-            of_x = scatter_leaves(of_x, self.perturbed.xs[kind.own.xs])
+            found = map(scatter_leaves, leaves.vjp(), self.perturbed.of_layer(kind.own))
+            of_shared, of_carry, of_x = found
             (layer, *args), kwargs = kind.layer(of_x, of_shared, cotangents=True)
-            carry = self.carry_cotangent(of_carry)
+            carry = jtu.tree_unflatten(self.carry_tree, of_carry)
             is_held = platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda")
 
             def apart(part: Any) -> Any:

@@ -102,28 +102,25 @@ def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, 
     arrays, static = eqx.partition(init, eqx.is_array_like)
     untraced = [kind.untraced(static, remat.kept.names, whole=False) for kind in kinds]
     traced = trace_layers(untraced, arrays, offloads=remat.offloads)
-    of_kinds, shared = kinds_of(traced)
+    xs, shared = [kind.arrays for kind in kinds], [layer.shared for layer in traced]
+    of_kinds = kinds_of(traced, [[False] * len(own) for own in xs])
     parts, first = [*zip(kinds, of_kinds, traced, strict=True)], traced[0]
-    xs = [array for kind in kinds for array in kind.arrays]
     options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.pattern}
-    spec = SweepSpec(of_kinds, remat.swept(), unsliced=(False,) * len(xs), **options)
-    closed_over = {place for _, own, layer in parts for place in own.shared[: layer.constants]}
-    perturbed = spec.perturbed(
-        floats(first.init),
-        floats(xs),
-        [place not in closed_over and is_ for place, is_ in enumerate(floats(shared))],
-        ys=floats([kind.output_types for kind in of_kinds]),
-    )
+    spec = SweepSpec(of_kinds, remat.swept(), **options)
+    of_shared = [[False] * layer.constants + [*floats(layer.shared[layer.constants :])] for layer in traced]
+    of_ys = [floats(kind.output_types) for kind in of_kinds]
+    perturbed = spec.perturbed(floats(first.init), [*map(floats, xs)], of_shared, of_ys)
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys, checkpoints = keeping_sweep(spec, perturbed, first.init, xs, shared)
     carry = jtu.tree_unflatten(first.carry_tree, carry)
-    outputs = loop.outputs([kind.named(layer.output(ys[own.ys])) for kind, own, layer in parts])
+    outputs = [kind.named(layer.output(own)) for kind, layer, own in zip(kinds, traced, ys, strict=True)]
+    outputs = loop.outputs(outputs)
     types = SweepTypes(
         loop,
         spec,
         perturbed,
         kinds=tuple(
-            KindTypes(own, own.shared[layer.constants :], kind.name, kind.layout, layer.output_tree)
+            KindTypes(own, layer.constants, kind.name, kind.layout, layer.output_tree)
             for kind, own, layer in parts
         ),
         axis=axis,

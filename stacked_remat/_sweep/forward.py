@@ -12,7 +12,7 @@ from jax import lax
 from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
 from .._static import PyTree
-from .gradient import Perturbed, with_part
+from .gradient import Perturbed
 from .kinds import Kind
 from .slots import (
     Arrays,
@@ -29,7 +29,9 @@ from .spec import SweepSpec
 from .store import empty_stack, on_mesh, read_before_writes, settle, write
 
 
-def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+def primal(
+    spec: SweepSpec, init: Carry, xs: list[Arrays], shared: list[Arrays]
+) -> tuple[Carry, list[Arrays]]:
     """Run all layers, with nothing kept."""
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(None, init, xs, shared)
@@ -39,12 +41,12 @@ def primal(spec: SweepSpec, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Ca
     return carry, ys
 
 
-def _outputs(spec: SweepSpec) -> Arrays:
-    return [buffer for kind in spec.kinds for buffer in empty_stack(kind.output_types, spec.rows(kind))]
+def _outputs(spec: SweepSpec) -> list[Arrays]:
+    return [empty_stack(kind.output_types, spec.rows(kind)) for kind in spec.kinds]
 
 
 def _forward_step(
-    spec: SweepSpec, xs: Arrays, shared: Arrays, parts: Sequence[range] = ()
+    spec: SweepSpec, xs: list[Arrays], shared: list[Arrays], parts: Sequence[range] = ()
 ) -> Callable[[PyTree, PyTree], PyTree]:
     """A step of a forward loop on `(carry, outputs, what was read ahead)`; `parts` as in `SweepSpec.at`."""
 
@@ -55,11 +57,12 @@ def _forward_step(
 
         def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
             carry, ys, ahead = state
-            carry, y = kind.evaluated.layer(shared, carry, spec.inputs(kind, xs, row, fetched))
+            x = spec.inputs(kind, xs, row, fetched)
+            carry, y = kind.evaluated.layer(shared[kind.number], carry, x)
             if spec.remat.boundaries_on_host and platform() == "tpu":
                 # Or XLA reads while the output is written, and not while the step runs.
                 ahead, (y, ys) = read_before_writes(ahead, (y, ys))
-            return carry, with_part(ys, kind.ys, write(ys[kind.ys], row, y)), ahead
+            return carry, kind.write(ys, row, y), ahead
 
         return spec.at(number, run, (carry, ys, ahead), parts)
 
@@ -67,8 +70,8 @@ def _forward_step(
 
 
 def forward(
-    spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: Arrays, shared: Arrays
-) -> tuple[Carry, Arrays, Checkpoints]:
+    spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: list[Arrays], shared: list[Arrays]
+) -> tuple[Carry, list[Arrays], Checkpoints]:
     """Sweep forward."""
     init = [on_mesh(jnp.asarray(leaf)) for leaf in init]  # which may be Python numbers
     carry, ys, saved = init, _outputs(spec), None
@@ -86,8 +89,13 @@ def _on_host(spec: SweepSpec) -> bool:
 
 
 def _forward_first(
-    spec: SweepSpec, perturbed: Perturbed, carry: Carry, ys: Arrays, xs: Arrays, shared: Arrays
-) -> tuple[Carry, Arrays, FirstLayersSaved]:
+    spec: SweepSpec,
+    perturbed: Perturbed,
+    carry: Carry,
+    ys: list[Arrays],
+    xs: list[Arrays],
+    shared: list[Arrays],
+) -> tuple[Carry, list[Arrays], FirstLayersSaved]:
     length = spec.remat.first_layers
     pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, xs, shared)
     residuals = spec.room(pullbacks, [range(length)])
@@ -99,9 +107,8 @@ def _forward_first(
         def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
             carry, ys, residuals = state
             x = spec.inputs(kind, xs, row)
-            (carry, y), new = pullbacks[kind.number].save(shared, carry, x)
-            ys = with_part(ys, kind.ys, write(ys[kind.ys], row, y))
-            return carry, ys, spec.saved(residuals, kind, number, 0, new)
+            (carry, y), new = pullbacks[kind.number].save(shared[kind.number], carry, x)
+            return carry, kind.write(ys, row, y), kind.write(residuals, spec.entry(kind, number, 0), new)
 
         carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), [range(length)])
         return carry, ys, FirstLayersSaved(carries, residuals)
@@ -112,8 +119,8 @@ def _forward_first(
 
 
 def _forward_scheduled(
-    spec: SweepSpec, carry: Carry, ys: Arrays, xs: Arrays, shared: Arrays
-) -> tuple[tuple[Carry, Arrays], Checkpoints]:
+    spec: SweepSpec, carry: Carry, ys: list[Arrays], xs: list[Arrays], shared: list[Arrays]
+) -> tuple[tuple[Carry, list[Arrays]], Checkpoints]:
     first, schedule = spec.remat.first_layers, spec.remat.schedule
     if schedule is None:
         return (carry, ys), Checkpoints([], None, origin=carry)

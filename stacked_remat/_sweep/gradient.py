@@ -21,31 +21,36 @@ from .._compat import without_constants
 from .._placement import platform
 from .._static import PyTree
 from .kinds import Kind
-from .slots import Arrays, Carry
+from .slots import Arrays, Carry, Mask
 from .store import Index, write, zeros_like
 
 LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
-Mask: TypeAlias = tuple[bool, ...]
+Inputs: TypeAlias = tuple[Mask, Mask, Mask]  # which leaves of a layer's `shared`, `carry` and `x`
 
 
 @dataclass(frozen=True)
 class Perturbed:
-    """Which leaves are differentiated: `carry` between layers, `ys` that have a cotangent."""
+    """Which leaves are differentiated: `carry` between layers, `ys` of each kind that have a cotangent."""
 
     init: Mask
     carry: Mask
-    xs: Mask
-    shared: Mask
-    ys: Mask = ()
-
-    def of_part(self, xs: slice, ys: slice) -> "Perturbed":
-        """The same for layers that have only a part of the inputs and outputs."""
-        return replace(self, xs=self.xs[xs], ys=self.ys[ys])
+    xs: tuple[Mask, ...]
+    shared: tuple[Mask, ...]
+    ys: tuple[Mask, ...] = ()
 
     @property
-    def inputs(self) -> tuple[Mask, Mask, Mask]:
-        """The leaves of one layer's inputs."""
-        return self.shared, self.carry, self.xs
+    def inputs(self) -> Mask:
+        """The leaves of a sweep's inputs `(init, xs, shared)`."""
+        return tuple(jax.tree.leaves((self.init, self.xs, self.shared)))
+
+    @property
+    def outputs(self) -> Mask:
+        """The leaves of what a sweep returns, `(carry, ys)`."""
+        return tuple(jax.tree.leaves((self.carry, self.ys)))
+
+    def of_layer(self, kind: Kind) -> Inputs:
+        """The leaves of the inputs of one layer."""
+        return self.shared[kind.number], self.carry, self.xs[kind.number]
 
 
 class Residuals(NamedTuple):
@@ -69,7 +74,8 @@ class LayerPullback:
     """A layer's vector-Jacobian product; `evaluate` is the layer for values alone, if that is another."""
 
     layer: LeafLayer
-    perturbed: Perturbed
+    perturbed: Inputs
+    outputs: tuple[Mask, Mask]
     residuals: Residuals | None = None
     evaluate: LeafLayer | None = None
 
@@ -80,16 +86,16 @@ class LayerPullback:
         x: Arrays,
         checkpoint: Callable[[Callable], Callable] = lambda run: run,
     ) -> tuple[tuple[Carry, Arrays], Any]:
-        perturbed, every = self.perturbed, (shared, carry, x)
+        every = shared, carry, x
 
         def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], tuple[Carry, Arrays]]:
             carry, y = self.layer(shared, carry, x)
-            return (pick(carry, perturbed.carry), pick(y, perturbed.ys)), (carry, y)
+            return (pick(carry, self.outputs[0]), pick(y, self.outputs[1])), (carry, y)
 
         def differentiated(*parts: Arrays) -> tuple[PyTree, PyTree]:
-            return checkpoint(run)(*map(merge, every, parts, perturbed.inputs))
+            return checkpoint(run)(*map(merge, every, parts, self.perturbed))
 
-        _, pullback, results = jax.vjp(differentiated, *map(pick, every, perturbed.inputs), has_aux=True)
+        _, pullback, results = jax.vjp(differentiated, *map(pick, every, self.perturbed), has_aux=True)
         return results, pullback
 
     def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
@@ -125,7 +131,7 @@ class LayerPullback:
         if all(total is None for total in totals):
             return pullback(cotangents)
         refs = [None if total is None else jax.new_ref(total) for total in totals]
-        of_shared, of_carry = ([_VALUE] * sum(mask) for mask in self.perturbed.inputs[:2])
+        of_shared, of_carry = ([_VALUE] * sum(mask) for mask in self.perturbed[:2])
         of_x = [_VALUE if ref is None else ref for ref in refs]
         try:
             of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
@@ -191,22 +197,21 @@ class LeafVisit(NamedTuple):
 LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, PyTree]]
 
 
-def zero_gradients(perturbed: Perturbed, shared: Arrays, xs: Arrays) -> tuple[Arrays, list[PyTree]]:
-    """The first state of `write_gradients`."""
-    of_shared = [jnp.zeros_like(leaf) for leaf in pick(shared, perturbed.shared)]
-    return of_shared, scatter_leaves([zeros_like(leaf) for leaf in pick(xs, perturbed.xs)], perturbed.xs)
+def zero_gradients(perturbed: Perturbed, shared: Sequence[Arrays], xs: Sequence[Arrays]) -> list[Any]:
+    """The first state of `write_gradients`: gradients of what layers share and of their own, of each kind."""
+    of_shared = ([*map(jnp.zeros_like, pick(*each))] for each in zip(shared, perturbed.shared, strict=True))
+    of_xs = ([*map(zeros_like, pick(*each))] for each in zip(xs, perturbed.xs, strict=True))
+    return [*zip(of_shared, of_xs, strict=True)]
 
 
-def write_gradients(
-    perturbed: Perturbed, whole: Mask, visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
-) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
+def write_gradients(perturbed: Perturbed, visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
 
-    To those of stacks that layers take `whole` the gradients are added.
+    To those of stacks that layers take whole the gradients are added.
     """
-    (shared_gradient, gradients), xs = state, visit.kind.xs
-    is_perturbed = perturbed.xs[xs]
-    gradient, unsliced = pick(gradients[xs], is_perturbed), pick(whole[xs], is_perturbed)
+    number = visit.kind.number
+    shared_gradient, gradient = state[number]
+    unsliced = pick(visit.kind.unsliced, perturbed.xs[number])
     sliced = [not is_ for is_ in unsliced]
     totals = [total if is_ else None for total, is_ in zip(gradient, unsliced, strict=True)]
     of_shared, of_carry, of_x = visit.vjp(totals=totals)
@@ -216,14 +221,12 @@ def write_gradients(
         of_sliced = lax.optimization_barrier(of_sliced)
     shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
     written = merge(of_x, write(pick(gradient, sliced), visit.row, of_sliced), sliced)
-    return of_carry, (shared_gradient, with_part(gradients, xs, scatter_leaves(written, is_perturbed)))
+    return of_carry, [*state[:number], (shared_gradient, written), *state[number + 1 :]]
 
 
-def write_tangents(
-    perturbed: Perturbed, whole: Mask, visit: LeafVisit, state: tuple[Arrays, list[PyTree]]
-) -> tuple[Carry, tuple[Arrays, list[PyTree]]]:
+def write_tangents(perturbed: Perturbed, visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing reads."""
-    carry_ct, new = write_gradients(perturbed, whole, visit, state)
+    carry_ct, new = write_gradients(perturbed, visit, state)
     return carry_ct, _unread(state, new)
 
 
@@ -250,8 +253,3 @@ def merge(leaves: Sequence[PyTree], part: Sequence[PyTree], mask: Sequence[bool]
 def scatter_leaves(part: Sequence[PyTree], mask: Sequence[bool]) -> list[PyTree]:
     """Invert `pick`, with `None` for leaves that are not in the mask."""
     return merge([None] * len(mask), part, mask)
-
-
-def with_part(leaves: Sequence[PyTree], part: slice, new: Sequence[PyTree]) -> list[PyTree]:
-    """Replace the leaves of a slice."""
-    return [*leaves[: part.start], *new, *leaves[part.stop :]]

@@ -1,9 +1,9 @@
 """Layers of several kinds in one sweep: what those of a kind are given, and which layer is of which kind."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jax.core import eval_jaxpr
@@ -11,52 +11,43 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._compat import without_constants
 from .._static import PyTree
-from .slots import Arrays, Carry
-
-T = TypeVar("T")
+from .slots import Arrays, Carry, Mask
+from .store import Index, write
 
 
 @dataclass(frozen=True)
 class Kind:
     """Layers of one kind, `jaxpr` being `(shared, carry, x) -> (carry, y)`.
 
-    Of all that layers share, all stacks and all outputs, `shared`, `xs` and `ys` are theirs. `by_rules`
-    is for values alone: a layer with the forward rules of `jax.custom_vjp`s, which takes `constants` first.
+    Of the stacks in `x` it takes those that are `unsliced` whole. `by_rules` is for values alone: a layer
+    with the forward rules of `jax.custom_vjp`s, which takes `constants` first.
     """
 
     number: int
     jaxpr: Jaxpr
-    shared: tuple[int, ...]
-    xs: slice = field(hash=False)  # a slice has no hash before Python 3.12
-    ys: slice = field(hash=False)
+    carries: int
+    unsliced: Mask
     by_rules: "Kind | None" = None
     constants: tuple[PyTree, ...] = field(default=(), compare=False)
-
-    @property
-    def carries(self) -> int:
-        """The number of carry leaves."""
-        return len(self.jaxpr.outvars) - (self.ys.stop - self.ys.start)
 
     @property
     def output_types(self) -> list[Any]:
         """The types of a layer's outputs."""
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
 
-    def with_layer(self, closed: ClosedJaxpr, shared: list[PyTree]) -> "Kind":
-        """The kind with another layer on the same inputs, whose constants are put behind the shared ones."""
+    def with_layer(self, closed: ClosedJaxpr, shared: Arrays) -> "tuple[Kind, Arrays]":
+        """The kind with another layer, and what that shares: its constants first."""
         jaxpr, constants = without_constants(closed)
-        places = range(len(shared), len(shared) + len(constants))
-        shared += constants
-        return replace(self, jaxpr=jaxpr, shared=(*places, *self.shared))
-
-    def pick_shared(self, shared: Sequence[T]) -> list[T]:
-        """What it reads of the shared inputs."""
-        return [shared[i] for i in self.shared]
+        return replace(self, jaxpr=jaxpr), [*constants, *shared]
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
-        outputs = eval_jaxpr(self.jaxpr, (), *self.constants, *self.pick_shared(shared), *carry, *x)
+        outputs = eval_jaxpr(self.jaxpr, (), *self.constants, *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
+
+    def write(self, stacks: list[Arrays], row: Index, entry: Arrays) -> list[Arrays]:
+        """The stacks of all kinds, with this entry in those of this kind."""
+        return [write(own, row, entry) if k == self.number else own for k, own in enumerate(stacks)]
 
     @property
     def evaluated(self) -> "Kind":

@@ -25,7 +25,6 @@ from .gradient import (
     LeafVisitor,
     Perturbed,
     pick,
-    scatter_leaves,
     zero_gradients,
 )
 from .kinds import Kind
@@ -39,45 +38,45 @@ def pull_back(
     perturbed: Perturbed,
     visitor: Callable[..., tuple[Carry, PyTree]],
     checkpoints: Checkpoints,
-    xs: Arrays,
-    shared: Arrays,
+    xs: list[Arrays],
+    shared: list[Arrays],
     carry_ct: Carry,
-    ys_ct: Arrays,
-) -> tuple[Carry, Arrays, Arrays]:
+    ys_ct: list[Arrays],
+) -> Arrays:
     """Sweep back to the cotangents of the perturbed leaves of init, xs and shared, which a visitor writes."""
-    carry_ct, (shared_ct, xs_ct) = sweep_back(
+    carry_ct, gradients = sweep_back(
         spec,
         perturbed,
         checkpoints,
         shared,
         carry_ct,
         ys_ct,
-        functools.partial(visitor, perturbed, spec.unsliced),
+        functools.partial(visitor, perturbed),
         zero_gradients(perturbed, shared, xs),
         xs_in=lambda state: xs,
     )
-    of_init = [given for given, active in zip(perturbed.init, perturbed.carry, strict=True) if active]
-    return pick(carry_ct, of_init), pick(xs_ct, perturbed.xs), shared_ct
+    shared_ct, xs_ct = zip(*gradients, strict=True)
+    return jax.tree.leaves((pick(carry_ct, pick(perturbed.init, perturbed.carry)), xs_ct, shared_ct))
 
 
 def sweep_back(
     spec: SweepSpec,
     perturbed: Perturbed,
     checkpoints: Checkpoints,
-    shared: Arrays,
+    shared: list[Arrays],
     carry_ct: Carry,
-    ys_ct: Arrays,
+    ys_ct: list[Arrays],
     visitor: LeafVisitor,
     state: PyTree,
     *,
-    xs_in: Callable[[Any], Arrays],
+    xs_in: Callable[[Any], list[Arrays]],
 ) -> tuple[Carry, PyTree]:
     """Visit every layer that ran, from the last on; `xs_in` finds their inputs in the visitor's state."""
-    remat, every_y_ct = spec.remat, scatter_leaves(ys_ct, perturbed.ys)
+    remat = spec.remat
 
     def layers(first: int, stop: int, kept: Kept) -> _Layers:
         pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
-        return _Layers(spec, range(first, stop), pullbacks, shared, every_y_ct, visitor, xs_in)
+        return _Layers(spec, range(first, stop), pullbacks, shared, ys_ct, visitor, xs_in)
 
     if remat.schedule is not None:
         scheduled = layers(remat.first_layers, spec.length, remat.kept)
@@ -95,10 +94,10 @@ class _Layers:
     spec: SweepSpec
     numbers: range
     pullbacks: list[LayerPullback]
-    shared: Arrays
-    ys_ct: list[PyTree]
+    shared: list[Arrays]
+    ys_ct: list[Arrays]
     visitor: LeafVisitor
-    xs_in: Callable[[Any], Arrays]
+    xs_in: Callable[[Any], list[Arrays]]
 
     @property
     def saves(self) -> bool:
@@ -116,7 +115,7 @@ class _Layers:
 
         def run(kind: Kind, row: Index, carry: Carry) -> Carry:
             x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
-            return kind.evaluated.layer(self.shared, carry, x)[0]
+            return kind.evaluated.layer(self.shared[kind.number], carry, x)[0]
 
         return self.spec.at(index + self.numbers.start, run, carry, self._numbers(parts))
 
@@ -128,8 +127,8 @@ class _Layers:
 
         def run(kind: Kind, row: Index, loop: PyTree) -> PyTree:
             x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
-            (carry, _), new = self.pullbacks[kind.number].save(self.shared, loop[0], x)
-            return carry, self.spec.saved(loop[1], kind, index + first, bottom + first, new)
+            (carry, _), new = self.pullbacks[kind.number].save(self.shared[kind.number], loop[0], x)
+            return carry, kind.write(loop[1], self.spec.entry(kind, index + first, bottom + first), new)
 
         return self.spec.at(index + first, run, (carry, saved))
 
@@ -160,10 +159,10 @@ class _Layers:
         spec, number = self.spec, index + self.numbers.start
 
         def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
-            (carry_ct, state), pullback, own, given = loop, self.pullbacks[kind.number], None, carry
+            (carry_ct, state), own, given, shared = loop, None, carry, self.shared[kind.number]
             if saved is not None:
                 own = read(saved[kind.number], spec.entry(kind, number, bottom + self.numbers.start))
-            cotangents = carry_ct, read(pick(self.ys_ct[kind.ys], pullback.perturbed.ys), row)
+            cotangents = carry_ct, read(self.ys_ct[kind.number], row)
             if spec.remat.boundaries_on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
                 given, cotangents = lax.optimization_barrier((given, cotangents))
@@ -171,10 +170,11 @@ class _Layers:
             is_apart = has_host_arrays(state) and platform() == "cuda"
 
             def vjp(totals: Sequence[PyTree] = ()) -> PyTree:
-                compute = functools.partial(pullback, self.shared, given, x, own, cotangents, totals)
+                every = shared, given, x, own, cotangents, totals
+                compute = functools.partial(self.pullbacks[kind.number], *every)
                 return apart_from_transfers(compute) if is_apart else compute()
 
-            leaves = LeafVisit(index, kind, row, self.shared, given, x, cotangents, vjp)
+            leaves = LeafVisit(index, kind, row, shared, given, x, cotangents, vjp)
             return self.visitor(leaves, state)
 
         return spec.at(number, run, loop, [self.numbers])

@@ -16,8 +16,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._activity import has_rules, is_differentiable
 from .._compat import HiPrim, canonical, named_axes
 from .._static import PyTree, Static
-from .gradient import Mask, merge, pick
-from .slots import Arrays
+from .gradient import merge, pick
+from .slots import Arrays, Mask
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,11 @@ class Differentiable(HiPrim):
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         (args, nonzero), active = residuals, floats(self.out_aval)
-        leaves, nonzero = jax.tree.leaves(args), nonzero.value
-
-        def outputs(part: Arrays) -> Arrays:
-            found = self.reference(*self.in_tree.unflatten(merge(leaves, part, nonzero)))
-            return pick(jax.tree.leaves(found), active)
-
-        _, pullback = jax.vjp(outputs, pick(leaves, nonzero))
+        _, pullback = jax.vjp(*of_part(self.reference, args, nonzero.value, active))
         (found,) = pullback(as_arrays(pick(self.out_tree.flatten_up_to(cotangents), active)))
+        self._add(found, sums, nonzero.value)
+
+    def _add(self, found: Arrays, sums: PyTree, nonzero: Mask) -> None:
         for total, ct in zip(pick(self.in_tree.flatten_up_to(sums), nonzero), found, strict=True):
             total.accum(ct)
 
@@ -136,11 +133,8 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
         return ClosedJaxpr(jaxpr, ())
 
     def run(*inputs: PyTree) -> Arrays:
-        def of_part(part: Arrays) -> Arrays:
-            return eval_jaxpr(jaxpr, (), *merge(inputs, part, nonzero))
-
-        part = pick(inputs, nonzero)
-        return jax.jvp(of_part, (part,), ([*map(jnp.zeros_like, part)],))[0]
+        of_layer, part = of_part(functools.partial(eval_jaxpr, jaxpr, ()), inputs, nonzero)
+        return jax.jvp(of_layer, (part,), ([*map(jnp.zeros_like, part)],))[0]
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
     without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -149,12 +143,21 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
 
 def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
     """The tangents of some outputs of `fn`, from those of some inputs."""
-    leaves, tree = jax.tree.flatten(primals)
+    run, part = of_part(fn, primals, nonzero, active)
+    return jax.jvp(run, (part,), (tangents,))[1]
 
-    def outputs(part: Arrays) -> Arrays:
-        return pick(jax.tree.leaves(fn(*tree.unflatten(merge(leaves, part, nonzero)))), active)
 
-    return jax.jvp(outputs, (pick(leaves, nonzero),), (tangents,))[1]
+def of_part(
+    fn: Callable, args: PyTree, nonzero: Sequence[bool], active: Mask | None = None
+) -> tuple[Callable, Arrays]:
+    """`fn` as a function of some leaves of its arguments to some of its results; and these leaves."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def run(part: Arrays) -> Arrays:
+        found = jax.tree.leaves(fn(*tree.unflatten(merge(leaves, part, nonzero))))
+        return found if active is None else pick(found, active)
+
+    return run, pick(leaves, nonzero)
 
 
 def as_arrays(cotangents: Sequence[PyTree]) -> Arrays:
@@ -222,8 +225,6 @@ def mapped(fn: Callable, axis: Any, dims: PyTree) -> Callable:
     return jax.vmap(fn, in_axes=tuple(dims), out_axes=0, axis_size=axis.size, **names)
 
 
-def moved(arrays: Sequence[PyTree], dims: Sequence[int | None], to: int) -> Arrays:
-    """The arrays, with the batch axis of those that have one at another place."""
-    return [
-        leaf if dim is None else jnp.moveaxis(leaf, dim, to) for leaf, dim in zip(arrays, dims, strict=True)
-    ]
+def moved(array: Any, dim: int | None, to: int = 0) -> Any:
+    """The array with its batch axis at another place, if it has one."""
+    return array if dim is None else jnp.moveaxis(array, dim, to)

@@ -17,6 +17,7 @@ from .store import Index, write, zeros_of
 
 Arrays = list[Array]
 Carry = Arrays
+Mask = tuple[bool, ...]
 T = TypeVar("T")
 
 

@@ -9,18 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
-from .._activity import active_carry, active_outputs
+from .._activity import active_carry
 from .._compat import without_constants
 from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
 from .._static import PyTree
 from .._trips import known_branches, known_trips
-from .gradient import LayerPullback, Mask, Perturbed, merge, pick, with_part
+from .gradient import LayerPullback, Perturbed, merge, pick
 from .kinds import Kind, Pattern
 from .rules import primal_of
 from .slots import Arrays, Carry, T, entry_at
-from .store import Index, at_least_one, empty_stack, read_ahead, read_layer, write, zeros_of
+from .store import Index, at_least_one, empty_stack, read_ahead, read_layer, zeros_of
 
 Checkpoint = Callable[[Callable], Callable]
 
@@ -29,16 +30,15 @@ Checkpoint = Callable[[Callable], Callable]
 class SweepSpec:
     """A sweep, or a plain scan, over layers that are numbered as they run.
 
-    The schedule covers the layers after the first ones, which it numbers from zero. `unsliced` says for which
-    of the stacks a layer takes the whole; `pattern` is None for one kind; if it `stops`, a carry begins with
-    a bool that says that the layers after it change nothing.
+    The schedule covers the layers after the first ones, which it numbers from zero. `pattern` is None for
+    one kind; if it `stops`, a carry begins with a bool that says that the layers after it change nothing.
+    Of stacks, of what layers share, and of outputs it has lists for each kind.
     """
 
     kinds: tuple[Kind, ...]
     remat: Remat
     reverse: bool = False
     unroll: int | bool = 1
-    unsliced: Mask = ()
     pattern: Pattern | None = None
     stops: bool = False
     _unrolls_all: bool = field(init=False, repr=False)  # of equal specs one is compiled, and True == 1
@@ -103,104 +103,88 @@ class SweepSpec:
         table = self._order.before[:, kind.number]
         return entry_at(table, number) - entry_at(table, first)
 
-    def inputs(self, kind: Kind, xs: Arrays, row: Index, fetched: Arrays | tuple[()] = ()) -> Arrays:
+    def inputs(self, kind: Kind, xs: list[Arrays], row: Index, fetched: Sequence[Array] = ()) -> Arrays:
         """The own inputs of the layer at a row, with those that have been fetched from the host."""
-        return read_layer(xs[kind.xs], row, self.unsliced[kind.xs], fetched)
+        return read_layer(xs[kind.number], row, kind.unsliced, fetched)
 
-    def fetch(self, xs: Arrays, number: Index) -> Arrays:
+    def fetch(self, xs: list[Arrays], number: Index) -> Arrays:
         """The inputs of a layer that are read ahead from the host, if it is known that it runs."""
         if self.pattern or self.stops:
             return []
-        return read_ahead(xs, self.layer_index(number))
+        return read_ahead(xs[0], self.layer_index(number))
 
     def plain(
-        self, checkpoint: Checkpoint | None, init: Carry, xs: Arrays, shared: Arrays
-    ) -> tuple[Carry, Arrays]:
-        """Scan plainly over layers, one at a time, each `checkpoint`ed."""
-        layers = [checkpoint(kind.layer) if checkpoint else kind.layer for kind in self.kinds]
-        whole, sliced = [*map(at_least_one, xs)], [not is_ for is_ in self.unsliced]
-        options: Any = {"reverse": self.reverse, "unroll": self.unroll}
-        if self.pattern is not None:
-            return self._plain_pattern(self.pattern, layers, init, xs, shared, options)
-        return lax.scan(
-            lambda carry, x: layers[0](shared, carry, merge(whole, on_device(x), sliced)),
-            init,
-            pick(xs, sliced),
-            length=self.length,
-            **options,
-        )
+        self, checkpoint: Checkpoint | None, init: Carry, xs: list[Arrays], shared: list[Arrays]
+    ) -> tuple[Carry, list[Arrays]]:
+        """Scan plainly over layers, one at a time, each `checkpoint`ed.
 
-    def _plain_pattern(
-        self,
-        pattern: Pattern,
-        layers: Sequence[Callable],
-        init: Carry,
-        xs: Arrays,
-        shared: Arrays,
-        options: dict[str, Any],
-    ) -> tuple[Carry, Arrays]:
-        """The same over several kinds. Costs a copy of each stack with an entry for every layer."""
-        kinds, entries, sliced = self.kinds, list(xs), [not is_ for is_ in self.unsliced]
-        for kind in kinds:
-            rows = np.minimum(pattern.before[:-1, kind.number], max(self.rows(kind) - 1, 0))
-            part = zip(map(at_least_one, xs[kind.xs]), sliced[kind.xs], strict=True)
-            entries[kind.xs] = [on_device(leaf)[rows] if is_ else leaf for leaf, is_ in part]
-        empty = [zeros_of(type_) for kind in kinds for type_ in kind.output_types]
+        Of several kinds, it costs a copy of each stack with an entry for every layer.
+        """
+        sliced = [[not is_ for is_ in kind.unsliced] for kind in self.kinds]
+        numbers, entries, pattern = None, [*map(pick, xs, sliced)], self.pattern
+        if pattern is not None:
+            numbers = jnp.asarray(pattern.kinds, jnp.int32)
+            entries = [self._for_every_layer(kind, entries[kind.number]) for kind in self.kinds]
+        empty = [[*map(zeros_of, kind.output_types)] for kind in self.kinds]
 
-        def step(carry: Carry, at: tuple[PyTree, Arrays]) -> tuple[Carry, Arrays]:
-            x = merge(entries, at[1], sliced)
+        def of(kind: Kind, whole: Arrays) -> Callable[..., tuple[Carry, list[Arrays]]]:
+            layer, k = checkpoint(kind.layer) if checkpoint else kind.layer, kind.number
 
-            def run(kind: Kind, carry: Carry) -> tuple[Carry, Arrays]:
-                carry, y = layers[kind.number](shared, carry, x[kind.xs])
-                return carry, with_part(empty, kind.ys, y)
+            def run(carry: Carry, entries: list[Arrays]) -> tuple[Carry, list[Arrays]]:
+                carry, y = layer(shared[k], carry, merge(whole, on_device(entries[k]), sliced[k]))
+                return carry, [*empty[:k], y, *empty[k + 1 :]]
 
+            return run
+
+        layers = [of(kind, [*map(at_least_one, xs[kind.number])]) for kind in self.kinds]
+
+        def step(carry: Carry, at: tuple[PyTree, list[Arrays]]) -> tuple[Carry, list[Arrays]]:
+            if pattern is None:
+                return layers[0](carry, at[1])
             with known_branches(pattern.before[-1].tolist()):
-                return lax.switch(at[0], [functools.partial(run, kind) for kind in kinds], carry)
+                return lax.switch(at[0], layers, carry, at[1])
 
-        numbers = jnp.asarray(pattern.kinds, jnp.int32)
-        carry, ys = lax.scan(step, init, (numbers, pick(entries, sliced)), length=self.length, **options)
-        for kind in kinds:
-            rows = np.asarray(pattern.layers_of(kind.number), np.int32)
-            ys[kind.ys] = [leaf[rows] for leaf in ys[kind.ys]]
+        options: Any = {"length": self.length, "reverse": self.reverse, "unroll": self.unroll}
+        carry, ys = lax.scan(step, init, (numbers, entries), **options)
+        if pattern is not None:
+            rows = [np.asarray(pattern.layers_of(kind.number), np.int32) for kind in self.kinds]
+            ys = [[leaf[own] for leaf in y] for y, own in zip(ys, rows, strict=True)]
         return carry, ys
 
-    def reference(self, init: Carry, xs: Arrays, shared: Arrays) -> tuple[Carry, Arrays]:
+    def _for_every_layer(self, kind: Kind, stacks: Arrays) -> Arrays:
+        assert self.pattern is not None
+        rows = np.minimum(self.pattern.before[:-1, kind.number], max(self.rows(kind) - 1, 0))
+        return [on_device(at_least_one(stack))[rows] for stack in stacks]
+
+    def reference(self, init: Carry, xs: list[Arrays], shared: list[Arrays]) -> tuple[Carry, list[Arrays]]:
         """Do the same by the plain checkpointed scan, which has all derivatives."""
         return self.plain(self.remat.kept.checkpoint, init, xs, shared)
 
-    def perturbed(
-        self, init: Sequence[bool], xs: Sequence[bool], shared: Sequence[bool], ys: Sequence[bool]
-    ) -> Perturbed:
+    def perturbed(self, init: Sequence[bool], xs: PyTree, shared: PyTree, ys: PyTree) -> Perturbed:
         """Which leaves are differentiated, given which inputs are."""
-        layers = [(kind.jaxpr, kind.pick_shared(shared), xs[kind.xs]) for kind in self.kinds]
-        return Perturbed(tuple(init), tuple(active_carry(layers, init)), tuple(xs), tuple(shared), tuple(ys))
-
-    def active_outputs(self, perturbed: Perturbed) -> Mask:
-        """Which of the stacked outputs have a tangent."""
-
-        def of(kind: Kind) -> list[bool]:
-            inputs = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
-            return active_outputs(kind.jaxpr, inputs)[kind.carries :]
-
-        return tuple(is_ for kind in self.kinds for is_ in of(kind))
+        layers = [*zip((kind.jaxpr for kind in self.kinds), shared, xs, strict=True)]
+        own = (tuple(map(tuple, masks)) for masks in (xs, shared, ys))
+        return Perturbed(tuple(init), tuple(active_carry(layers, init)), *own)
 
     @property
     def carry_types(self) -> list[Any]:
         """The types of the leaves of every carry, those of the traced layer."""
-        kind = self.kinds[0]
-        return [var.aval for var in kind.jaxpr.invars[len(kind.shared) :][: kind.carries]]
+        return [var.aval for var in self.kinds[0].jaxpr.outvars[: self.kinds[0].carries]]
 
-    def pullbacks(self, perturbed: Perturbed, kept: Kept, xs: Arrays, shared: Arrays) -> list[LayerPullback]:
+    def pullbacks(
+        self, perturbed: Perturbed, kept: Kept, xs: list[Arrays], shared: list[Arrays]
+    ) -> list[LayerPullback]:
         """The pullback of a layer of each kind, which keeps that of its internals."""
 
         def of(kind: Kind) -> LayerPullback:
-            perturbed_part = perturbed.of_part(kind.xs, kind.ys)
-            pullback = LayerPullback(kind.layer, perturbed_part, evaluate=kind.evaluated.layer)
+            outputs = perturbed.carry, perturbed.ys[kind.number]
+            inputs = perturbed.of_layer(kind)
+            pullback = LayerPullback(kind.layer, inputs, outputs, evaluate=kind.evaluated.layer)
             if kept == NOTHING:
                 return pullback
-            x = jax.eval_shape(lambda: self.inputs(kind, [*map(at_least_one, xs)], 0))
+            x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
             # By types alone: the forward and the reverse sweep must find the same residuals.
-            return pullback.with_residuals(shared, self.carry_types, x, kept.checkpoint)
+            return pullback.with_residuals(shared[kind.number], self.carry_types, x, kept.checkpoint)
 
         return [of(kind) for kind in self.kinds]
 
@@ -217,21 +201,12 @@ class SweepSpec:
             for kind, pullback in zip(self.kinds, pullbacks, strict=True)
         ]
 
-    def saved(
-        self, saved: list[Arrays], kind: Kind, number: Index, first: Index, new: Arrays
-    ) -> list[Arrays]:
-        """The buffers with what the layer with this number saved, `first` being the range's first number."""
-        entry = self.entry(kind, number, first)
-        return [
-            write(buffers, entry, new) if k == kind.number else buffers for k, buffers in enumerate(saved)
-        ]
-
 
 def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
     """The sweep for derivatives of its gradient: a `jax.custom_vjp` has no jvp, and its rule has."""
 
     def of(kind: Kind) -> Kind:
-        mask = [*kind.pick_shared(perturbed.shared), *perturbed.carry, *perturbed.xs[kind.xs]]
+        mask = sum(perturbed.of_layer(kind), ())
         jaxpr, constants = without_constants(primal_of(kind.jaxpr, mask))
         return replace(kind, by_rules=replace(kind, jaxpr=jaxpr, constants=tuple(constants)))
 

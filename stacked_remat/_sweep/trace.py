@@ -147,18 +147,10 @@ def kept(key: Any, inputs: PyTree, trace: Callable[[], T]) -> T:
     return found
 
 
-def kinds_of(traced: Sequence[TracedLayer]) -> tuple[tuple[Kind, ...], Arrays]:
-    """The kinds that these are layers of, and what each of them shares, one after the other."""
-    shared, kinds, x, y = [], [], 0, 0
-    for number, layer in enumerate(traced):
-        places = tuple(range(len(shared), len(shared) + len(layer.shared)))
-        shared += layer.shared
-        jaxpr, carries = layer.jaxpr, len(layer.init)
-        own = len(jaxpr.invars) - len(layer.shared) - carries
-        parts = slice(x, x + own), slice(y, y + len(jaxpr.outvars) - carries)
-        kinds.append(Kind(number, jaxpr, places, *parts))
-        x, y = parts[0].stop, parts[1].stop
-    return tuple(kinds), shared
+def kinds_of(traced: Sequence[TracedLayer], unsliced: Sequence[Sequence[bool]]) -> tuple[Kind, ...]:
+    """The kinds that these are layers of."""
+    pairs = enumerate(zip(traced, unsliced, strict=True))
+    return tuple(Kind(k, layer.jaxpr, len(layer.init), tuple(whole)) for k, (layer, whole) in pairs)
 
 
 def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer], list[bool]]:

@@ -168,23 +168,18 @@ class Interpreter:
 
     def _swept(self, sweep: Sweep, operands: list[Value]) -> list[Any]:
         """A sweep over layers with deposits in them, under the same policy."""
-        spec = sweep.spec
         init, xs, shared = sweep.in_tree.unflatten(operands)
-        every_shared = _arrays(shared)
-        kinds, stacks, unsliced = [], [], []
-        for kind in spec.kinds:
-            own, common = [*map(_in_rows, xs[kind.xs])], kind.pick_shared(shared)
-            places = range(len(every_shared), len(every_shared) + len(_extra(common)))
-            every_shared += _extra(common)
-            first = len(stacks)
-            stacks += [*_arrays(own), *_extra(own)]
-            unsliced += [*spec.unsliced[kind.xs], *[False] * len(_extra(own))]
-            given = {"shared": (*kind.shared, *places), "xs": slice(first, len(stacks))}
-            layer = self._layer_of(kind, common, own)
-            kinds.append(dataclasses.replace(kind, **given).with_layer(layer, every_shared))
-        spec = dataclasses.replace(spec, kinds=tuple(kinds), unsliced=tuple(unsliced))
-        carry, ys = sweep_of(spec, [*map(settled, init)], stacks, every_shared)
-        return [*carry, *ys]
+        kinds, stacks, commons = [], [], []
+        for kind, own, common in zip(sweep.spec.kinds, xs, shared, strict=True):
+            own = [*map(_in_rows, own)]
+            stacks.append([*_arrays(own), *_extra(own)])
+            unsliced = (*kind.unsliced, *[False] * len(_extra(own)))
+            layer, arrays = self._layer_of(kind, common, own), [*_arrays(common), *_extra(common)]
+            kind, arrays = dataclasses.replace(kind, unsliced=unsliced).with_layer(layer, arrays)
+            kinds.append(kind)
+            commons.append(arrays)
+        spec = dataclasses.replace(sweep.spec, kinds=tuple(kinds))
+        return jax.tree.leaves(sweep_of(spec, [*map(settled, init)], stacks, commons))
 
     def _layer_of(self, kind: Any, common: list[Value], own: list[Value]) -> Any:
         """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra) -> (carry, y)`."""

@@ -17,150 +17,115 @@ from .._activity import active_variables
 from .._messages import axes_text, shortened
 from .._scan.checks import describe
 from .._scan.marks import is_split, raw_array
-from .._stacked import StackedKinds, layer_types
+from .._stacked import Stacked, StackedKinds, layer_types
 from .._static import PyTree
-from .folds import FollowedStack, leaves_or_none
-
-
-def _is_folded(node: PyTree) -> bool:
-    return isinstance(node, StackedKinds)
-
-
-def _is_none(node: PyTree) -> bool:
-    return node is None
+from .folds import leaves_or_none
 
 
 def masked(tree: PyTree, mask: Iterable[bool]) -> PyTree:
     """A tree with None in the place of the leaves, None being one, that the mask leaves out."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda node: node is None)
     kept = [leaf if is_ else None for leaf, is_ in zip(leaves, mask, strict=True)]
     return jax.tree.unflatten(structure, kept)
 
 
-def replaced(tree: PyTree, mask: Iterable[bool], new: Iterable[PyTree]) -> PyTree:
-    """A tree with other leaves where the mask says so."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
-    given = iter(new)
-    return jax.tree.unflatten(
-        structure, [next(given) if is_ else leaf for leaf, is_ in zip(leaves, mask, strict=True)]
-    )
+def _with_block(node: StackedKinds, kind: str, block: PyTree) -> PyTree:
+    """Stacks with another block of a kind."""
+    return node._with_blocks(node._per_kind(lambda name, stack: block if name == kind else stack.stacked))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Folded:
-    """Layers that a loss folds, and the same with None in the place of what is not trained.
+class TrainedLayers:
+    """Layers of one kind; `mask` says which leaves of a layer are trained, None being a leaf."""
 
-    By the name of each kind that is trained, one for a `Stacked`, `masks` say which leaves of a layer are,
-    None being one.
-    """
-
-    name: str
-    layers: StackedKinds
-    trained: StackedKinds
-
-    @functools.cached_property
-    def masks(self) -> dict[str, list[bool]]:
-        leaves = {kind: leaves_or_none(stack) for kind, stack in self.trained._stacks.items()}
-        masks = {kind: [leaf is not None for leaf in own] for kind, own in leaves.items()}
-        return {kind: mask for kind, mask in masks.items() if any(mask)}
-
-    def layer_types(self, kind: str) -> PyTree:
-        return masked(layer_types(self.layers._stacks[kind]), self.masks[kind])
-
-    def with_layers(self, layers: dict[str, PyTree]) -> PyTree:
-        """These with a layer in the place of the stacks of some kinds, and None in that of other arrays."""
-        none, new = eqx.filter(self.layers, False), [*layers.values()]
-        return eqx.tree_at(
-            lambda it: [it._stacks[kind].stacked for kind in layers], none, new, is_leaf=_is_none
-        )
-
-    def check(self) -> None:
-        for kind, stack in self.trained._stacks.items():
-            for path, leaf in jtu.tree_leaves_with_path(stack, is_leaf=is_named_array):
-                if raw_array(leaf) is not None and not is_split(leaf, stack.Layers):
-                    name = self.name + (f".stacks[{kind!r}]" if kind else "") + jtu.keystr(path)
-                    shape = axes_text(leaf.axes) if is_named_array(leaf) else describe(leaf)
-                    raise ValueError(
-                        f"{name} ({shape}) is shared by all layers, so a fused update cannot update it with "
-                        "one of them. Give it the layers' axis, keep it outside of the stack, or leave it "
-                        "out of trainable."
-                    )
+    node: int
+    kind: str
+    stack: Stacked
+    mask: list[bool]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
-    """What of a model is trained, and how the optimizer sees it.
+    """A model, and `trained`, the same with None in the place of arrays that are not trained.
 
-    The nodes are the model's leaves, what is folded being one, and `trained` the same with None in the place
-    of arrays that are not. `folds` are those with trained arrays, by their numbers among the nodes.
+    Nodes are the model's leaves, stacks being leaves; `names` has those that are stacks with trained arrays.
     """
 
+    model: PyTree
+    trained: PyTree
     structure: Any
-    nodes: list[PyTree]
-    trained: list[PyTree]
-    folds: dict[int, Folded]
+    names: dict[int, str]
 
     @staticmethod
     def of(model: PyTree, trainable: Any) -> "Trained":
-        paths_and_nodes, structure = jtu.tree_flatten_with_path(model, is_leaf=_is_folded)
-        nodes = structure.flatten_up_to(eqx.filter(model, trainable))
-        folds = {
-            i: Folded(f"model{jtu.keystr(path)}", node, own)
-            for i, ((path, node), own) in enumerate(zip(paths_and_nodes, nodes, strict=True))
-            if _is_folded(node) and jax.tree.leaves(own)
+        paths_and_nodes, structure = jtu.tree_flatten_with_path(
+            model, is_leaf=lambda node: isinstance(node, StackedKinds)
+        )
+        trained = eqx.filter(model, trainable)
+        pairs = enumerate(zip(paths_and_nodes, structure.flatten_up_to(trained), strict=True))
+        names = {
+            i: f"model{jtu.keystr(path)}"
+            for i, ((path, node), own) in pairs
+            if isinstance(node, StackedKinds) and jax.tree.leaves(own)
         }
-        found = Trained(structure, [node for _, node in paths_and_nodes], nodes, folds)
+        found = Trained(model, trained, structure, names)
         found._check()
         return found
 
     def _check(self) -> None:
-        if not self.folds:
+        if not self.names:
             raise ValueError(
                 "The model has no Stacked with trained arrays, so there is nothing to fuse. Let its layers "
                 "be a Stacked, check trainable, or use jax.value_and_grad and optimizer.update."
             )
-        for path, leaf in jtu.tree_leaves_with_path(self.structure.unflatten(self.trained)):
+        for path, leaf in jtu.tree_leaves_with_path(self.trained):
             if not eqx.is_inexact_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ValueError(
                     f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a floating-point array. "
                     "Leave it out of trainable."
                 )
-        for folded in self.folds.values():
-            folded.check()
+        for own in self.layers:
+            trained = masked(own.stack.stacked, own.mask)
+            for path, leaf in jtu.tree_leaves_with_path(trained, is_leaf=is_named_array):
+                if raw_array(leaf) is not None and not is_split(leaf, own.stack.Layers):
+                    at = f".stacks[{own.kind!r}]" if own.kind else ""
+                    shape = axes_text(leaf.axes) if is_named_array(leaf) else describe(leaf)
+                    raise ValueError(
+                        f"{self.names[own.node]}{at}.stacked{jtu.keystr(path)} ({shape}) is shared by all "
+                        "layers, so a fused update cannot update it with one of them. Give it the layers' "
+                        "axis, keep it outside of the stack, or leave it out of trainable."
+                    )
+
+    def nodes(self, tree: PyTree) -> list[PyTree]:
+        """The nodes of a tree like the model."""
+        return self.structure.flatten_up_to(tree)
+
+    def with_nodes(self, tree: PyTree, nodes: dict[int, PyTree]) -> PyTree:
+        """A tree like the model, with others in the place of these nodes."""
+        return self.structure.unflatten([nodes.get(i, node) for i, node in enumerate(self.nodes(tree))])
+
+    @functools.cached_property
+    def layers(self) -> list[TrainedLayers]:
+        """The layers of each kind with trained arrays."""
+        stacks, trained, found = self.nodes(self.model), self.nodes(self.trained), []
+        for i in self.names:
+            for kind, own in trained[i]._stacks.items():
+                mask = [leaf is not None for leaf in leaves_or_none(own)]
+                if any(mask):
+                    found.append(TrainedLayers(i, kind, stacks[i]._stacks[kind], mask))
+        return found
 
     @property
-    def kinds(self) -> list[tuple[int, str]]:
-        """The kinds of layers that are trained, each with the number of what is folded."""
-        return [(i, kind) for i, folded in self.folds.items() for kind in folded.masks]
+    def rest(self) -> PyTree:
+        """What is trained of the model, with None in the place of the arrays of stacks."""
+        nodes = self.nodes(self.trained)
+        return self.with_nodes(self.trained, {i: eqx.filter(nodes[i], False) for i in self.names})
 
-    def in_loss(self, rest: PyTree, weights: Sequence[PyTree]) -> PyTree:
-        """The model with other trained arrays, and a `FollowedStack` in the place of what is folded."""
-        pairs = zip(self.folds.values(), weights, strict=True)
-        stacks = [FollowedStack(eqx.combine(new, folded.layers), folded.name) for folded, new in pairs]
-        return self.updated(stacks, rest)
-
-    @property
-    def weights(self) -> list[PyTree]:
-        return [folded.trained for folded in self.folds.values()]
-
-    def only_layer(self, number: int, kind: str, layer: PyTree) -> PyTree:
-        """The model with this layer in the place of a stack, and None in the place of all other arrays."""
-        nodes = [eqx.filter(node, False) for node in self.nodes]
-        nodes[number] = self.folds[number].with_layers({kind: layer})
-        return self.structure.unflatten(nodes)
-
-    def only_rest(self) -> PyTree:
-        """The model with None in the place of all that is not trained, or in a stack that is."""
-        pairs = enumerate(self.trained)
-        return self.structure.unflatten([eqx.filter(own, i not in self.folds) for i, own in pairs])
-
-    def updated(self, folded: Iterable[PyTree], rest: PyTree) -> PyTree:
-        """The model with others in the place of what is folded, and with the arrays of `rest`."""
-        given = iter(folded)
-        parts = enumerate(zip(self.structure.flatten_up_to(rest), self.nodes, strict=True))
-        return self.structure.unflatten(
-            [next(given) if i in self.folds else eqx.combine(new, node) for i, (new, node) in parts]
-        )
+    def only_layer(self, own: TrainedLayers, layer: PyTree) -> PyTree:
+        """The model with a layer's trained arrays in its stack's place, and None in the place of others."""
+        none = eqx.filter(self.model, False)
+        node = _with_block(self.nodes(none)[own.node], own.kind, masked(layer, own.mask))
+        return self.with_nodes(none, {own.node: node})
 
     def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
         """Refuse an optimizer that needs the gradients of several parts of the model at once."""
@@ -174,22 +139,19 @@ class Trained:
             raise ValueError(found)
 
     def _with_layers(self, count: int) -> tuple[PyTree, list[Any]]:
-        """The model with the types of one layer in each stack, and the part that each type belongs to.
+        """What is trained, with the types of one layer in each stack, and the part that each belongs to.
 
         With a `count` of layers a tuple, of a type for each of them, is in the place of a type.
         """
-        nodes, owners = list(self.trained), []
-        for i, node in enumerate(nodes):
-            if i not in self.folds:
-                owners += [(-1, "", 0)] * len(jax.tree.leaves(node))
-                continue
-            layers = {kind: self.folds[i].layer_types(kind) for kind in self.folds[i].masks}
-            for kind, layer in layers.items():
-                owners += [(i, kind, k) for k in range(count)] * len(jax.tree.leaves(layer))
+        nodes = self.nodes(self.rest)
+        owners = [[(-1, "", 0)] * len(jax.tree.leaves(node)) for node in nodes]
+        for own in self.layers:
+            layer = masked(layer_types(own.stack), own.mask)
+            owners[own.node] += [(own.node, own.kind, k) for k in range(count)] * sum(own.mask)
             if count > 1:
-                layers = jax.tree.map(lambda leaf: (leaf,) * count, layers)
-            nodes[i] = self.folds[i].with_layers(layers)
-        return self.structure.unflatten(nodes), owners
+                layer = jax.tree.map(lambda leaf: (leaf,) * count, layer)
+            nodes[own.node] = _with_block(nodes[own.node], own.kind, layer)
+        return self.structure.unflatten(nodes), sum(owners, [])
 
 
 def state_of_layers(leaves: Iterable[PyTree], of_one: Any, Layers: Axis) -> PyTree:

@@ -1,7 +1,8 @@
 """`fused_update`: an optimizer applied to each layer of a stack as soon as its gradient exists."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,9 +17,10 @@ from .._scan.checks import describe
 from .._scan.marks import PerKind
 from .._scan.sweep_back import SweepBack
 from .._scan.visitor import LayerResult, LayerVisit, SweepResult
+from .._stacked import StackedKinds, layer_types
 from .._static import PyTree
-from .folds import followed, leaves_or_none
-from .trained import Trained, masked, replaced, state_of_layers
+from .folds import FollowedStack, followed, leaves_or_none
+from .trained import Trained, TrainedLayers, masked, state_of_layers
 
 
 class FusedState(NamedTuple):
@@ -136,27 +138,24 @@ class FusedUpdate:
         return self._first_state(trained)
 
     def _first_state(self, trained: Trained) -> FusedState:
-        stacks = tuple(self._state_of(trained, number, kind) for number, kind in trained.kinds)
-        return FusedState(stacks, self.optimizer.init(trained.only_rest()))
+        stacks = tuple(self._state_of(trained, own) for own in trained.layers)
+        return FusedState(stacks, self.optimizer.init(trained.rest))
 
-    def _state_of(self, trained: Trained, number: int, kind: str) -> PyTree:
-        stack, mask = trained.folds[number].layers._stacks[kind], trained.folds[number].masks[kind]
-        on_host = has_host_arrays(masked(stack.stacked, mask))
+    def _state_of(self, trained: Trained, own: TrainedLayers) -> PyTree:
+        on_host = has_host_arrays(masked(own.stack.stacked, own.mask))
 
         def init(_: None, layer: PyTree) -> tuple[None, list[PyTree]]:
-            tree = trained.only_layer(number, kind, masked(layer, mask))
-            leaves = jax.tree.leaves(self.optimizer.init(tree))
+            leaves = jax.tree.leaves(self.optimizer.init(trained.only_layer(own, layer)))
             return None, [
                 to_host(leaf) if on_host and moves_to_host(leaf.shape, leaf.dtype) else leaf
                 for leaf in leaves
             ]
 
-        _, leaves = scan(init, stack.Layers)(None, stack.stacked)
-        return state_of_layers(leaves, self._layer_state(trained, number, kind), stack.Layers)
+        _, leaves = scan(init, own.stack.Layers)(None, own.stack.stacked)
+        return state_of_layers(leaves, self._layer_state(trained, own), own.stack.Layers)
 
-    def _layer_state(self, trained: Trained, number: int, kind: str) -> PyTree:
-        types = trained.folds[number].layer_types(kind)
-        return jax.eval_shape(self.optimizer.init, trained.only_layer(number, kind, types))
+    def _layer_state(self, trained: Trained, own: TrainedLayers) -> PyTree:
+        return jax.eval_shape(self.optimizer.init, trained.only_layer(own, layer_types(own.stack)))
 
     def __call__(self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
@@ -170,9 +169,8 @@ class FusedUpdate:
         like = jax.eval_shape(lambda: self._first_state(trained))
         if _shapes(state) != _shapes(like):
             raise ValueError(
-                f"The state is not that of this model, which trains {len(trained.kinds)} stacks and "
-                f"{len(jax.tree.leaves(trained.only_rest()))} other arrays, and optimizer. Make it by its "
-                "init."
+                f"The state is not that of this model, which trains {len(trained.layers)} stacks and "
+                f"{len(jax.tree.leaves(trained.rest))} other arrays, and optimizer. Make it by its init."
             )
         # Equal but for the policies of stacks, which may have changed since the state was made.
         state = jax.tree.unflatten(jax.tree.structure(like), given)
@@ -218,15 +216,14 @@ def _sum_of_squares(leaves: list[Array]) -> Array:
 class _Layers:
     """The layers of a fold in a step: a follower of the fold, which updates them too.
 
-    There is a state for each kind that is trained. `wanted` says which arrays of `(init, args, kwargs)` have
-    cotangents.
+    `kinds` has the layers of each kind that is trained, with their state. `wanted` says which arrays of
+    `(init, args, kwargs)` have cotangents.
     """
 
     fused: FusedUpdate
     trained: Trained
-    number: int
-    states: dict[str, Any]
-    layers: PyTree = None
+    stacks: StackedKinds
+    kinds: dict[str, tuple[TrainedLayers, PyTree]]
     squares: Any = None
     cotangent: PyTree = None
     sweep_back: SweepBack = dataclasses.field(init=False)
@@ -243,49 +240,38 @@ class _Layers:
 
     def sweep(self, norm: Any, *, updates: bool) -> SweepResult:
         """Sweep back, and update the layers."""
-        folded = self.trained.folds[self.number].layers
-        given = folded._per_kind(lambda kind, _: jax.tree.leaves(self.states.get(kind)) if updates else [])
-        result = self.sweep_back(self.cotangent, self._visitor(norm, updates), jnp.zeros(()), given)
+        before = {kind: jax.tree.leaves(state) for kind, (_, state) in self.kinds.items() if updates}
+        given = self.stacks._per_kind(lambda kind, _: before.get(kind, []))
+        visitor = functools.partial(self._visit, norm, updates)
+        result = self.sweep_back(self.cotangent, visitor, jnp.zeros(()), given)
         if updates:
-            after, self.layers = folded._by_kind(result.layer_state), result.layers
-            for kind, state in self.states.items():
-                self.states[kind] = jax.tree.unflatten(jax.tree.structure(state), after[kind])
+            after, self.stacks = self.stacks._by_kind(result.layer_state), result.layers
+            for kind, (own, state) in self.kinds.items():
+                self.kinds[kind] = own, jax.tree.unflatten(jax.tree.structure(state), after[kind])
         return result
 
-    def _visitor(self, norm: Any, updates: bool) -> Callable[[LayerVisit, Any], LayerResult]:
-        fused, trained = self.fused, self.trained
-        masks_of_layers = trained.folds[self.number].masks
-        structures = {
-            kind: jax.tree.structure(fused._layer_state(trained, self.number, kind)) for kind in self.states
-        }
-        # With a norm it is the second sweep, and these are known.
-        wanted = zip(("args", "kwargs"), self.wanted[1:], strict=True) if norm is None else ()
-        further: dict[Any, Any] = {name: mask for name, mask in wanted if any(jax.tree.leaves(mask))}
-
-        def visit_layer(visit: LayerVisit, squares: Any) -> LayerResult:
-            kind = visit.kind or ""
-            found = visit.vjp()
-            cotangents = {
-                name: masked(getattr(found, name), leaves_or_none(_of_kind(mask, kind)))
-                for name, mask in further.items()
-            }
-            if kind not in self.states:
-                return LayerResult(found.carry, **cotangents)
-            mask = masks_of_layers[kind]
-            # Without the barrier XLA holds a layer's internals until the optimizer is done.
-            gradients = fused._cast(lax.optimization_barrier(jax.tree.leaves(masked(found.layer, mask))))
-            own = _sum_of_squares(gradients)
-            result = LayerResult(found.carry, state=squares + own, **cotangents)
-            if not updates:
-                return result
-            gradients = fused._scaled(gradients, norm)
-            params = trained.only_layer(self.number, kind, masked(visit.layer, mask))
-            before = jax.tree.unflatten(structures[kind], visit.layer_state)
-            new, after = fused._updated(gradients, before, params)
-            layer = replaced(visit.layer, mask, jax.tree.leaves(new))
-            return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
-
-        return visit_layer
+    def _visit(self, norm: Any, updates: bool, visit: LayerVisit, squares: Any) -> LayerResult:
+        fused, trained, kind, found = self.fused, self.trained, visit.kind or "", visit.vjp()
+        result = LayerResult(found.carry)
+        if norm is None:  # with a norm it is the second sweep, and these are known
+            of_args, of_kwargs = (leaves_or_none(_of_kind(mask, kind)) for mask in self.wanted[1:])
+            result = LayerResult(
+                found.carry, args=masked(found.args, of_args), kwargs=masked(found.kwargs, of_kwargs)
+            )
+        if kind not in self.kinds:
+            return result
+        own = self.kinds[kind][0]
+        # Without the barrier XLA holds a layer's internals until the optimizer is done.
+        gradients = lax.optimization_barrier(jax.tree.leaves(masked(found.layer, own.mask)))
+        gradients = fused._cast(gradients)
+        result = result._replace(state=squares + _sum_of_squares(gradients))
+        if not updates:
+            return result
+        before = jax.tree.unflatten(jax.tree.structure(fused._layer_state(trained, own)), visit.layer_state)
+        params = trained.only_layer(own, visit.layer)
+        new, after = fused._updated(fused._scaled(gradients, norm), before, params)
+        layer = trained.nodes(new)[own.node]._stacks[kind].stacked
+        return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
 
 
 def _of_kind(masks: PyTree, kind: str) -> PyTree:
@@ -298,19 +284,24 @@ def _of_kind(masks: PyTree, kind: str) -> PyTree:
 
 
 def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Callable) -> FusedResult:
-    def loss(rest: PyTree, weights: PyTree) -> PyTree:
-        return of_model(trained.in_loss(rest, weights))
+    names, stacks, own = trained.names, trained.nodes(trained.model), trained.nodes(trained.trained)
 
-    inputs = trained.only_rest(), trained.weights
+    def loss(rest: PyTree, weights: Sequence[PyTree]) -> PyTree:
+        nodes = {
+            i: FollowedStack(eqx.combine(new, stacks[i]), name)
+            for (i, name), new in zip(names.items(), weights, strict=True)
+        }
+        return of_model(trained.with_nodes(eqx.combine(rest, trained.model), nodes))
+
+    inputs = trained.rest, [own[i] for i in names]
     closed, struct, static = eqx.filter_make_jaxpr(loss)(*inputs)
-    names = [folded.name for folded in trained.folds.values()]
     variables = jax.tree.unflatten(jax.tree.structure(inputs), closed.jaxpr.invars)[1]
-    weights, states = [*map(jax.tree.leaves, variables)], iter(state.stacks)
-    folds = [
-        _Layers(fused, trained, number, {kind: next(states) for kind in folded.masks})
-        for number, folded in trained.folds.items()
-    ]
-    run = followed(closed, weights, names, folds)
+    states = [*zip(trained.layers, state.stacks, strict=True)]
+    folds = {
+        i: _Layers(fused, trained, stacks[i], {each[0].kind: each for each in states if each[0].node == i})
+        for i in names
+    }
+    run = followed(closed, [*map(jax.tree.leaves, variables)], [*names.values()], [*folds.values()])
 
     def evaluate(*inputs: PyTree) -> tuple[PyTree, PyTree]:
         outputs = run(*jax.tree.leaves(inputs))
@@ -322,19 +313,17 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Cal
     unwanted = jax.tree.map(lambda _: jax.ad.DontWant(), inputs[1])  # pyright: ignore[reportPrivateImportUsage]
     found, _ = pull_back.with_refs(inputs[0], unwanted)(jnp.ones_like(value))
     gradients = fused._cast(jax.tree.leaves(found))
-    own = _sum_of_squares(gradients)
-    for fold in folds:
+    for fold in folds.values():
         if fold.squares is None:  # the value does not depend on it
             fold(None)
-    squares = sum((fold.squares for fold in folds), jnp.zeros(()))
-    norm = jnp.sqrt(squares + own)
+    norm = jnp.sqrt(sum((fold.squares for fold in folds.values()), _sum_of_squares(gradients)))
     if fused.max_grad_norm is not None:
-        for fold in folds:
+        for fold in folds.values():
             fold.sweep(norm, updates=True)
-    new, of_rest = fused._updated(fused._scaled(gradients, norm), state.rest, trained.only_rest())
-    stacks = tuple(after for fold in folds for after in fold.states.values())
-    model = trained.updated([fold.layers for fold in folds], new)
-    return FusedResult(model, FusedState(stacks, of_rest), returned, norm)
+    new, of_rest = fused._updated(fused._scaled(gradients, norm), state.rest, trained.rest)
+    after = tuple(after for fold in folds.values() for _, after in fold.kinds.values())
+    model = trained.with_nodes(eqx.combine(new, trained.model), {i: fold.stacks for i, fold in folds.items()})
+    return FusedResult(model, FusedState(after, of_rest), returned, norm)
 
 
 def _check_scalar(value: PyTree, has_aux: bool) -> None:

@@ -25,7 +25,7 @@ from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, check_stacked, warn_of_ambiguous
 from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
-from ._scan.layer_state import arrays_in_indices, check_no_state, marked_alike, part_of
+from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
 from ._scan.marks import changed, check_unmarked, is_array, per_kind, stored
 from ._scan.stacking import name_stacked, stack_layers, take_layers
@@ -87,8 +87,6 @@ class StackedKinds(BlockFoldable[M]):
     ) -> tuple[PyTree, SweepBack]:
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
-        if verb == "fold":
-            check_no_state((args, kwargs), loop.call.caller.what)
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
         y, sweep_back = sweep_forward(loop, init, ((self._blocks(stored), *args), kwargs))
         template = eqx.filter(self, is_array, inverse=True)

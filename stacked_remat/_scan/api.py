@@ -78,8 +78,7 @@ def scan(
     Cost: `f` once for each step, and in a gradient as often as the policy says, with what it keeps: see
     `ScanCheckpointPolicy`. The program does not grow with the axis.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return _looped("scan", f, axis, remat, until, **options)
+    return _looped("scan", f, axis, remat, until, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
 
 
 def _looped(
@@ -112,12 +111,7 @@ def lax_scan(
     ```
 
     Args:
-        f: takes the carry and a slice of `xs`; returns the next carry and an output.
-        init: the first carry.
-        xs: arrays that are split along their first dimension.
-        length: how many steps to run, where `xs` has no array.
-        reverse: go from the last step to the first.
-        unroll: how many steps one iteration of the loop runs; `True` for all.
+        f, init, xs, length, reverse, unroll: as of `jax.lax.scan`.
         remat: as in `scan`, with its costs.
 
     Returns:
@@ -164,8 +158,7 @@ def fold(
 
     with arguments, costs and errors as in `scan`.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_scanned}
-    return _looped("fold", f, axis, remat, until, **options)
+    return _looped("fold", f, axis, remat, until, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
 
 
 def map(
@@ -184,5 +177,5 @@ def map(
     It holds one part's internals at a time, where `haliax.vmap` holds all and is faster. Arguments and errors
     as in `scan`.
     """
-    options: Any = {"reverse": reverse, "unroll": unroll, "is_scanned": is_mapped}
-    return functools.partial(_looped("map", f, axis, remat, **options), None)
+    loop = _looped("map", f, axis, remat, reverse=reverse, unroll=unroll, is_scanned=is_mapped)
+    return functools.partial(loop, None)

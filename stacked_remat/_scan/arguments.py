@@ -86,8 +86,8 @@ def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:
     """The axis with its size, which the arguments tell where only its name is given."""
     if isinstance(axis, Axis):
         return axis
-    for _, leaf, _ in sorted(split, key=lambda entry: not is_named(entry[1])):
-        size = leaf_size(leaf, axis)
+    named_first = sorted((leaf for _, leaf, _ in split), key=is_named, reverse=True)
+    for size in (leaf_size(leaf, axis) for leaf in named_first):
         if size is not None:
             return Axis(axis, size)
     raise ValueError(
@@ -126,16 +126,21 @@ def _may_be_keys(leaf: Any) -> bool:
 
 
 def check_no_lists(arguments: PyTree, axis: Axis, caller: Caller) -> None:
-    """Refuse a list of as many Python values as layers: each layer would be given the whole list."""
+    """Refuse a list with as many values as layers: each layer would be given the whole list."""
+
+    def may_be_of_a_layer(value: Any) -> bool:
+        is_value = isinstance(value, int | float | str)
+        return is_value or (is_array(value) and leaf_size(value, axis) not in (None, axis.size))
+
     for path, node in jtu.tree_leaves_with_path(arguments, is_leaf=lambda node: isinstance(node, list)):
-        is_values = isinstance(node, list) and all(isinstance(value, int | float | str) for value in node)
         is_argument = len(path) == 2 and isinstance(path[0], jtu.SequenceKey)  # and not a stack's own
-        if is_argument and is_values and len(node) == axis.size > 1:
+        is_list = isinstance(node, list) and len(node) == axis.size > 1
+        if is_argument and is_list and all(map(may_be_of_a_layer, node)):
             name, part = caller.name_of(path), caller.part
             raise ValueError(
-                f"{caller.what}: {name} is a list of {len(node)} Python values, one for each {part} of "
-                f"`{axis.name}`? Write per_layer({name}) to give each {part} its number, or shared({name}) "
-                f"to give every {part} the whole list."
+                f"{caller.what}: {name} is a list of {len(node)} values, one for each {part} of "
+                f"`{axis.name}`? Write jnp.stack({name}) to give each {part} its own, or shared({name}) to "
+                f"give every {part} the whole list."
             )
 
 
@@ -174,12 +179,6 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
         return
     wrong = [entry for entry, is_ in zip(split, is_right, strict=True) if not is_]
     part, over = caller.part, f"{caller.what} over `{axis.name}` (size {axis.size})"
-    lists = {path[:-1] for path, _, _ in wrong if _is_of_list(path)}
-    if len(wrong) == axis.size and len(lists) == 1:
-        name = caller.name_of(lists.pop())
-        raise ValueError(
-            f"{over}: {name} is a list with an array for each {part}? Stack it: jnp.stack({name})."
-        )
     found = [f"{caller.name_of(path)} has {_size_text(leaf, axis)}" for path, leaf, _ in wrong]
     text = shortened(found, "; ", most=3)
     if right := [caller.name_of(path) for (path, _, _), is_ in zip(split, is_right, strict=True) if is_]:
@@ -188,10 +187,6 @@ def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     path, leaf, rule = wrong[0]
     fix = _fix_of_size(caller.name_of(path), leaf, rule, axis, part)
     raise ValueError(f"{over} was given inputs of different lengths: {text}.{fix}")
-
-
-def _is_of_list(path: KeyPath) -> bool:
-    return len(path) > 2 and all(isinstance(key, jtu.SequenceKey) for key in (path[0], path[-1]))
 
 
 def _size_text(leaf: Any, axis: Axis) -> str:

@@ -28,20 +28,14 @@ def layers_axis(axis: Any, what: str = "A stack") -> Axis:
         )
     if isinstance(axis, Axis):
         return axis
-    if isinstance(axis, bool | np.bool_) or not isinstance(axis, int | np.integer):
-        if isinstance(axis, str) and axis in ALIASES:
-            raise TypeError(
-                f"{what} takes the axis of the layers here; got the policy {axis!r}. Write remat={axis!r}."
-            )
-        takes = f"{what} takes the axis of the layers or their number"
-        if isinstance(axis, eqx.Module):
-            fix = "Give the layers in a list." if what.endswith(".of") else "The axis is its Layers."
-            raise TypeError(f"{takes}; got {describe(axis)}. {fix}")
-        name = repr(axis) if isinstance(axis, str) else "'layers'"
-        raise TypeError(f"{takes}; got {axis!r} ({type(axis).__name__}). Write hax.Axis({name}, size).")
-    if axis < 0:
-        raise ValueError(f"{what} takes the number of layers; got {axis}.")
-    return Axis("layers", int(axis))
+    if isinstance(axis, int | np.integer) and not isinstance(axis, bool) and axis >= 0:
+        return Axis("layers", int(axis))
+    fix = f"Write hax.Axis({repr(axis) if isinstance(axis, str) else repr('layers')}, size)."
+    if isinstance(axis, str) and axis in ALIASES:
+        fix = f"Write remat={axis!r}."
+    elif isinstance(axis, eqx.Module) and what.endswith(".of"):
+        fix = "Give the layers in a list."
+    raise TypeError(f"{what} takes the axis of the layers or their number; got {text(axis)}. {fix}")
 
 
 def axis_or_name(axis: Any, what: str) -> Axis | str:
@@ -86,27 +80,20 @@ def form(leaf: Any) -> Any:
 
 def difference(a: Any, b: Any, form: Callable[[Any], Any], path: str = "") -> tuple[str, Any, Any] | None:
     """Where two trees first have other nodes, static fields or forms of leaves, and what is there."""
-    (old, tree), (new, other) = (jtu.tree_flatten_with_path(x, is_leaf=is_named) for x in (a, b))
-    if tree == other:
+    if jtu.all_leaves([a, b], is_leaf=is_named):
+        return None if form(a) == form(b) else (path, a, b)
+    (old, tree), (new, other) = (
+        jtu.tree_flatten_with_path(x, is_leaf=lambda node, x=x: node is not x) for x in (a, b)
+    )
+    if tree == other:  # of these nodes alone
         pairs = zip(old, new, strict=True)
-        unlike = ((path + jtu.keystr(at), x, y) for (at, x), (_, y) in pairs if form(x) != form(y))
-        return next(unlike, None)
-    nodes = [children(a), children(b)]
-    if type(a) is type(b) and nodes[0].keys() == nodes[1].keys():
-        for key, node in nodes[0].items():
-            if found := difference(node, nodes[1][key], form, path + key):
-                return found
-        for field in dataclasses.fields(a) if dataclasses.is_dataclass(a) else ():
-            values = getattr(a, field.name, None), getattr(b, field.name, None)
-            if field.metadata.get("static") and values[0] != values[1]:
-                return f"{path}.{field.name}", *values
+        unlike = (difference(x, y, form, path + jtu.keystr(at)) for (at, x), (_, y) in pairs)
+        return next(filter(None, unlike), None)
+    for field in dataclasses.fields(a) if type(a) is type(b) and dataclasses.is_dataclass(a) else ():
+        values = getattr(a, field.name, None), getattr(b, field.name, None)
+        if field.metadata.get("static") and values[0] != values[1]:
+            return f"{path}.{field.name}", *values
     return path, a, b
-
-
-def children(tree: PyTree) -> dict[str, PyTree]:
-    """The entries of a node by key, written as in a path."""
-    paths_and_nodes = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
-    return {jtu.keystr(path): node for path, node in paths_and_nodes}
 
 
 def check_offloaded(carry: Sequence[PyTree], jaxpr: Any, names: Sequence[str]) -> None:

@@ -162,8 +162,8 @@ def _entries(
             "partitioned. Put the parts together first: eqx.combine(trained, frozen)."
         )
     axis = resolve_axis(axis, split, caller.what)
-    check_no_lists(tree, axis, caller)
-    if is_scanned is is_named_or_shaped_array:  # a predicate of the caller's decides about keys too
+    if is_scanned is is_named_or_shaped_array:  # a predicate of the caller's decides about these too
+        check_no_lists(tree, axis, caller)
         check_keys(entries, axis, caller)
     check_sizes(axis, split, caller)
     for path, leaf, rule in entries:

@@ -138,21 +138,17 @@ def carry_and_state(found: PyTree, arguments: PyTree, what: str) -> tuple[PyTree
     """What a layer of a fold returns as a pair: the carry, and the state where the layer is given one."""
     if not _nodes(arguments, State):
         return found, None
+    if what.endswith("_vjp"):
+        raise ValueError(
+            f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are the new "
+            "state."
+        )
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], State)):
         raise ValueError(
             f"{what} was given a State, so that its layers return (carry, state); one returned "
             f"{describe(found)}. Let it return the state that it was given too."
         )
     return found
-
-
-def check_no_state(arguments: PyTree, what: str) -> None:
-    """Refuse a state where layers return their carry alone."""
-    if _nodes(arguments, State):
-        raise ValueError(
-            f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are "
-            "the new state."
-        )
 
 
 def arrays_in_indices(module: T, shape: tuple[int, ...] = ()) -> T:

@@ -259,20 +259,18 @@ _UNSLICED = "stacked_remat.unsliced"
 
 def map_unsliced(fn: Callable[[PyTree], PyTree], tree: T) -> T:
     """The tree with `fn` applied to fields that are declared `unsliced`, except in inner stacks."""
-    if getattr(tree, "slices_its_own_layers", False):
+    is_module = isinstance(tree, eqx.Module)
+    is_inner = getattr(tree, "slices_its_own_layers", False)
+    if is_inner or not (is_module or isinstance(tree, tuple | list | dict)):
         return tree
-    if isinstance(tree, eqx.Module):
-        new: dict[str, PyTree] = {}
-        for field in dataclasses.fields(tree):
-            value = getattr(tree, field.name, None)
-            mapped = fn(value) if field.metadata.get(_UNSLICED) else map_unsliced(fn, value)
-            if mapped is not value:
-                new[field.name] = mapped
-        return changed(tree, **new) if new else tree
-    if not isinstance(tree, tuple | list | dict):
-        return tree
-    entries, treedef = jtu.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-    return jtu.tree_unflatten(treedef, [map_unsliced(fn, entry) for entry in entries])
+    fields = dataclasses.fields(tree) if is_module else ()
+    names = [field.name for field in fields if field.metadata.get(_UNSLICED)]
+    entries, treedef = jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    mapped = [
+        fn(node) if getattr(path[0], "name", None) in names else map_unsliced(fn, node)
+        for path, node in entries
+    ]
+    return jtu.tree_unflatten(treedef, mapped)
 
 
 def changed(module: T, **fields: Any) -> T:
@@ -298,13 +296,11 @@ def take_marks_off(tree: PyTree, rule: Rule = "default", path: KeyPath = ()) -> 
     entries, parts = [], []
     paths_and_nodes, treedef = jtu.tree_flatten_with_path(tree, is_leaf=_is_named_or_marked)
     for below, node in paths_and_nodes:
-        inside, part = (
-            take_marks_off(node.value, node.rule, (*path, *below))
-            if isinstance(node, Marked)
-            else ([((*path, *below), node, rule)], node)
-        )
+        inside = [((*path, *below), node, rule)]
+        if isinstance(node, Marked):
+            inside, node = take_marks_off(node.value, node.rule, (*path, *below))
         entries += inside
-        parts.append(part)
+        parts.append(node)
     return entries, jtu.tree_unflatten(treedef, parts)
 
 

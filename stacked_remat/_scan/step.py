@@ -63,10 +63,6 @@ class Call:
                 if self.takes_block and str(error) == f"'{type(carry).__name__}' object is not callable":
                     error.add_note("The block comes first, then the carry: lambda block, x: block(x).")
                 raise
-            option = next((name for name in ("remat", "reverse", "unroll") if name in kwargs), None)
-            if option and not (self.takes_block and self.verb == "map"):
-                form = f"{self.verb}_via(fn" if self.takes_block else f"{self.verb}(f, axis"
-                problem += f" Write {form}, {option}=...)(...)."
             raise TypeError(problem) from None
 
     def outputs(self, result: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:

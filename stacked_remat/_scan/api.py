@@ -47,14 +47,13 @@ def scan(
 
     where only named arrays with the axis and plain arrays of at least one dimension are indexed (plain arrays
     along their first dimension); everything else is passed to every layer unchanged. `shared(x)` and
-    `per_layer(x)` choose for one argument, or for a part of one. Compile time does not grow with the axis.
+    `per_layer(x)` choose for one argument, or for a part of one.
 
     Args:
         f: takes the carry and one layer of the arguments; returns the next carry and an output, both trees.
         axis: an `Axis`, the name of an axis that one of the arguments has, or a number: an axis of this size
             named `layers`.
-        remat: what the backward pass keeps, offloads and recomputes; see `ScanCheckpointPolicy` for the
-            costs.
+        remat: what the backward pass keeps, offloads and recomputes; `ScanCheckpointPolicy` says the costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
         unroll: how many layers one iteration of the loop runs; `True` for all.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
@@ -75,8 +74,7 @@ def scan(
         TypeError: for an axis that is none of these, for marks in the carry, and for an `until` that does not
             return one bool.
 
-    Cost: `f` once for each step, and in a gradient as often as the policy says, with what it keeps: see
-    `ScanCheckpointPolicy`. The program does not grow with the axis.
+    Cost: `f` once for each step, and again as the policy says. The program does not grow with the axis.
     """
     return _looped("scan", f, axis, remat, until, reverse=reverse, unroll=unroll, is_scanned=is_scanned)
 

@@ -16,6 +16,7 @@ from jax.tree_util import KeyPath
 from .._placement import is_on_host, to_host
 from .._static import PyTree
 from .._sweep.kinds import Pattern
+from .._sweep.slots import Arrays
 from .arguments import Caller, check_keys, check_no_lists, check_sizes, resolve_axis
 from .marks import (
     Entry,
@@ -64,7 +65,7 @@ class TreeLayout:
         mask = tuple(leaf.unsliced for leaf in self.of_kind("split"))
         return (*mask, False) if any(mask) else mask
 
-    def layer(self, parts: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False) -> PyTree:
+    def layer(self, parts: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
         """One layer's tree; in unsliced fields the layers' dimension has no name. Cotangents may be None."""
 
         def name(leaf: Leaf, part: PyTree) -> PyTree:
@@ -73,7 +74,7 @@ class TreeLayout:
 
         return self._build(map(name, self.of_kind("split"), parts), shared, cotangents)
 
-    def arguments(self, parts: Sequence[PyTree], shared: Sequence[PyTree]) -> PyTree:
+    def arguments(self, parts: Arrays, shared: Arrays) -> PyTree:
         """One layer's arguments, with a `LayerStack` for each unsliced field; `parts` has its stack."""
         arguments = self.layer(parts, shared)
         if not any(self.unsliced):
@@ -86,9 +87,7 @@ class TreeLayout:
 
         return (map_unsliced(stack, first), *args), kwargs
 
-    def stacked(
-        self, arrays: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False
-    ) -> PyTree:
+    def stacked(self, arrays: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
         """The whole tree, each array in its memory; `cotangents` as in `layer`."""
 
         def name(leaf: Leaf, array: Any) -> Any:
@@ -119,16 +118,12 @@ class TreeLayout:
         return jtu.tree_unflatten(self.treedef, map(fill, self.leaves))
 
 
-Split: TypeAlias = tuple[TreeLayout, list[PyTree], list[PyTree]]
+Split: TypeAlias = tuple[TreeLayout, Arrays, Arrays]
 Join: TypeAlias = Callable[[Sequence[PyTree]], PyTree]
 
 
 def split_tree(
-    tree: PyTree,
-    axis: AxisSelector,
-    caller: Caller,
-    *,
-    is_scanned: IsScanned = is_named_or_shaped_array,
+    tree: PyTree, axis: AxisSelector, caller: Caller, is_scanned: IsScanned = is_named_or_shaped_array
 ) -> Split:
     """Take a tree apart: its layout, the arrays that are split over `axis`, and those that are shared."""
     entries, tree, are_split, axis = _entries(tree, axis, caller, is_scanned)
@@ -241,7 +236,7 @@ def split_kinds(
 ) -> tuple[list[Split], Join]:
     """As `split_tree`, for the layers of each kind; and what makes one tree of those for each kind."""
     if pattern is None:
-        return [split_tree(tree, axis, caller, is_scanned=is_scanned)], operator.itemgetter(0)
+        return [split_tree(tree, axis, caller, is_scanned)], operator.itemgetter(0)
     assert isinstance(axis, Axis)
     parts, join = divide(tree, axis, pattern, caller)
     return [

@@ -12,7 +12,7 @@ from haliax import Axis
 
 from .._static import PyTree
 from .checks import describe
-from .marks import Marked, PerKind, changed
+from .marks import NUMBER, Marked, PerKind, changed
 from .stacking import stack_outputs, stack_trees
 
 T = TypeVar("T")
@@ -155,8 +155,7 @@ def arrays_in_indices(module: T, shape: tuple[int, ...] = ()) -> T:
     """A module with an array of this shape for each Python number that it keeps in a state."""
 
     def array(leaf: Any) -> Any:
-        is_number = isinstance(leaf, bool | int | float | complex)
-        return jnp.broadcast_to(jnp.asarray(leaf), shape) if is_number else leaf
+        return jnp.broadcast_to(jnp.asarray(leaf), shape) if isinstance(leaf, NUMBER) else leaf
 
     return _map_nodes(lambda node: changed(node, init=jtu.tree_map(array, node.init)), module, StateIndex)
 

@@ -20,6 +20,7 @@ from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
+from .._sweep.slots import Arrays
 from .._sweep.trace import UntracedLayer, trace_layers
 from .checks import axis_or_name, check_offloaded
 from .layer_axis import Join, TreeLayout, split_kinds
@@ -34,8 +35,8 @@ class Layers:
 
     call: Call
     layout: TreeLayout
-    arrays: list[PyTree]
-    shared: list[PyTree]
+    arrays: Arrays
+    shared: Arrays
     name: str | None = None
 
     def untraced(self, static: PyTree, names: Names, *, whole: bool) -> UntracedLayer:
@@ -54,12 +55,10 @@ class Layers:
         return name_stacked(stacked, self.layout.axis, self.call.caller.what)
 
 
-def map_layers(
-    f: Callable, layout: TreeLayout, arrays: Sequence[PyTree], shared: Sequence[PyTree], what: str
-) -> PyTree:
+def map_layers(f: Callable, layout: TreeLayout, arrays: Arrays, shared: Arrays, what: str) -> PyTree:
     """What `f` returns for all layers' arguments at once, with the axis in front."""
 
-    def one_layer(slices: Sequence[PyTree]) -> tuple[PyTree, Static]:
+    def one_layer(slices: Arrays) -> tuple[PyTree, Static]:
         args, kwargs = layout.layer(slices, shared)
         found, static = eqx.partition(f(*args, **kwargs), is_array)
         return found, Static(static)

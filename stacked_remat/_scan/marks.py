@@ -23,6 +23,7 @@ from .._placement import has_host_arrays, on_several_devices
 from .._static import PyTree
 
 T = TypeVar("T")
+NUMBER = int | float | complex  # and bool
 IsScanned: TypeAlias = bool | Callable[[Any], bool]
 Rule: TypeAlias = Literal["default", "shared", "per_layer", "stored", "unsliced"]
 Entry: TypeAlias = tuple[KeyPath, Any, Rule]  # path, leaf, and its rule
@@ -53,10 +54,7 @@ def with_axes(array: Any, axes: tuple[Axis, ...] | None) -> Any:
 
 
 def is_split(
-    leaf: Any,
-    axis: AxisSelector,
-    is_scanned: IsScanned = is_named_or_shaped_array,
-    rule: Rule = "default",
+    leaf: Any, axis: AxisSelector, is_scanned: IsScanned = is_named_or_shaped_array, rule: Rule = "default"
 ) -> bool:
     """Whether a leaf is split, where sizes allow."""
     if rule in ("shared", "per_layer"):
@@ -113,7 +111,7 @@ def shared(x: T) -> T:
         x: any tree. A mark inside it takes precedence.
 
     Returns:
-        The tree in a PyTree node that a scan removes: the layers get `x` as it is.
+        The tree in a PyTree node that a scan removes.
     """
     mark: Any = Marked(x, "shared")
     return mark
@@ -139,7 +137,7 @@ def per_layer(x: PyTree) -> PyTree:
     Raises:
         TypeError: there is no array in `x`.
     """
-    if isinstance(x, list | tuple) and x and all(isinstance(value, int | float | complex) for value in x):
+    if isinstance(x, list | tuple) and x and all(isinstance(value, NUMBER) for value in x):
         x = jnp.stack([jnp.asarray(value) for value in x])  # of a weak type, as the numbers are
     leaves = jtu.tree_leaves(x, is_leaf=_is_named_or_marked)
     if leaves and not any(is_array(leaf) or _is_named_or_marked(leaf) for leaf in leaves):
@@ -210,12 +208,7 @@ class LayerStack(eqx.Module):
 
     @staticmethod
     def of(field: PyTree, axis_name: str = "layers") -> "LayerStack":
-        """The field as it is in a fold; where it is a layer's own, a stack of one layer.
-
-        Args:
-            field: of a block, declared `unsliced`.
-            axis_name: of the layers' axis, which a named array of one layer then has in front.
-        """
+        """An `unsliced` field as a fold gives it; of one layer, a stack of one over an axis of this name."""
         if isinstance(field, LayerStack):
             return field
 

@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 from .._messages import axes_text
 from .._static import PyTree
 from .checks import difference, form, text
-from .marks import is_array, is_named, is_split, leaf_size, raw_array, with_axes
+from .marks import NUMBER, is_array, is_named, is_split, leaf_size, raw_array, with_axes
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
     def of_layer(leaf: Any) -> Any:
         if is_named(leaf) or is_array(leaf):
             return form(leaf), getattr(raw_array(leaf), "dtype", None)
-        return "a number" if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) else leaf
+        return "a number" if isinstance(leaf, NUMBER) and not isinstance(leaf, bool) else leaf
 
     def stack(path: KeyPath, *leaves: Any) -> PyTree:
         if of_layer(leaves[0]) == "a number" and len({(type(leaf), leaf) for leaf in leaves}) > 1:
@@ -104,11 +104,7 @@ def stack_outputs(outputs: Sequence[PyTree], axis: Axis, what: str) -> PyTree:
 
 def numbers_to_arrays(output: T) -> T:
     """The output of a layer, with an array for each Python number, so that it can be stacked."""
-    return jtu.tree_map(
-        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf,
-        output,
-        is_leaf=is_named,
-    )
+    return jtu.tree_map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, NUMBER) else leaf, output)
 
 
 def _check_is_new(leaf: Any, axis: Axis, path: KeyPath, what: str) -> None:

@@ -70,9 +70,8 @@ class Call:
         if self.verb == "map":
             return None, result
         if self.verb == "fold":
-            return (
-                carry_and_state(result, arguments, self.caller.what) if self.takes_block else (result, None)
-            )
+            what = self.caller.what
+            return carry_and_state(result, arguments, what) if self.takes_block else (result, None)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
                 "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "

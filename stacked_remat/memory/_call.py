@@ -133,7 +133,10 @@ def trace_call(
 ) -> TracedCall:
     """Trace `fn(*args, **kwargs)` as `report` compiles it."""
     if not callable(fn):
-        raise TypeError(f"report takes a function and then its arguments; got {type(fn).__name__}.")
+        raise TypeError(
+            f"report takes a function and then its arguments; got {type(fn).__name__}. plan and compare take "
+            "what makes it of a policy: lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
+        )
     if hasattr(fn, "lower") and hasattr(fn, "__wrapped__"):
         raise TypeError(
             "report compiles the function that it is given; got one in a jit. Give it the function itself, "

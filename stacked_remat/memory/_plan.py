@@ -12,7 +12,7 @@ from .._schedule import whole_number
 from .._static import PyTree
 from ._call import TracedCall, shapes_of, trace_call
 from ._report import MemoryReport
-from ._search import Search, Trial, check_compiled, policy_name
+from ._search import Search, Trial, check_compiled
 from ._table import as_table, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
@@ -85,7 +85,8 @@ class Plan:
     streamed: bool = False
 
     def __str__(self) -> str:
-        note = f"{policy_name(self.policy, self.streamed)} fits {readable_bytes(self.budget)} a device"
+        name = Trial(self.policy, self.report, streamed=self.streamed).name
+        note = f"{name} fits {readable_bytes(self.budget)} a device"
         return str(dataclasses.replace(self.tried, title="plan", notes=(*self.tried.notes, note)))
 
 
@@ -106,7 +107,7 @@ def compare(
     Cost: one compilation a candidate.
     """
     _check_policies(candidates)
-    search = Search(lambda policy: trace_call(_made(fn_of_policy, policy), args, kwargs, target, donate))
+    search = Search(lambda policy: trace_call(fn_of_policy(policy), args, kwargs, target, donate))
     trials = tuple(map(search.trial, candidates))
     check_compiled(trials)
     return Comparison(trials)
@@ -181,7 +182,7 @@ def plan(
 
     def search(args: Sequence[PyTree], streamed: bool) -> Search:
         def trace(policy: ScanCheckpointSpec) -> TracedCall:
-            return trace_call(_made(fn_of_policy, policy), args, kwargs, target, donate)
+            return trace_call(fn_of_policy(policy), args, kwargs, target, donate)
 
         return Search(trace, most, on_host, cache, show, streamed)
 
@@ -215,18 +216,6 @@ def _moved(streamed: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]) 
             "lambda model, x: (streaming.to_host(model), x)."
         )
     return found
-
-
-def _made(fn_of_policy: Callable[[ScanCheckpointSpec], Callable], policy: ScanCheckpointSpec) -> Callable:
-    """The function to compile under a policy."""
-    fn = fn_of_policy(policy)
-    if not callable(fn):
-        raise TypeError(
-            "The first argument takes a policy and returns the function to compile; of the policy "
-            f"{policy!r} it returned {type(fn).__name__}. Write lambda remat: lambda blocks, x: "
-            "train_step(blocks, x, remat=remat)."
-        )
-    return fn
 
 
 _COLUMNS = {

@@ -37,15 +37,11 @@ class Trial:
 
     @property
     def name(self) -> str:
-        return self.label or policy_name(self.policy, self.streamed)
-
-
-def policy_name(policy: ScanCheckpointSpec, streamed: bool) -> str:
-    """What tables call a policy: `'nested'`, or its settings, as `nested=True, save_carries='offload'`."""
-    name = repr(policy)
-    if isinstance(policy, ScanCheckpointPolicy):
-        name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")") or name
-    return f"{name}, streamed" if streamed else name
+        """What tables call it: `'nested'`, or its settings, as `nested=True, save_carries='offload'`."""
+        name = repr(self.policy)
+        if isinstance(self.policy, ScanCheckpointPolicy):
+            name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")") or name
+        return self.label or (f"{name}, streamed" if self.streamed else name)
 
 
 def check_compiled(trials: Sequence[Trial]) -> None:
@@ -79,9 +75,10 @@ class Search:
         try:
             report = self._trace(policy).report(self.cache)
         except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
-            error.add_note(f"while compiling the policy {policy_name(policy, self.streamed)}")
             failure = error
         found = self.compiled[key] = Trial(policy, report, failure, self.streamed)
+        if failure is not None:
+            failure.add_note(f"while compiling the policy {found.name}")
         self.show(found)
         return found
 
@@ -119,9 +116,8 @@ class Search:
         The internals of a segment are kept while it is reversed. The bytes of a carry and of a layer's
         internals are what three policies differ in; where one of them can't be compiled, there is no cut.
         """
-        plain = dataclasses.replace(base, save_block_internals=False)
         kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
-        policies = dataclasses.replace(plain, nested=False), plain, kept
+        policies = ScanCheckpointPolicy(), dataclasses.replace(base, save_block_internals=False), kept
         schedule = base.schedule(layers)
         if schedule.slots == layers or _NEVER in map(self._cost, policies):
             return None

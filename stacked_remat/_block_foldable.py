@@ -13,7 +13,7 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
-from ._scan.checks import describe, layers_axis
+from ._scan.checks import layers_axis
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
 from ._scan.marks import applied, changed, check_unmarked, stored
@@ -215,7 +215,10 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @abc.abstractmethod
     def get_layer(self, index: Any) -> M:
-        """One layer; negative indices count from the end, an index out of range is an `IndexError`."""
+        """One layer; negative indices count from the end, and one outside of the layers is an `IndexError`.
+
+        In a `Stacked` it may be traced; the nearest layer is taken for one outside, as always in JAX.
+        """
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """The layers' arrays in the form of a torch `Sequential`, under `prefix.0.key`, `prefix.1.key`, …"""
@@ -276,9 +279,6 @@ def loop_over(
     **options: Any,
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
-    if not (fn is None or callable(fn)):
-        takes = "a block" if verb == "map" else "a block and a carry"
-        raise TypeError(f"{method}_via takes a function of {takes}; got {describe(fn)}.")
     if fn is None:
         check_options(layers._kinds, method, {"remat": remat, **options})
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)

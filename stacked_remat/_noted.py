@@ -1,6 +1,5 @@
 """Calls that a trace of a program notes, with a rule for whoever interprets the traced program."""
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,15 +38,11 @@ class Notes:
         return rule if is_call else None
 
 
-_notes = jax.make_user_context(default_value=None)
-
-
-def noting(notes: Notes) -> contextlib.AbstractContextManager[None]:
-    return _notes(notes)
+noting = jax.make_user_context(default_value=None)  # `with noting(notes):` notes the calls of a trace
 
 
 def is_noting() -> bool:
-    return _notes.value is not None
+    return noting.value is not None
 
 
 def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callable:
@@ -55,7 +50,7 @@ def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callabl
 
     `rule` may hold no traced values. Elsewhere it is `otherwise`, which may, or `fn` itself.
     """
-    notes = _notes.value
+    notes = noting.value
     if notes is None:
         return otherwise or fn
     if notes.instead is not None:

@@ -5,7 +5,6 @@ both spaces are the same memory and the moves have no effect, so programs with o
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -22,13 +21,14 @@ def to_device(tree: Any) -> Any:
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
-# Part of the keys of JAX's caches, so that what was traced for one device is not reused for another.
-_compiled_for = jax.make_user_context(default_value=None)
+# `with compiled_for(device):` traces for another device than the one that is attached, or for a platform by
+# name. Part of the keys of JAX's caches, so that what was traced for one device is not reused for another.
+compiled_for = jax.make_user_context(default_value=None)
 
 
 def platform() -> str:
     """The kind of device that the program being traced is for: `"cpu"`, `"cuda"`, `"tpu"`, ..."""
-    return platform_of(_compiled_for.value or jax.default_backend())
+    return platform_of(compiled_for.value or jax.default_backend())
 
 
 def platform_of(device: Any) -> str:
@@ -39,13 +39,8 @@ def platform_of(device: Any) -> str:
 
 def target_device() -> Any:
     """The device that the program being traced is for; an attached one if only a platform is known."""
-    device = _compiled_for.value
+    device = compiled_for.value
     return device if hasattr(device, "platform") else jax.local_devices()[0]
-
-
-def compiled_for(device: Any) -> AbstractContextManager[None]:
-    """Trace for a device other than the one that is attached, or for a platform given by name."""
-    return _compiled_for(device)
 
 
 def is_on_host(array: Any) -> bool:

@@ -86,7 +86,7 @@ class ScanCheckpointPolicy:
             checked["max_carries"] = whole_number("max_carries", self.max_carries, meaning, least=2)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        written = {name: f"{name}={as_written(value)!r}" for name, value in self.settings()}
+        written = {name: f"{name}={as_written(value)}" for name, value in self.settings()}
         for one, other, reason in self._contradictions():
             if one in written and other in written:
                 raise ValueError(f"{written[one]} and {written[other]} contradict each other: {reason}")
@@ -127,7 +127,7 @@ class ScanCheckpointPolicy:
         return tuple((name, type(value), value) for name, value in self.settings())
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={as_written(value)!r}" for name, value in self.settings())
+        shown = ", ".join(f"{name}={as_written(value)}" for name, value in self.settings())
         return f"ScanCheckpointPolicy({shown})"
 
     @property

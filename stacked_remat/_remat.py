@@ -177,14 +177,10 @@ def _names(field: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-class _AsWritten(str):
-    __repr__ = str.__str__
-
-
-def as_written(value: Any) -> Any:
+def as_written(value: Any) -> str:
     """A setting as the user wrote it: a list for a tuple, the name of a function."""
     if callable(value):
         known = vars(jax.checkpoint_policies).items()
         name = next((f"jax.checkpoint_policies.{name}" for name, policy in known if policy is value), None)
-        return _AsWritten(name or getattr(value, "__qualname__", repr(value)))
-    return list(value) if isinstance(value, tuple) else value
+        return name or getattr(value, "__qualname__", repr(value))
+    return repr([*value] if isinstance(value, tuple) else value)

@@ -22,7 +22,7 @@ from jax.tree_util import KeyPath
 from ._block_foldable import B, BlockFoldable, M, loop_over
 from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, check_stacked, warn_of_ambiguous
+from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
 from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
@@ -116,7 +116,7 @@ class StackedKinds(BlockFoldable[M]):
 
         A linear layer of several axes, for example, becomes one with a matrix.
         """
-        return self._mapped(flatten_modules_for_export, stacked=self)
+        return self._mapped(flatten_modules_for_export, self)
 
     def unflatten_from_export(self, template: Self) -> Self:
         """The inverse of `flatten_for_export`.
@@ -124,27 +124,16 @@ class StackedKinds(BlockFoldable[M]):
         Args:
             template: a stack with the axes of the result; only its structure is read.
         """
-        return self._mapped(unflatten_modules_from_export, stacked=self, template=template)
+        return self._mapped(unflatten_modules_from_export, self, template)
 
-    def _mapped(self, fn: Callable[..., Any], **given: "StackedKinds") -> Self:
-
+    def _mapped(self, fn: Callable[..., Any], *given: "StackedKinds") -> Self:
         def of_kind(name: str, stack: "Stacked[M]") -> M:
-            blocks = tuple(stored(each._stacks[name].stacked) for each in given.values())
-            caller = Caller(fn.__name__, argument_namer(fn, len(given), tuple(given)))
-            return map_layers(fn, *split_tree((blocks, {}), stack.Layers, caller), caller.what)
+            blocks = [stored(each._stacks[name].stacked) for each in given]
+            return map_layers(fn, *split_tree((blocks, {}), stack.Layers, Caller(fn.__name__)), fn.__name__)
 
         return self._with_blocks(self._per_kind(of_kind))
 
     def get_layer(self, index: Any) -> M:
-        """One layer as a module of its own.
-
-        Args:
-            index: counts from the end where negative, as in a list. In a `Stacked` it may be traced; the
-                nearest layer is taken for one outside of the stack, as always in JAX.
-
-        Raises:
-            IndexError: for an index outside of the stack.
-        """
         name, place = self._places[check_layer_index(index, self.Layers)]
         return self._stacks[name]._layer_getter()(place)
 

@@ -13,7 +13,7 @@ from ._scan.checks import layers_axis
 from ._scan.layer_axis import divide
 from ._scan.marks import changed
 from ._stacked import Stacked, StackedKinds
-from ._stacked_methods import BuiltByInit, block_builder, init_policy
+from ._stacked_methods import BuiltByInit, block_builder
 from ._static import PyTree
 from ._sweep.kinds import Pattern
 
@@ -56,7 +56,6 @@ class StackedPattern(StackedKinds[M]):
 
     def __check_init__(self):
         what = type(self).__name__
-        _check_kinds(self.stacks, what)
         _check_pattern(self.pattern, self.stacks, what)
         if len(self.pattern) != self.Layers.size:
             raise ValueError(
@@ -79,8 +78,7 @@ class StackedPattern(StackedKinds[M]):
         kinds: Mapping[str, BuiltByInit[..., B] | Callable[..., B]],
         pattern: Sequence[str],
         *,
-        remat: ScanCheckpointSpec | None = None,
-        gradient_checkpointing: ScanCheckpointSpec | None = None,
+        remat: ScanCheckpointSpec = True,
     ) -> "Callable[..., StackedPattern[B]]":
         """Build the layers, those of a kind all at once.
 
@@ -88,8 +86,7 @@ class StackedPattern(StackedKinds[M]):
             Layers: the axis of all layers; a number is an axis of this size named `layers`.
             kinds: for the name of each kind, what builds a block, as `Stacked.init` takes it.
             pattern: the kind of each layer. A shorter one is repeated, as far as the layers go.
-            remat: the checkpoint policy; `True` by default. See `ScanCheckpointPolicy`.
-            gradient_checkpointing: another name for `remat`.
+            remat: the checkpoint policy. See `ScanCheckpointPolicy`.
 
         Returns:
             A function of the blocks' arguments, split and shared as by `Stacked.init`: of what is split, the
@@ -99,9 +96,7 @@ class StackedPattern(StackedKinds[M]):
             ValueError, TypeError: as `Stacked.init`; for a pattern with unknown kinds.
         """
         what = f"{cls.__name__}.init"
-        axis = layers_axis(Layers, what)
-        policy = init_policy(remat, gradient_checkpointing)
-        _check_kinds(kinds, what)
+        axis, policy = layers_axis(Layers, what), resolve_policy(remat)
         _check_pattern(pattern, kinds, what)
         if len(pattern) > axis.size:
             raise ValueError(
@@ -141,15 +136,12 @@ class StackedPattern(StackedKinds[M]):
         return Pattern.of(self.pattern, self.stacks)
 
 
-def _check_kinds(kinds: Any, what: str) -> None:
+def _check_pattern(pattern: Any, kinds: Any, what: str) -> None:
     if not isinstance(kinds, Mapping) or not kinds or not all(isinstance(name, str) for name in kinds):
         raise TypeError(
             f"{what} takes the kinds of layers as a dict with a name for each, "
             f'{{"local": LocalBlock, "global": GlobalBlock}}; got {kinds!r}.'
         )
-
-
-def _check_pattern(pattern: Any, kinds: Mapping[str, Any], what: str) -> None:
     is_names = isinstance(pattern, Sequence) and all(isinstance(name, str) for name in pattern)
     if isinstance(pattern, str) or not is_names:
         raise TypeError(f'{what} takes a pattern of names, ("local", "local", "global"); got {pattern!r}.')

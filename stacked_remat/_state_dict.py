@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -22,29 +22,21 @@ from ._static import PyTree
 M = TypeVar("M", bound=eqx.Module)
 
 
-def layers_to_state_dict(layers: Sequence[eqx.Module], prefix: str | None) -> StateDict:
+def layers_to_state_dict(layers: Iterable[eqx.Module], prefix: str | None) -> StateDict:
     """The arrays of all layers, each under its index."""
-    state_dict: StateDict = {}
-    for index, layer in enumerate(layers):
-        arrays = _with_lists(eqx.filter(layer, is_array))
-        state_dict.update(haliax.state_dict.to_state_dict(arrays, with_prefix(prefix, str(index))))
-    return state_dict
+    return haliax.state_dict.to_state_dict(_with_lists(eqx.filter([*layers], is_array)), prefix)
 
 
 def layers_from_state_dict(templates: Sequence[M], state_dict: StateDict, prefix: str | None) -> list[M]:
     """The layers, like the templates, with their arrays read from `state_dict`."""
-    keys = _check_layers(templates, state_dict, prefix)
+    shapes = eqx.filter_eval_shape(lambda: layers_to_state_dict(templates, prefix))
+    expected = {key: tuple(value.shape) for key, value in shapes.items()}
+    _check_entries(expected, len(templates), state_dict, prefix)
     # Haliax can't read NumPy's arrays into named ones where there are several devices.
-    found: Any = collections.ChainMap({key: jnp.asarray(state_dict[key]) for key in keys}, state_dict)
-    layers = []
-    for index, template in enumerate(templates):
-        arrays, rest = eqx.partition(template, is_array)
-        filled = haliax.state_dict.from_state_dict(
-            _with_lists(arrays), found, with_prefix(prefix, str(index))
-        )
-        filled = jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled))
-        layers.append(eqx.combine(filled, rest))
-    return layers
+    found: Any = collections.ChainMap({key: jnp.asarray(state_dict[key]) for key in expected}, state_dict)
+    arrays, rest = eqx.partition([*templates], is_array)
+    filled = haliax.state_dict.from_state_dict(_with_lists(arrays), found, prefix)
+    return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(arrays), jtu.tree_leaves(filled)), rest)
 
 
 def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
@@ -65,42 +57,27 @@ def stack_as(stacked: M, layers: Sequence[M], axis: Axis) -> M:
     return jtu.tree_map_with_path(choose, stacked, stack_trees(layers, axis), *layers, is_leaf=is_named)
 
 
-def _check_layers(
-    templates: Sequence[eqx.Module], state_dict: StateDict, prefix: str | None
-) -> Iterable[str]:
-    """Refuse a state dict that does not fit; returns the keys of all layers."""
-    problems, expected = [], dict[str, tuple[int, ...]]()
-    for index, template in enumerate(templates):
-        layer_prefix = with_prefix(prefix, str(index))
-        shapes = _shapes(template, layer_prefix)
-        if shapes and not any(key in state_dict for key in shapes):
-            problems.append(f"missing: layer {index} (no key starts with {layer_prefix!r})")
-        else:
-            expected |= shapes
-    found = {key: np.shape(state_dict[key]) for key in expected if key in state_dict}
-    problems += entry_problems(expected, found)
-    if problems and not expected and state_dict:
+def _check_entries(
+    expected: Mapping[str, tuple[int, ...]], count: int, state_dict: StateDict, prefix: str | None
+) -> None:
+    """Refuse a state dict that does not fit so many layers."""
+    pattern = re.compile(re.escape("" if prefix is None else f"{prefix}.") + r"(\d+)\.")
+
+    def is_of_layers(key: str) -> bool:
+        number = pattern.match(key)
+        return key in expected or (number is not None and int(number[1]) >= count)
+
+    found = {key: np.shape(value) for key, value in state_dict.items() if is_of_layers(key)}
+    if expected and state_dict and not found:
         raise ValueError(
             f"No key of the state dict starts with {with_prefix(prefix, '0')!r}; one is "
             f"{next(iter(state_dict))!r}. Give the prefix that it was written with."
         )
-    count = len(templates)
-    too_many = sorted({index for index in _layer_indices(state_dict, prefix) if index >= count})
-    problems += [f"unknown: layer {index} (the stack has {count} layers)" for index in too_many]
-    if problems:
+    if problems := entry_problems(expected, found):
         raise ValueError(
-            f"The state dict does not fit the stack at prefix {prefix!r}:\n  "
+            f"The state dict does not fit the stack of {count} layers at prefix {prefix!r}:\n  "
             + shortened(problems, "\n  ", most=8)
         )
-    return expected
-
-
-def _shapes(template: eqx.Module, prefix: str | None) -> dict[str, tuple[int, ...]]:
-    def to_arrays(arrays: PyTree) -> StateDict:
-        return haliax.state_dict.to_state_dict(arrays, prefix)
-
-    shapes = eqx.filter_eval_shape(to_arrays, _with_lists(eqx.filter(template, is_array)))
-    return {key: tuple(value.shape) for key, value in shapes.items()}
 
 
 def _with_lists(tree: PyTree) -> PyTree:
@@ -110,8 +87,3 @@ def _with_lists(tree: PyTree) -> PyTree:
         return [_with_lists(child) for child in node] if isinstance(node, tuple) else node
 
     return jtu.tree_map(to_list, tree, is_leaf=lambda node: isinstance(node, tuple))
-
-
-def _layer_indices(state_dict: StateDict, prefix: str | None) -> list[int]:
-    pattern = re.compile(re.escape(f"{prefix}." if prefix is not None else "") + r"(\d+)\.")
-    return [int(match.group(1)) for key in state_dict if (match := pattern.match(key))]

@@ -277,7 +277,7 @@ def test_layers_are_in_the_order_of_the_model():
     assert eqx.tree_equal(empty.from_state_dict(saved, "model"), blocks)
     flat = blocks.flatten_for_export().unflatten_from_export(blocks)
     assert eqx.tree_equal(flat, blocks)
-    with pytest.raises(ValueError, match="missing: layer 4"):
+    with pytest.raises(ValueError, match=r"missing: .*\.4\."):
         empty.from_state_dict({k: v for k, v in saved.items() if ".4." not in k}, "model")
 
 

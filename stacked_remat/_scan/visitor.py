@@ -127,7 +127,7 @@ class KindTypes:
     layout: TreeLayout
     y_tree: Any
 
-    def layer(self, x: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool = False) -> PyTree:
+    def layer(self, x: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
         """The arguments of a layer, from its own arrays and those that layers of its kind share."""
         return self.layout.layer(x, shared[self.constants :], cotangents=cotangents)
 

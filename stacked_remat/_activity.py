@@ -91,15 +91,6 @@ def has_rules(jaxpr: core.Jaxpr) -> bool:
     )
 
 
-def named_inputs(jaxpr: core.Jaxpr) -> set[core.Var]:
-    """Collect the inputs and constants, under all names that `checkpoint_name` gives them."""
-    known = {*jaxpr.constvars, *jaxpr.invars}
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "name" and equation.invars[0] in known:
-            known.update(equation.outvars)
-    return known
-
-
 def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:
     """For each output that is an input, unchanged, the number of that input."""
     numbers: dict[Any, int] = {var: number for number, var in enumerate(jaxpr.invars)}

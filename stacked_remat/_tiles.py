@@ -13,26 +13,16 @@ from jaxtyping import Array
 
 from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr, without_constants
-from ._static import PyTree, Static
+from ._static import PyTree
 from ._sweep.gradient import merge, pick
-from ._sweep.rules import (
-    Bound,
-    Differentiable,
-    as_arrays,
-    compiled,
-    floats,
-    is_zero,
-    moved,
-    not_mapped,
-    primal_of,
-    tangent_of,
-)
+from ._sweep.rules import Bound, Differentiable, compiled, moved, not_mapped, primal_of, tangent_of
 from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
 from ._sweep.trace import kept
 
 Dims = tuple[int | None, ...]
 Start = Array | int
+Derived = tuple["Tiling", Arrays]  # a tiling, and its constants
 
 
 @dataclass(frozen=True)
@@ -119,18 +109,10 @@ class Tiling:
             lambda tile: eval_jaxpr(self.jaxpr, (), *tile), arrays, self.inputs, self.outputs, types
         )
 
-    def primal(self, nonzero: Mask) -> "Derived":
-        """The outputs where some inputs are differentiated, by what custom rules compute them with."""
-
-        def derived() -> Derived:
-            return Tiling.of(self.cut, primal_of(self.jaxpr, nonzero), self.inputs, self.outputs)
-
-        return kept((self, nonzero), (), derived)
-
     @staticmethod
     def of(
         cut: Cut, traced: ClosedJaxpr, inputs: Sequence[int | None], outputs: Sequence[int | None]
-    ) -> "Derived":
+    ) -> Derived:
         """A traced function's tiling, and its constants, which are the first inputs."""
         jaxpr, constants = without_constants(traced)
         return Tiling(cut, jaxpr, (*[None] * len(constants), *inputs), tuple(outputs)), constants
@@ -155,9 +137,6 @@ def _pull_back(tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cota
     )
 
 
-Derived = tuple[Tiling, Arrays]
-
-
 class Tiles(Differentiable):
     tiling: Tiling
 
@@ -171,11 +150,13 @@ class Tiles(Differentiable):
     def expand(self, *arrays: Array) -> Arrays:
         return compiled(self.tiling)(*arrays)
 
-    def dce(self, used: PyTree, *live: Any) -> PyTree:
-        return (True, True, self) if self.effects else super().dce(used, *live)
-
     def primal(self, nonzero: Mask, args: PyTree) -> Arrays:
-        return run_tiles(self.tiling.primal(nonzero), args)
+        old = self.tiling
+
+        def derived() -> Derived:
+            return Tiling.of(old.cut, primal_of(old.jaxpr, nonzero), old.inputs, old.outputs)
+
+        return run_tiles(kept((old, nonzero), (), derived), args)
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))
@@ -184,17 +165,8 @@ class Tiles(Differentiable):
         of_part = Bound("tangent", tangent_of, (self.tiling, nonzero, self.active(nonzero)))
         return compiled(of_part)(primals, tangents)
 
-    def vjp_fwd(self, nonzero: PyTree, *arrays: PyTree) -> tuple[Arrays, PyTree]:
-        nonzero = self._nonzero(nonzero)
-        return self.primal(nonzero, arrays), (arrays, Static(nonzero))
-
-    def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        arrays, nonzero = residuals[0], residuals[1].value
-        is_float = floats(self.out_aval)
-        has_ct = tuple(is_ and not is_zero(ct) for is_, ct in zip(is_float, cotangents, strict=True))
-        pullback = compiled(Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct)))
-        found = pullback([*arrays], as_arrays(pick(cotangents, has_ct)))
-        self._add(found, sums, nonzero)
+    def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
+        return compiled(Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct)))([*args], cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):

@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from haliax import Axis
 from jax import lax
 from jax.core import Tracer
@@ -79,19 +78,12 @@ def _stacked_on_host(layer: Callable[[Any], list[PyTree]], arrays: PyTree, lengt
     first = layer([array[0] for array in arrays]) if length else []
     if not length or any(isinstance(leaf, Tracer) for leaf in first):
         return lax.scan(lambda _, slices: (None, layer(slices)), None, arrays, length=length)[1]
-    stacks = [_empty(leaf, length) for leaf in first]
+    stacks = [empty_stack(leaf, length) for leaf in first]
     # Not compiled as one program, whose products XLA may reorder: the bits are those of Stacked.init.
     for index in range(length):
         leaves = layer([array[index] for array in arrays]) if index else first
         stacks = _write(stacks, index, leaves)
     return stacks
-
-
-def _empty(leaf: Any, length: int) -> Any:
-    if not moves_to_host(leaf.shape, leaf.dtype):
-        return empty_stack(leaf, length)
-    # From NumPy, whose zeros take no memory before they are written.
-    return jax.device_put(np.zeros((length, *leaf.shape), leaf.dtype), leaf.sharding)
 
 
 _write = jax.jit(write, donate_argnums=0)
@@ -124,21 +116,16 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
 
     Cost: one copy. Shardings stay as they are.
     """
-    count = 0
 
     def moved(name: str, stack: Stacked) -> Stacked:
         def field(path: Any, leaf: Any) -> Any:
-            nonlocal count
             is_matrix = _is_matrix(f"{name}.stacked{jtu.keystr(path)}", leaf, stack.Layers)
-            if not (is_matrix and where(raw_array(leaf))):
-                return leaf
-            count += 1
-            return jax.tree.map(_to_host, leaf)
+            return jax.tree.map(_to_host, leaf) if is_matrix and where(raw_array(leaf)) else leaf
 
         return changed(stack, stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named))
 
     found = _of_stacks(moved, model)
-    if not count:
+    if not _placement.has_host_arrays(found):
         raise ValueError(
             "The model has no Stacked with an array for to_host to move. Let its layers be a Stacked, and "
             "check where=."

@@ -29,10 +29,9 @@ def test_it_checks_the_default_device(monkeypatch):
     assert checked == [jax.devices()[3]]
 
 
-@pytest.mark.parametrize("device, fix", [("gpu", r"jax.local_devices\(backend='gpu'\)\[0\]"), (0, "got 0")])
-def test_what_is_not_a_device_is_refused(device, fix):
-    with pytest.raises(TypeError, match=fix):
-        check_offload(device)
+def test_what_is_not_a_device_is_refused():
+    with pytest.raises(TypeError, match=r"one of jax.local_devices\(\); got 'gpu'"):
+        check_offload("gpu")
 
 
 def broken(monkeypatch, damage):
@@ -51,8 +50,8 @@ def broken(monkeypatch, damage):
 @pytest.mark.parametrize(
     "damage, reason",
     [
-        (lambda found: [found[0][::-1], found[1]], "off by"),
-        (lambda found: [found[0], np.full_like(found[1], np.nan)], "off by nan"),
+        (lambda found: found[::-1], "off by"),
+        (lambda found: np.full_like(found, np.nan), "off by nan"),
     ],
 )
 def test_gradients_read_in_the_wrong_order_are_refused(monkeypatch, damage, reason):

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._activity import active_outputs, named_inputs
+from .._activity import active_outputs, forwarded_inputs
 from .._compat import without_constants
 from .._placement import platform
 from .._static import PyTree
@@ -155,19 +155,17 @@ class LayerPullback:
             return [*results[0], *results[1], *leaves]
 
         jaxpr, constants = without_constants(jax.make_jaxpr(forward)(shared, carry, x))
-        count = structure[0].num_leaves
-        outputs = jaxpr.outvars[len(jaxpr.outvars) - count :]
+        first = len(jaxpr.outvars) - structure[0].num_leaves
         is_carry = [False] * (len(constants) + len(shared)) + [True] * len(carry) + [False] * len(x)
-        depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[len(jaxpr.outvars) - count :]
-        available = named_inputs(jaxpr)
+        depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[first:]
         # Saved casts or transposes of weights would fill a buffer with a segment of weights.
         is_saved = tuple(
-            isinstance(out, Var) and out not in available and of_carry
-            for out, of_carry in zip(outputs, depends, strict=True)
+            of_carry and source is None
+            for of_carry, source in zip(depends, forwarded_inputs(jaxpr)[first:], strict=True)
         )
-        results = [False] * (len(jaxpr.outvars) - count)
-        rest, _ = dce_jaxpr(jaxpr, [*results, *(not is_ for is_ in is_saved)], instantiate=True)
-        types = [out.aval for out in pick(outputs, is_saved)]
+        unsaved = [False] * first + [not is_ for is_ in is_saved]
+        rest, _ = dce_jaxpr(jaxpr, unsaved, instantiate=True)
+        types = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)]
         if not any(is_saved):
             return self
         return replace(self, residuals=Residuals(jaxpr, rest, constants, structure[0], is_saved, types))

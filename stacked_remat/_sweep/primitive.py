@@ -82,9 +82,6 @@ class Sweep(Differentiable):
     def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
         return compiled(Bound("sweep", primal, (self.spec,)))(init, xs, shared)
 
-    def dce(self, used: PyTree, *live: Any) -> PyTree:
-        return (True, True, self) if self.effects else super().dce(used, *live)
-
     def _perturbed(self, nonzero: Mask, outputs: Mask | None = None) -> Perturbed:
         _, ys = self.out_tree.unflatten(floats(self.out_aval) if outputs is None else outputs)
         return self.spec.perturbed(*self.in_tree.unflatten(nonzero), ys=ys)

@@ -59,6 +59,9 @@ class Differentiable(HiPrim):
 
     skip_linearization_on_zero_tangents = True
 
+    def dce(self, used: PyTree, *live: Any) -> PyTree:
+        return (True, True, self) if self.effects else super().dce(used, *live)
+
     def active(self, nonzero: Mask) -> Mask:
         """Which outputs have a tangent, given which inputs have one."""
         raise NotImplementedError
@@ -75,13 +78,19 @@ class Differentiable(HiPrim):
         """What reverse mode differentiates."""
         return self.expand(*args)
 
+    def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
+        """The cotangents of the inputs in the first mask, from those of the outputs in the second."""
+        return jax.vjp(*of_part(self.reference, args, nonzero, has_ct))[1](cts)[0]
+
     def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
-        return self(*args), (args, Static(self._nonzero(self.in_tree.flatten_up_to(nonzero))))
+        nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
+        return self.primal(nonzero, args), (args, Static(nonzero))
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        (args, nonzero), active = residuals, floats(self.out_aval)
-        _, pullback = jax.vjp(*of_part(self.reference, args, nonzero.value, active))
-        (found,) = pullback(as_arrays(pick(self.out_tree.flatten_up_to(cotangents), active)))
+        (args, nonzero), cts = residuals, self.out_tree.flatten_up_to(cotangents)
+        is_float = floats(self.out_aval)
+        has_ct = tuple(is_ and not is_zero(ct) for is_, ct in zip(is_float, cts, strict=True))
+        found = self.cotangents(nonzero.value, has_ct, args, as_arrays(pick(cts, has_ct)))
         self._add(found, sums, nonzero.value)
 
     def _add(self, found: Arrays, sums: PyTree, nonzero: Mask) -> None:

@@ -401,10 +401,10 @@ class TestRefused:
                 lambda visit, state: LayerResult(()),
                 "of the carry returned by the visitor has another structure",
             ),
-            (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32 and comes out as int32"),
+            (result(layer_state=jnp.int32(0)), "The layer_state goes in as float32.* and comes out as int32"),
             (
                 layer_with(number=jnp.float32(1)),
-                "The layer.number goes in as int32 .*y.astype\\(layer.number.dtype\\), or the initial layer",
+                "The layer.number goes in as int32.* y.astype\\(layer.number.dtype\\), or the initial layer",
             ),
             (result(args=jnp.zeros(3)), "args of a LayerResult is a tuple of 1 cotangents"),
             (result(kwargs={"k": 1.0}), "keys among \\['bias'\\]; got .* \\['bias', 'k'\\]"),
@@ -436,6 +436,7 @@ class TestRefused:
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()))
         with pytest.raises(
-            ValueError, match="axes \\(batch=3\\), and the carry\\[0\\] is .* \\(batch=2, embed=4\\)"
+            ValueError,
+            match="axes \\(batch=3\\) of float32, and the carry\\[0\\] is .* \\(batch=2, embed=4\\)",
         ):
             sweep_back.func(((hax.ones(hax.Axis("batch", 3)), None), None))

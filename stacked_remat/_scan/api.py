@@ -109,8 +109,7 @@ def lax_scan(
     ```
 
     Args:
-        f, init, xs, length, reverse, unroll: as of `jax.lax.scan`.
-        remat: as in `scan`, with its costs.
+        remat: as in `scan`, with its costs. Other arguments are those of `jax.lax.scan`.
 
     Returns:
         The final carry and the stacked outputs.

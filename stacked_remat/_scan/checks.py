@@ -45,11 +45,20 @@ def axis_or_name(axis: Any, what: str) -> Axis | str:
 
 def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: bool = False) -> None:
     """Refuse a loop state that changes; with `of_pair` the function returned it in a pair, with an output."""
-    if found := difference(before, after, form):
+
+    def stays(a: Any, b: Any) -> bool:
+        if form(a) != form(b) or not eqx.is_array_like(raw_array(a)):
+            return form(a) == form(b)
+        old, new = jax.typeof(raw_array(a)), jax.typeof(raw_array(b))
+        return old.weak_type or old.dtype == new.dtype  # a Python number takes the dtype that it meets
+
+    if found := difference(before, after, stays):
         path, old, new = found
-        are_arrays = all(eqx.is_array_like(raw_array(node)) for node in (old, new))
+        where, are_arrays = what + path, all(eqx.is_array_like(raw_array(node)) for node in (old, new))
         fix = "Keep its axes and shape." if are_arrays else "Keep it as it is."
-        if is_named(old) and is_named(new) and {*old.axes} == {*new.axes}:
+        if are_arrays and form(old) == form(new):
+            fix = f"Cast the result, y.astype({where}.dtype), or the initial {where}."
+        elif is_named(old) and is_named(new) and {*old.axes} == {*new.axes}:
             fix = f"Rearrange it: {what}.rearrange(x.axes)."
         elif of_pair and not are_arrays:
             fix = "The pair that is returned is (carry, output), in this order."
@@ -57,18 +66,7 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: 
             fix = "For a function that returns (carry, output) use scan."
         elif before is None and what.endswith("state"):
             fix = f"Pass the first {what} to sweep_back."
-        raise ValueError(f"The {what}{path} goes in as {text(old)} and comes out as {text(new)}. {fix}")
-    leaves = jtu.tree_leaves(after, is_leaf=is_named)
-    for (path, a), b in zip(jtu.tree_leaves_with_path(before, is_leaf=is_named), leaves, strict=True):
-        if not eqx.is_array_like(raw_array(a)):
-            continue
-        old, new = jax.typeof(raw_array(a)), jax.typeof(raw_array(b))
-        if not old.weak_type and old.dtype != new.dtype:  # a Python number takes the dtype that it meets
-            where = f"{what}{jtu.keystr(path)}"
-            raise ValueError(
-                f"The {where} goes in as {old.dtype} and comes out as {new.dtype}. Cast the result, "
-                f"y.astype({where}.dtype), or the initial {where}."
-            )
+        raise ValueError(f"The {where} goes in as {text(old)} and comes out as {text(new)}. {fix}")
 
 
 def form(leaf: Any) -> Any:
@@ -78,16 +76,18 @@ def form(leaf: Any) -> Any:
     return jnp.shape(leaf) if eqx.is_array_like(leaf) else leaf
 
 
-def difference(a: Any, b: Any, form: Callable[[Any], Any], path: str = "") -> tuple[str, Any, Any] | None:
-    """Where two trees first have other nodes, static fields or forms of leaves, and what is there."""
+def difference(
+    a: Any, b: Any, are_alike: Callable[[Any, Any], bool], path: str = ""
+) -> tuple[str, Any, Any] | None:
+    """Where two trees first have other nodes, static fields or leaves, and what is there."""
     if jtu.all_leaves([a, b], is_leaf=is_named):
-        return None if form(a) == form(b) else (path, a, b)
+        return None if are_alike(a, b) else (path, a, b)
     (old, tree), (new, other) = (
         jtu.tree_flatten_with_path(x, is_leaf=lambda node, x=x: node is not x) for x in (a, b)
     )
     if tree == other:  # of these nodes alone
         pairs = zip(old, new, strict=True)
-        unlike = (difference(x, y, form, path + jtu.keystr(at)) for (at, x), (_, y) in pairs)
+        unlike = (difference(x, y, are_alike, path + jtu.keystr(at)) for (at, x), (_, y) in pairs)
         return next(filter(None, unlike), None)
     for field in dataclasses.fields(a) if type(a) is type(b) and dataclasses.is_dataclass(a) else ():
         values = getattr(a, field.name, None), getattr(b, field.name, None)
@@ -118,7 +118,7 @@ def describe(x: PyTree) -> str:
     if x is None:
         return "None"
     if is_named(x):
-        return f"NamedArray axes ({axes_text(x.axes)}){', without its array' if x.array is None else ''}"
+        return f"NamedArray axes ({axes_text(x.axes)}) of {getattr(x.array, 'dtype', 'no array')}"
     if is_array(x):
         return f"{x.dtype}[{','.join(str(size) for size in x.shape)}]"
     if isinstance(x, dict):

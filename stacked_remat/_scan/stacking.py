@@ -87,7 +87,7 @@ def stack_layers(layers: Sequence[T], axis: Axis, what: str) -> T:
 
 def _refuse_unlike(trees: Sequence[PyTree], form: Callable[[Any], Any], what: str, fix: str) -> None:
     for number, tree in enumerate(trees):
-        if found := difference(trees[0], tree, form):
+        if found := difference(trees[0], tree, lambda a, b: form(a) == form(b)):
             path, *values = found
             one, other = map(text, values)
             raise ValueError(f"{what}[0]{path} is {one}, and layers[{number}]{path} is {other}. {fix}")

@@ -18,7 +18,7 @@ from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
 from ._scan.marks import applied, changed, check_unmarked, stored
 from ._scan.step import Call, Verb
-from ._stacked_methods import InitOf, block_builder, check_options, init_policy
+from ._stacked_methods import InitOf, block_builder, check_options
 from ._state_dict import layers_to_state_dict
 from ._static import PyTree
 from ._sweep.kinds import Pattern
@@ -50,7 +50,6 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         @property
         def remat(self) -> ScanCheckpointPolicy: ...
 
-    if TYPE_CHECKING:
         init = InitOf()
     else:
 
@@ -84,8 +83,11 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                     `eqx.Module`.
             """
             what = f"{cls.__name__}.init"
-            axis, policy = layers_axis(Layers, what), init_policy(remat, gradient_checkpointing)
-            build = block_builder(Block, what)
+            if remat is not None and gradient_checkpointing is not None:
+                raise ValueError("remat and gradient_checkpointing name one argument. Pass one of them.")
+            given = gradient_checkpointing if remat is None else remat
+            policy = resolve_policy(True if given is None else given)
+            axis, build = layers_axis(Layers, what), block_builder(Block, what)
             caller = Caller(what, argument_namer(build, skip=0))
 
             def build_layers(*args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -35,14 +35,12 @@ class Kept:
         elif not isinstance(save, bool):
             save = _names(f"save{field}", save) or False
         offloaded = _names(f"offload{field}", offload)
-        if both := sorted({*save} & {*offloaded}) if isinstance(save, tuple) else []:
-            raise ValueError(f"{both} are in both save{field} and offload{field}; keep each in one.")
-        if save is True and offloaded:
+        kept = cls(save, offloaded)
+        if both := [name for name in offloaded if save is True or name in kept._saved]:
             raise ValueError(
-                f"save{field}=True keeps everything on the device, and offload{field}={[*offloaded]} does "
-                f"not. Name what to keep instead: save{field}=[...]."
+                f"{both} are in both save{field}={as_written(save)} and offload{field}. Keep one."
             )
-        return cls(save, offloaded)
+        return kept
 
     @property
     def names(self) -> tuple[str, ...] | Literal[True]:

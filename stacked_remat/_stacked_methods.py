@@ -9,7 +9,7 @@ import equinox as eqx
 from equinox.nn import State
 from haliax import Axis
 
-from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
+from ._policy import ScanCheckpointSpec
 from ._scan.arguments import parameters_of
 from ._scan.checks import axis_or_name, describe
 from ._static import PyTree
@@ -73,17 +73,6 @@ class InitOf:
     def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
 
     def __get__(self, layers: object, cls: Any) -> Any: ...
-
-
-def init_policy(remat: Any, gradient_checkpointing: Any) -> ScanCheckpointPolicy:
-    """The policy given under either name of the argument; `True` by default."""
-    if remat is not None and gradient_checkpointing is not None:
-        raise ValueError(
-            f"remat={remat!r} and gradient_checkpointing={gradient_checkpointing!r} name one argument. "
-            "Pass one of them."
-        )
-    given = gradient_checkpointing if remat is None else remat
-    return resolve_policy(True if given is None else given)
 
 
 def block_builder(Block: Any, what: str) -> Callable[..., Any]:

@@ -285,9 +285,9 @@ def test_a_list_of_functions_of_trees():
         (
             lambda: checkpoint(layer, save=["a"], offload=["a"]),
             ValueError,
-            r"\['a'\] are in both save and offload",
+            r"\['a'\] are in both save=\['a'\] and offload",
         ),
-        (lambda: checkpoint(layer, save=True, offload=["a"]), ValueError, "keeps everything"),
+        (lambda: checkpoint(layer, save=True, offload=["a"]), ValueError, "both save=True and offload"),
         (lambda: BlockSeq.of(layer), TypeError, "BlockSeq.of takes a list of modules, .*Make a list"),
         (lambda: BlockSeq.of([layer, 3]), TypeError, r"layers\[1\] of BlockSeq.of is a value of type int"),
         (lambda: BlockSeq.of([layer], 2), ValueError, "`layers` has 2 layers, but BlockSeq.of was given 1"),

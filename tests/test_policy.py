@@ -50,7 +50,10 @@ def test_the_repr_shows_what_was_set():
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        (dict(save_block_internals=True, offload_block_internals=["a"]), "Name what to keep instead"),
+        (
+            dict(save_block_internals=True, offload_block_internals=["a"]),
+            "both save_block_internals=True and off",
+        ),
         (dict(max_carries=3, save_carries=False), "max_carries=3 and save_carries=False"),
         (
             dict(first_layers=2, save_block_internals=True),

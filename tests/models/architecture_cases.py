@@ -127,8 +127,7 @@ def drawn(seed: int) -> tuple[str, dict]:
     def one_of(*values):
         return values[rng.integers(len(values))]
 
-    others = (name for name, _ in CASES.values() if name not in ("DeepseekV3", "Phi3"))
-    family = one_of(*dict.fromkeys(others))
+    family = one_of(*dict.fromkeys(name for name, _ in CASES.values()))
     kv_heads, layers = one_of(1, 2, 3), one_of(2, 3)
     heads = kv_heads * one_of(1, 2, 3)
     theta = dict(rope_theta=one_of(100.0, 10_000.0, 1e6))
@@ -141,20 +140,20 @@ def drawn(seed: int) -> tuple[str, dict]:
         tie_word_embeddings=one_of(False, True),
         rms_norm_eps=one_of(1e-6, 1e-3),
     )
-    if family not in ("Qwen2", "Olmo3"):
+    if family not in ("Qwen2", "Olmo3", "DeepseekV3"):
         fields["head_dim"] = one_of(4, 6, 10)
-    if family not in ("Qwen2", "Mistral", "Mixtral"):
+    if family not in ("Qwen2", "Mistral", "Mixtral", "Phi3"):
         fields["attention_bias"] = one_of(False, True)
     scaled = dict(rope_parameters=one_of(YARN, LINEAR, LLAMA3) | theta)
     if family in ("Gemma3Text", "Olmo3"):
         fields["rope_parameters"] = {"full_attention": scaled["rope_parameters"], "sliding_attention": theta}
         fields["rope_parameters"]["sliding_attention"] = {"rope_type": "default", **theta}
     else:
-        fields |= one_of(theta, scaled)
+        fields |= theta if family == "Phi3" else one_of(theta, scaled)
     kinds = [one_of("full_attention", "sliding_attention") for _ in range(layers)]
     if family in ("Gemma3Text", "Olmo3", "GptOss"):
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
-    elif family in ("Mistral", "Mixtral"):
+    elif family in ("Mistral", "Mixtral", "Phi3"):
         fields |= dict(sliding_window=one_of(None, 2, 5))
     elif family.startswith("Qwen") and one_of(False, True):
         fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
@@ -167,6 +166,15 @@ def drawn(seed: int) -> tuple[str, dict]:
     elif family == "Qwen3Moe":
         fields |= chosen | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10)) | _BALANCE
         fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=one_of([], [0]))
+    elif family == "DeepseekV3":
+        groups, members, rotated = one_of(1, 2, 3), one_of(2, 3), one_of(2, 4)
+        fields |= _DEEPSEEK | fields | dict(num_key_value_heads=heads, first_k_dense_replace=one_of(0, 1))
+        fields |= dict(n_routed_experts=groups * members, n_group=groups, moe_intermediate_size=one_of(6, 10))
+        fields["topk_group"] = int(rng.integers(1, groups + 1))
+        fields["num_experts_per_tok"] = int(rng.integers(2, fields["topk_group"] * members + 1))
+        fields |= dict(q_lora_rank=one_of(None, 5, 12), kv_lora_rank=one_of(4, 7), v_head_dim=one_of(3, 4))
+        fields |= dict(qk_nope_head_dim=one_of(2, 5), qk_rope_head_dim=rotated, n_shared_experts=one_of(1, 2))
+        fields |= dict(rope_interleave=one_of(False, True), norm_topk_prob=one_of(False, True))
     return family, fields
 
 

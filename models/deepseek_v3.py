@@ -122,8 +122,7 @@ FIELDS = {
     "n_shared_experts": hf.attribute("shared_experts", 1),
     "scoring_func": hf.only("sigmoid"),
     "topk_method": hf.only("noaux_tc"),
-    # Of a loss in training.
-    "aux_loss_alpha": hf.ignored(),
+    "aux_loss_alpha": hf.ignored(),  # of a loss in training, as the next
     "seq_aux": hf.ignored(),
     # Their tensors are left out.
     "num_nextn_predict_layers": hf.ignored(written=0),

@@ -18,7 +18,7 @@ class GptOssConfig(SparseDecoderConfig):
     """
 
     block: ClassVar[LayerSpec] = LayerSpec(sinks=True, mlp_bias=True, swiglu_limit=7.0)
-    all_sparse: ClassVar[bool] = True
+    all_sparse = True
 
 
 _YARN = {

@@ -67,9 +67,8 @@ def _token_losses(model: Decoder, batch: TokenBatch, z_loss: float) -> tuple[Nam
         batch.tokens, documents=batch.documents, positions=batch.positions
     )
     head = model.unembedding()
-    (Embed,) = (axis for axis in head.axes if axis != model.Vocab)
     options = {"weights": batch.weights, "z_loss": z_loss}
-    losses = chunked_cross_entropy(hidden, head, batch.targets, Embed, model.Vocab, **options)
+    losses = chunked_cross_entropy(hidden, head, batch.targets, model.config.Embed, model.Vocab, **options)
     return losses, auxiliary
 
 

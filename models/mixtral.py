@@ -1,7 +1,6 @@
 """Mixtral (Jiang et al. 2024): a Mistral with experts in every layer."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from models.decoder.config import SparseDecoderConfig
 from models.hf_io import config_fields as hf
@@ -12,7 +11,7 @@ from models.hf_io.formats import HfFormat, register_format
 class MixtralConfig(SparseDecoderConfig):
     """A Mixtral decoder."""
 
-    all_sparse: ClassVar[bool] = True
+    all_sparse = True
 
 
 FIELDS = {

@@ -116,9 +116,7 @@ def _errors_of(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise WeightsError(
-            f"{path} can't be read as a safetensors file ({error}). Fetch or save it again."
-        ) from error
+        raise WeightsError(f"{path} can't be read ({error}). Fetch or save it again.") from error
 
 
 _LONGEST_HEADER = 100_000_000  # bytes, in safetensors too

@@ -108,6 +108,8 @@ class ModelToEvaluate:
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """For each continuation its log-likelihood, and whether all of its tokens are the likeliest."""
+        if (most := max((len(own) for _, _, own in requests), default=0)) > self.max_length:
+            raise ConfigError(f"A continuation has {most} tokens, more than --max_length {self.max_length}.")
         texts = [(context + own)[-(self.max_length + 1) :] for _, context, own in requests]
         order, found = sorted(range(len(texts)), key=lambda at: -len(texts[at])), {}
         for first in range(0, len(order), self.batch_size):
@@ -189,7 +191,7 @@ def _scores(model: Decoder, tokens: Any, targets: Any) -> tuple[Array, Array]:
     """The log-likelihood of every target `[batch, position]`, and whether it is the likeliest token."""
     Batch, Pos = Axis(BATCH_AXIS, tokens.shape[0]), Axis(POSITION_AXIS, tokens.shape[1])
     hidden, _ = model.hidden_states(hax.named(tokens, (Batch, Pos)))
-    (Embed,) = (axis for axis in hidden.axes if axis not in (Batch, Pos))
+    Embed = model.config.Embed
 
     def of_position(given: tuple[Array, Array]) -> tuple[Array, Array]:
         own, target = given
@@ -229,9 +231,8 @@ def _evaluate(arguments: Sequence[str]) -> int:
     for name in ("max_length", "batch_size"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise ConfigError(f"--{name} must be at least 1, got {number}.")
-    partitioning = None
-    if options.mesh is not None:
-        partitioning = Partitioning.of(parse_config(MeshConfig, ["--axes", options.mesh]))
+    mesh = None if options.mesh is None else parse_config(MeshConfig, ["--axes", options.mesh])
+    partitioning = mesh and Partitioning.of(mesh)
     evaluated = lm_class()
     import lm_eval.__main__  # pyright: ignore[reportMissingImports]
     import lm_eval.api.registry  # pyright: ignore[reportMissingImports]

@@ -20,7 +20,7 @@ from models.eval_lm import ModelToEvaluate, lm_class, main
 from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import write_decoder
 from models.loading import find_model
-from stacked_remat.training import MeshConfig, Partitioning
+from stacked_remat.training import ConfigError, MeshConfig, Partitioning
 from stacked_remat.training.data.chat_template import ChatTemplate
 
 from ..training.data import word_tokenizer
@@ -75,6 +75,8 @@ def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
     texts = requests((text,) for text in TEXTS)
     np.testing.assert_allclose(one.loglikelihood_rolling(texts), many.loglikelihood_rolling(texts), rtol=1e-5)
     assert one.generate_until(requests(PROMPTS)) == many.generate_until(requests(PROMPTS))
+    with pytest.raises(ConfigError, match="continuation has 13 tokens, more than --max_length 12"):
+        one._loglikelihood_tokens([(None, [1], [1] * 13)])
 
 
 def test_lm_eval_that_is_not_installed_is_named(monkeypatch):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -14,14 +14,13 @@ from jax import lax
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree
 from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves
-from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_backward
 from .._sweep.reverse import sweep_back
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.store import at_least_one, on_mesh, read, write, zeros_like
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
-from .layer_axis import Join, Leaf, Split, TreeLayout, split_kinds
+from .layer_axis import Leaf, TreeLayout, split_kinds
 from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .visitor import (
     LayerResult,
@@ -93,8 +92,8 @@ class SweepBack(eqx.Module):
             )
         cotangents = _cotangents(self._types, cotangent)
         if visitor is None:
-            return self._wrap(_gradients(self, *cotangents))
-        found = _visited(self, *cotangents, visitor, state, layer_state)
+            return self._wrap(_gradients(self, cotangents))
+        found = _visited(self, cotangents, visitor, state, layer_state)
         return self._wrap(jax.tree.map(_without_derivatives, found))
 
     def wrapping(self, wrap: Callable[[SweepResult], SweepResult]) -> "SweepBack":
@@ -102,7 +101,10 @@ class SweepBack(eqx.Module):
         return dataclasses.replace(self, _wrap=wrap)
 
 
-def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, list[Arrays]]:
+_Cotangents: TypeAlias = tuple[Arrays, list[Arrays]]  # of the carry, and of the outputs of each kind
+
+
+def _cotangents(types: SweepTypes, cotangent: PyTree) -> _Cotangents:
     given = cotangent if types.has_output and cotangent is not None else (cotangent, None)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise ValueError(
@@ -116,29 +118,39 @@ def _cotangents(types: SweepTypes, cotangent: PyTree) -> tuple[Arrays, list[Arra
     return cotangent_leaves(carry_ct, carry, masks.carry, "the carry", source), of_kinds
 
 
-def _gradients(sweep: SweepBack, carry_ct: Arrays, ys_ct: list[Arrays]) -> SweepResult:
+def _gradients(sweep: SweepBack, cotangents: _Cotangents) -> SweepResult:
     types, kept = sweep._types, (sweep._checkpoints, sweep._xs, sweep._shared)
-    found = sweep_backward(types.spec, types.perturbed, *kept, carry_ct, ys_ct)
+    found = sweep_backward(types.spec, types.perturbed, *kept, *cotangents)
     tree = jax.tree.structure((sweep._checkpoints.first(), sweep._xs, sweep._shared))
     init, xs, shared = tree.unflatten(scatter_leaves(found, types.perturbed.inputs))
     carry = jtu.tree_unflatten(types.carry_tree, init)
-    trees = [kind.stacked(xs, shared, cotangents=True) for kind in types.kinds]
+    of_kinds = zip(types.kinds, xs, shared, strict=True)
+    trees = [kind.stacked(*own, cotangents=True) for kind, *own in of_kinds]
     (layers, *args), kwargs = types.join(trees)
     return SweepResult(carry, layers, tuple(args), kwargs)
 
 
-class _Loop(NamedTuple):
-    """What a sweep with a visitor carries from layer to layer, or one layer's part of it.
+class _Part(NamedTuple):
+    """What a visitor returns for the layers of a kind, or for one: of arguments cotangents, summed if shared.
 
-    It has a list for each kind, a layer that of its own, with `None` for what the visitor leaves as it is: of
-    new arrays of layers, cotangents of arguments that are split, or shared (summed), and the state of layers.
+    There is `None` for what it leaves as it is.
     """
 
     layers: list[PyTree]
+    layer_state: list[PyTree]
     split_ct: list[PyTree]
     shared_ct: list[PyTree]
-    layer_state: list[PyTree]
-    state: PyTree
+
+    def with_layer(self, row: Any, new: "_Part") -> "_Part":
+        """The same after a visit of the layer at a row."""
+        *stacks, sums = (zip(*lists, strict=True) for lists in zip(self, new, strict=True))
+        return _Part(
+            *([old if entry is None else write(old, row, entry) for old, entry in pairs] for pairs in stacks),
+            shared_ct=[old if ct is None else old + ct for old, ct in sums],
+        )
+
+
+_Loop: TypeAlias = tuple[list[_Part], PyTree]  # of each kind, and the visitor's state
 
 
 def _without_derivatives(leaf: Any) -> Any:
@@ -154,54 +166,48 @@ _NO_DERIVATIVES = (
 
 
 def _visited(
-    sweep: SweepBack,
-    carry_ct: Arrays,
-    ys_ct: list[Arrays],
-    visitor: Visitor,
-    state: PyTree,
-    layer_state: PyTree,
+    sweep: SweepBack, cotangents: _Cotangents, visitor: Visitor, state: PyTree, layer_state: PyTree
 ) -> SweepResult:
     types = sweep._types
-    states, join = _split_layer_state(types, layer_state)
+    if isinstance(layer_state, PerKind):
+        marked = PerKind({name: Marked(tree, "per_layer") for name, tree in layer_state.values.items()})
+    else:
+        marked = Marked(layer_state, "per_layer")
+    caller = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}")
+    states, join = split_kinds(marked, types.axis, types.loop.pattern, caller)
     arrays, static = eqx.partition(state, eqx.is_array_like)
 
-    def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
+    def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, tuple[_Part, PyTree]]:
+        parts, state = loop[0], eqx.combine(loop[1], static)
         layout, stacks, shared = states[leaves.kind.number]
-        stacks = map(at_least_one, eqx.combine(loop.layer_state[leaves.kind.number], stacks))
+        stacks = map(at_least_one, eqx.combine(parts[leaves.kind.number].layer_state, stacks))
         entry = types.visit(leaves, layout.layer(read([*stacks], leaves.row), shared))
-        state = eqx.combine(loop.state, static)
         return _new_leaves(types, layout, leaves, entry, state, _called(visitor, entry, state))
 
     def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
         carry_ct, new = visit(leaves, loop)
         # Without the barrier XLA holds a layer's internals until all is written.
-        new, k = lax.optimization_barrier(new), leaves.kind.number
-        layers, split_ct, shared_ct, layer_state = ([*of_kinds] for of_kinds in loop[:4])
-        layers[k] = _written(layers[k], leaves.row, new.layers)
-        split_ct[k] = _written(split_ct[k], leaves.row, new.split_ct)
-        pairs = zip(shared_ct[k], new.shared_ct, strict=True)
-        shared_ct[k] = [old if ct is None else old + ct for old, ct in pairs]
-        layer_state[k] = _written(layer_state[k], leaves.row, new.layer_state)
-        return carry_ct, _Loop(layers, split_ct, shared_ct, layer_state, new.state)
+        (new, state), parts = lax.optimization_barrier(new), [*loop[0]]
+        parts[leaves.kind.number] = parts[leaves.kind.number].with_layer(leaves.row, new)
+        return carry_ct, (parts, state)
 
     def xs_in(loop: _Loop) -> list[Arrays]:
-        return eqx.combine(loop.layers, sweep._xs)
+        return eqx.combine([part.layers for part in loop[0]], sweep._xs)
 
-    examples = [_example(sweep, kind.own, carry_ct, ys_ct) for kind in types.kinds]
-    stacks = [stacks for _, stacks, _ in states]
-    loop = _first_loop(sweep, visit, examples, jax.tree.map(jnp.asarray, arrays), stacks)
+    first, stacks = jax.tree.map(jnp.asarray, (arrays, [stacks for _, stacks, _ in states]))
+    carry_ct, loop = cotangents[0], (_first_parts(sweep, visit, cotangents, first, stacks), first)
     if types.spec.length:
         swept = functools.partial(sweep_back, types.spec, types.perturbed, sweep._checkpoints)
-        carry_ct, loop = swept(sweep._shared, carry_ct, ys_ct, visit_and_write, loop, xs_in=xs_in)
-    trees = []
-    for kind in types.kinds:
-        (layers, *_), _ = kind.stacked(xs_in(loop), sweep._shared, cotangents=False)
-        (_, *args), kwargs = kind.stacked(loop.split_ct, loop.shared_ct, cotangents=True)
+        carry_ct, loop = swept(sweep._shared, *cotangents, visit_and_write, loop, xs_in=xs_in)
+    trees, new_states = [], []
+    of_kinds = zip(types.kinds, xs_in(loop), sweep._shared, loop[0], states, strict=True)
+    for kind, xs, shared, part, (layout, *state_arrays) in of_kinds:
+        (layers, *_), _ = kind.stacked(xs, shared, cotangents=False)
+        (_, *args), kwargs = kind.stacked(part.split_ct, part.shared_ct, cotangents=True)
         trees.append(((layers, *args), kwargs))
+        new_states.append(layout.stacked(eqx.combine(part.layer_state, state_arrays[0]), state_arrays[1]))
     (layers, *args), kwargs = types.join(trees)
-    of_kinds = zip(states, eqx.combine(loop.layer_state, stacks), strict=True)
-    new_states = [layout.stacked(own, shared) for (layout, _, shared), own in of_kinds]
-    carry, state = types.carry_cotangent(carry_ct), eqx.combine(loop.state, static)
+    carry, state = types.carry_cotangent(carry_ct), eqx.combine(loop[1], static)
     return SweepResult(carry, layers, tuple(args), kwargs, state, join(new_states))
 
 
@@ -215,53 +221,34 @@ def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
         raise TypeError(problem) from None
 
 
-def _split_layer_state(types: SweepTypes, layer_state: PyTree) -> tuple[list[Split], Join]:
-    if isinstance(layer_state, PerKind):
-        marked = {name: Marked(value, "per_layer") for name, value in layer_state.values.items()}
-        layer_state = PerKind(marked)
-    else:
-        layer_state = Marked(layer_state, "per_layer")
-    caller = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}")
-    return split_kinds(layer_state, types.axis, types.loop.pattern, caller)
-
-
-def _first_loop(
+def _first_parts(
     sweep: SweepBack,
-    visit: Callable[[LeafVisit, _Loop], tuple[Arrays, _Loop]],
-    examples: list[LeafVisit],
+    visit: Callable[[LeafVisit, _Loop], tuple[Arrays, tuple[_Part, PyTree]]],
+    cotangents: _Cotangents,
     state: PyTree,
-    state_stacks: list[list[PyTree]],
-) -> _Loop:
-    """What a sweep carries first: a stack, or zeros, for all that the visitor returns for some kind."""
-    every = sweep._xs, sweep._xs, sweep._shared, jax.tree.map(jnp.asarray, state_stacks)
-    loop = _Loop(*jax.tree.map(lambda _: None, every), state=state)
-    new = [jax.eval_shape(lambda example=example: visit(example, loop)[1]) for example in examples]
-    layers, split_ct, shared_ct, stacks = (
-        [[*map(_where_given, *each)] for each in zip(of_kinds, entries, strict=True)]
-        for of_kinds, entries in zip(every, zip(*(found[:4] for found in new), strict=True), strict=True)
-    )
-    layers, stacks = jax.tree.map(on_mesh, (layers, stacks))
-    split_ct, shared_ct = jax.tree.map(zeros_like, split_ct), jax.tree.map(jnp.zeros_like, shared_ct)
-    return _Loop(layers, split_ct, shared_ct, stacks, state)
-
-
-def _where_given(stack: PyTree, entry: PyTree) -> PyTree:
-    return None if entry is None else stack
-
-
-def _example(sweep: SweepBack, kind: Kind, carry_ct: Arrays, ys_ct: list[Arrays]) -> LeafVisit:
-    """A visit of the first layer of a kind, for its types."""
-    masks, index, k = sweep._types.perturbed, jnp.int32(0), kind.number
-    x, y_ct = (read([*map(at_least_one, stacks[k])], 0) for stacks in (sweep._xs, ys_ct))
-    inputs, cotangents = (sweep._shared[k], sweep._checkpoints.first(), x), (carry_ct, y_ct)
-    pullback = LayerPullback(kind.layer, masks.of_layer(kind), (masks.carry, masks.ys[k]))
-    vjp = functools.partial(pullback, *inputs, None, cotangents)
-    return LeafVisit(index, kind, index, *inputs, cotangents, vjp)
-
-
-def _written(stacks: list[PyTree], index: Any, entries: list[PyTree]) -> list[PyTree]:
-    pairs = zip(stacks, entries, strict=True)
-    return [stack if entry is None else write(stack, index, entry) for stack, entry in pairs]
+    state_stacks: list[Arrays],
+) -> list[_Part]:
+    """What a sweep carries first: a stack, or zeros, for all that the visitor returns of a kind's layers."""
+    masks, index, found = sweep._types.perturbed, jnp.int32(0), []
+    every = [*map(_Part, sweep._xs, state_stacks, sweep._xs, sweep._shared)]
+    nothing = jax.tree.map(lambda _: None, every)
+    for kind, stacks, of_ys in zip(sweep._types.spec.kinds, every, cotangents[1], strict=True):
+        x, y_ct = (read([*map(at_least_one, own)], 0) for own in (stacks.layers, of_ys))
+        inputs, of_layer = (stacks.shared_ct, sweep._checkpoints.first(), x), (cotangents[0], y_ct)
+        pullback = LayerPullback(kind.layer, masks.of_layer(kind), (masks.carry, masks.ys[kind.number]))
+        vjp = functools.partial(pullback, *inputs, None, of_layer)
+        example = LeafVisit(index, kind, index, *inputs, of_layer, vjp)
+        new = jax.eval_shape(lambda example=example: visit(example, (nothing, state))[1][0])
+        layers, layer_state, split_ct, shared_ct = jax.tree.map(
+            lambda entry, stack: None if entry is None else stack,
+            new,
+            stacks,
+            is_leaf=lambda node: node is None,
+        )
+        layers, layer_state = jax.tree.map(on_mesh, (layers, layer_state))
+        zeros = jax.tree.map(zeros_like, split_ct), jax.tree.map(jnp.zeros_like, shared_ct)
+        found.append(_Part(layers, layer_state, *zeros))
+    return found
 
 
 def _new_leaves(
@@ -271,8 +258,8 @@ def _new_leaves(
     visit: LayerVisit,
     state: PyTree,
     result: PyTree,
-) -> tuple[Arrays, _Loop]:
-    """The cotangent of a layer's input, and what is to be written, from what the visitor returned."""
+) -> tuple[Arrays, tuple[_Part, PyTree]]:
+    """The cotangent of a layer's input, what is to be written, and the state, by what a visitor returned."""
     if not isinstance(result, LayerResult):
         raise TypeError(
             f"A visitor returns a LayerResult; got {describe(result)}. Its first field is the cotangent of "
@@ -286,7 +273,8 @@ def _new_leaves(
     args, kwargs = _argument_cotangents(visit, result)
     of_split, of_shared = kind.layout.arrays(((eqx.filter(visit.layer, False), *args), kwargs))
     layers, shared_ct = own + [None] * (len(of_split) - len(own)), [None] * kind.constants + of_shared
-    return carry_ct, _Loop(layers, of_split, shared_ct, of_state, jax.tree.map(jnp.asarray, new_state))
+    new = _Part(layers, of_state, of_split, shared_ct)
+    return carry_ct, (new, jax.tree.map(jnp.asarray, new_state))
 
 
 _BY_VISITOR = "returned by the visitor"
@@ -297,12 +285,11 @@ def _new_parts(new: PyTree, before: PyTree, what: str, leaves: Iterable[Leaf], r
     trees, found = (_filled(new, before, what), before), []
     pairs = zip(*(map(raw_array, jtu.tree_leaves(tree, is_leaf=is_named)) for tree in trees), strict=True)
     for leaf, (changed, old) in zip(leaves, pairs, strict=False):  # those of arguments come after the layer's
-        both_static = not is_array(changed) and not is_array(old)
+        is_shared = leaf.kind == "shared"
         if leaf.kind == "split":
             found.append(None if changed is old else changed)
-        elif changed is not old and not (both_static and changed == old):
-            of_all = "is shared by all layers"
-            of_all = of_all if leaf.kind == "shared" else f"is {old!r}, the same for all layers"
+        elif changed is not old and (is_shared or is_array(changed) or changed != old):
+            of_all = "is shared by all layers" if is_shared else f"is {old!r}, the same for all layers"
             raise ValueError(
                 f"The {what}{jtu.keystr(leaf.path[root:])} {of_all}, so a visitor cannot replace it at one. "
                 "Return it unchanged, or None for it (eqx.filter), and keep what is summed over the layers "

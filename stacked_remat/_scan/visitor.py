@@ -1,6 +1,6 @@
 """What a visitor of the layers is given in a reverse sweep and what it returns: trees, made of leaves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -128,13 +128,12 @@ class KindTypes:
     y_tree: Any
 
     def layer(self, x: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
-        """The arguments of a layer, from its own arrays and those that layers of its kind share."""
+        """The arguments of a layer."""
         return self.layout.layer(x, shared[self.constants :], cotangents=cotangents)
 
-    def stacked(self, xs: Sequence[PyTree], shared: Sequence[PyTree], *, cotangents: bool) -> PyTree:
-        """The arguments of all layers, from the arrays of all kinds."""
-        k = self.own.number
-        return self.layout.stacked(xs[k], shared[k][self.constants :], cotangents=cotangents)
+    def stacked(self, xs: Arrays, shared: Arrays, *, cotangents: bool) -> PyTree:
+        """The arguments of all layers."""
+        return self.layout.stacked(xs, shared[self.constants :], cotangents=cotangents)
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,19 +76,16 @@ class BlockSeq(BlockFoldable[M]):
             TypeError: for what is no such list.
             ValueError: for another number of layers than the axis has.
         """
-
-        def module(layer: Any) -> Any:
-            is_module = not callable(layer) or isinstance(layer, eqx.Module | type)
-            build: Any = eqx.nn.Lambda
-            return layer if is_module else build(layer)
-
-        what, blocks = f"{cls.__name__}.of", layers
+        Lambda: Any = eqx.nn.Lambda
+        blocks: Any = layers
         if isinstance(layers, eqx.nn.Sequential):
             blocks = [eqx.nn.Sequential([layer]) for layer in layers]
         elif isinstance(layers, Sequence):
-            blocks = [*map(module, layers)]
+            is_module = [isinstance(each, eqx.Module | type) or not callable(each) for each in layers]
+            pairs = zip(layers, is_module, strict=True)
+            blocks = [each if is_ else Lambda(each) for each, is_ in pairs]
         make: Any = cls
-        return make(blocks, axis_of_modules(blocks, Layers, what), remat)
+        return make(blocks, axis_of_modules(blocks, Layers, f"{cls.__name__}.of"), remat)
 
     @classmethod
     def _build_all(

@@ -50,9 +50,7 @@ def read_json_fields(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is larger than {_LARGEST >> 20} MiB.")
     try:
         fields = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constant)
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deeply to be read.") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ValueError(
             f"{path} is not valid JSON: {error}. It may be truncated; fetch or save it again."
         ) from error

@@ -172,7 +172,7 @@ class ScanCheckpointPolicy:
         if not self.is_nested:
             return equal(length, length)
         if self.max_carries is not None:
-            return bounded(length, max_carries=min(self.max_carries, length))
+            return bounded(length, max_carries=self.max_carries)
         if self.nested is not True:
             return equal(length, self.nested)
         if self.save_carries == OFFLOAD:  # boundaries take no slots on the device

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
-from equinox.nn import State
 from haliax import Axis
 
 from ._policy import ScanCheckpointSpec
@@ -88,13 +87,8 @@ def block_builder(Block: Any, what: str) -> Callable[..., Any]:
             "Stacked.of(layers)."
         )
     init = inspect.getattr_static(Block, "init", None) if inspect.isclass(Block) else None
-    if inspect.isfunction(init):
-        raise TypeError(
-            f"{what} builds blocks with {Block.__name__}.init, which is an ordinary method. Make it a "
-            f"@staticmethod that returns a block, or name the constructor: {what}(Layers, lambda *args, "
-            f"**kwargs: {Block.__name__}(*args, **kwargs))."
-        )
-    return Block if init is None else getattr(Block, "init")  # noqa: B009 - pyright knows of no `init`
+    # An ordinary method of this name, which needs a block, is for something else.
+    return Block if init is None or inspect.isfunction(init) else getattr(Block, "init")  # noqa: B009
 
 
 def check_options(blocks: Iterable[PyTree], verb: str, options: dict[str, Any]) -> None:
@@ -127,13 +121,9 @@ def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
 
 def check_module(value: Any, where: str) -> None:
     """Refuse what is no module of Equinox."""
-    if isinstance(value, eqx.Module):
-        return
-    fix = "Let it be an eqx.Module."
-    if isinstance(value, tuple) and any(isinstance(part, State) for part in value):
-        fix = "With a State write eqx.nn.make_with_state(Stacked.init(Layers, Block))(...)."
-    got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
-    raise TypeError(f"{where} is {got}. {fix}")
+    if not isinstance(value, eqx.Module):
+        got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
+        raise TypeError(f"{where} is {got}. Let it be an eqx.Module.")
 
 
 def check_layer_index(index: Any, Layers: Axis) -> int:

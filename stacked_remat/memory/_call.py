@@ -102,7 +102,7 @@ def report(
             arrays in `fn`).
         cache: folder for what compilations find, which the same program, target and versions then need not
             repeat; `compile_seconds` is of the first.
-        **kwargs: keyword arguments of `fn`; those with names of the above go by position.
+        **kwargs: keyword arguments of `fn`.
 
     If the arguments lie on a mesh, `fn` is traced with it in use (`jax.sharding.use_abstract_mesh`). Those
     in host memory, by their sharding's memory kind, are there for `fn` too. Without a GPU, XLA takes none for

@@ -144,31 +144,25 @@ def plan(
         fn_of_policy: makes the function to compile from a policy, for example
             `lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)`. It should be what will run:
             the whole training step, with its optimizer state and donation.
-        *args: its arguments; these, `target`, `donate`, `cache` and `**kwargs` as for `report`.
+        *args: its arguments; these, `target`, `donate`, `cache` and `**kwargs` are as for `report`.
         budget: memory of each device, arguments and results included: bytes, or text such as `"80GiB"` or
             `"80GB"`. The compiler does not count all (fragmentation, library workspaces, other programs):
             nine tenths of the device is a usual figure.
         host_budget: the same for the host memory that one device uses; 0 to leave the host out, None for no
             limit.
         candidates: the policies, in any order.
-        target: what to compile for.
-        donate: which arguments may be reused.
         layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts.
         streamed: from the shapes of the arguments to those with weights on the host, such as
             `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
             these; the table says whether the transfers hide behind compute (see `TimeBound`).
-        cache: folder for what compilations find.
         show: called with each trial once it is compiled.
-        **kwargs: its keyword arguments.
 
     Raises:
         BudgetError: no candidate fits; shows all of them and the smallest.
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
-        ValueError: a budget that cannot be read, no candidates, or fewer layers than one.
-        TypeError: `layers` is not an integer, `fn_of_policy` makes no function of a policy, `candidates` is
-            one policy, or `streamed` does not return one result for each argument.
-        TargetError: as `report`, for arguments on the host.
+        ValueError, TypeError, TargetError: as `report`; for a budget that cannot be read, no candidates or
+            one policy in their place, no number of layers, or `streamed` without a result for each argument.
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
     and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice

@@ -69,8 +69,8 @@ class MemoryReport:
         capacity: bytes of memory of one device; None where it is not known.
         least_time: of one call, by its FLOPs and its transfers; None where the device's peak or link is
             not known.
-        sent: bytes that a device sends to others in collectives, if each goes round a ring. Divided experts
-            (`over` of `grouped_experts`) count as with an even routing, other unknown trip counts as one.
+        sent: bytes that a device sends to others in collectives, if each goes round a ring. Trip counts are
+            as for `flops`.
         largest: the largest buffers in device memory beside the arguments, in the whole program, not at its
             peak: a compiler does not say when each is alive.
     """

@@ -34,8 +34,7 @@ class Target(ABC):
         memory: bytes of memory of one device, as its driver reports them; None where it is not known.
         flops: peak dense bfloat16 FLOP/s of one device, without sparsity; None where it is not known.
         link: peak bytes per second between the memory of one device and its host, in each direction; None
-            where it is not known. For another host, give a target of your own, as
-            `dataclasses.replace(TARGETS["h200"], name="gh200", link=450e9)` for NVLink-C2C.
+            where it is not known. With NVLink-C2C: `dataclasses.replace(TARGETS["h200"], link=450e9)`.
         device_kinds: names of such devices, as drivers give them (`jax.Device.device_kind`).
     """
 

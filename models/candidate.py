@@ -141,7 +141,7 @@ class Candidate:
                 target=self.target,
                 donate="state",
                 layers=self.config.model.num_layers,
-                streamed=(lambda *_: self.having(STREAMED).shapes) if self.can_stream else None,
+                streamed=self.having(STREAMED).shapes if self.can_stream else None,
                 cache=self.cache,
                 show=show,
             )

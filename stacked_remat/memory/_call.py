@@ -142,9 +142,10 @@ def trace_call(
             "report compiles the function that it is given; got one in a jit. Give it the function itself, "
             "and say what is donated: report(fn, *args, donate=...)."
         )
-    target, given = find_target(target), shapes_of((fn, args, kwargs))
+    target, given = find_target(target), (fn, args, kwargs)
     mesh = _mesh_of(target, given)
-    arrays, static = eqx.partition(_placed(target, mesh, given), _is_shape)
+    placed = _placed(target, mesh, given)
+    arrays, static = eqx.partition(placed, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     to_make, arrays = eqx.partition(arrays, jax.tree.map(functools.partial(_is_made, target), given))
     donated, kept = eqx.partition(arrays, _donated_of(fn, args, kwargs, donate))
     shapes, structure = jax.tree.flatten(to_make)
@@ -162,22 +163,6 @@ def trace_call(
         flops = count_flops(traced.jaxpr)
     of_made = sum(shape.size * shape.dtype.itemsize for shape in shapes)  # in the place of arguments
     return TracedCall(target, mesh.size, traced, flops + Flops(bytes_to_host=-of_made))
-
-
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def shapes_of(tree: PyTree) -> PyTree:
-    """A tree with shapes in the place of arrays, with their shardings."""
-
-    def shape(leaf: Any) -> Any:
-        if not eqx.is_array(leaf):
-            return leaf
-        sharding, weak = getattr(leaf, "sharding", None), bool(getattr(leaf, "weak_type", False))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
-
-    return jax.tree.map(shape, tree)
 
 
 def _mesh_of(target: Target, call: PyTree) -> Mesh:
@@ -201,10 +186,10 @@ def _mesh_of(target: Target, call: PyTree) -> Mesh:
 
 
 def _placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
-    """A call with its shapes on the mesh."""
+    """A call with shapes on the mesh in the place of arrays."""
 
     def shape(path: Any, leaf: Any) -> Any:
-        if not _is_shape(leaf):
+        if not (eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
             return leaf
         if _is_made(target, leaf) and mesh.size > 1:
             raise TargetError(
@@ -212,9 +197,10 @@ def _placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
                 "devices: without them XLA:GPU counts it in device memory. Size one device, use a TPU "
                 "target, or compile on the GPUs themselves with target='local'."
             )
-        sharding = leaf.sharding
+        sharding, weak = getattr(leaf, "sharding", None), bool(getattr(leaf, "weak_type", False))
         spec = sharding.spec if isinstance(sharding, NamedSharding) and mesh.size > 1 else PartitionSpec()
-        return leaf.update(sharding=NamedSharding(mesh, spec, memory_kind=_host_memory(leaf)))
+        sharding = NamedSharding(mesh, spec, memory_kind=_host_memory(leaf))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
     return jtu.tree_map_with_path(shape, call)
 

@@ -10,7 +10,7 @@ from .._messages import parse_bytes
 from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from .._schedule import whole_number
 from .._static import PyTree
-from ._call import TracedCall, shapes_of, trace_call
+from ._call import TracedCall, trace_call
 from ._report import MemoryReport
 from ._search import Search, Trial, check_compiled
 from ._table import as_table, common_unit, readable_bytes, readable_count
@@ -122,7 +122,7 @@ def plan(
     target: str | Target = "local",
     donate: str | Sequence[str] = (),
     layers: int | None = None,
-    streamed: Callable[..., Sequence[PyTree]] | None = None,
+    streamed: Sequence[PyTree] | None = None,
     cache: str | Path | None = None,
     show: Callable[[Trial], None] = lambda _: None,
     **kwargs: PyTree,
@@ -152,9 +152,9 @@ def plan(
             limit.
         candidates: the policies, in any order.
         layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts.
-        streamed: from the shapes of the arguments to those with weights on the host, such as
-            `lambda model, x: (streaming.to_host(model), x)`. If no candidate fits, they are tried again with
-            these; the table says whether the transfers hide behind compute (see `TimeBound`).
+        streamed: the arguments with weights on the host, such as `(streaming.to_host(model), x)` of shapes.
+            If no candidate fits, they are tried again with these; the table says whether the transfers hide
+            behind compute (see `TimeBound`).
         show: called with each trial once it is compiled.
 
     Raises:
@@ -162,7 +162,7 @@ def plan(
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
         ValueError, TypeError, TargetError: as `report`; for a budget that cannot be read, no candidates or
-            one policy in their place, no number of layers, or `streamed` without a result for each argument.
+            one policy in their place, and what is no number of layers.
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
     and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice
@@ -174,17 +174,14 @@ def plan(
         whole_number("layers", layers, what, "Leave it out if not known.")
     _check_policies(candidates)
 
-    def search(args: Sequence[PyTree], streamed: bool) -> Search:
+    def search(given: Sequence[PyTree], is_streamed: bool) -> Search:
         def trace(policy: ScanCheckpointSpec) -> TracedCall:
-            return trace_call(fn_of_policy(policy), args, kwargs, target, donate)
+            return trace_call(fn_of_policy(policy), given, kwargs, target, donate)
 
-        return Search(trace, most, on_host, cache, show, streamed)
+        return Search(trace, most, on_host, cache, show, is_streamed)
 
-    searches = [search(args, False)]
-    chosen = searches[0].least(candidates, layers)
-    if chosen is None and streamed is not None:
-        searches.append(search(_moved(streamed, args), True))
-        chosen = searches[1].least(candidates, layers)
+    searches = [search(args, False), *([] if streamed is None else [search(streamed, True)])]
+    chosen = next(filter(None, (each.least(candidates, layers) for each in searches)), None)
     tried = Comparison(tuple(trial for each in searches for trial in each.compiled.values()))
     if chosen is None:
         check_compiled(tried.trials)
@@ -199,17 +196,6 @@ def _check_policies(candidates: Any) -> None:
         raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
     if not candidates:
         raise ValueError("candidates has no policy. Leave it out for those that plan usually tries.")
-
-
-def _moved(streamed: Callable[..., Sequence[PyTree]], args: tuple[PyTree, ...]) -> Sequence[PyTree]:
-    """The arguments that `streamed` makes of their shapes."""
-    found = streamed(*shapes_of(args))
-    if not isinstance(found, tuple | list) or len(found) != len(args):
-        raise TypeError(
-            f"streamed returns all {len(args)} arguments in a tuple or list. Write "
-            "lambda model, x: (streaming.to_host(model), x)."
-        )
-    return found
 
 
 _COLUMNS = {

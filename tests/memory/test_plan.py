@@ -282,9 +282,8 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
     target = dataclasses.replace(TARGETS["local"], flops=1e12, link=1e9)
     options = {"candidates": ["nested"], "target": target}
 
-    def streamed(blocks, x):
-        return streaming.to_host(blocks), x
-
+    blocks, x = blocks_and_input()
+    streamed = streaming.to_host(blocks), x
     (resident,) = compare(Counting(), *blocks_and_input(), **options).trials
     budget = resident.report.total - 1
     found = planned(budget=budget, streamed=streamed, **options)
@@ -311,9 +310,3 @@ def test_the_number_of_layers_is_checked_before_anything_is_compiled(count, erro
     with pytest.raises(error, match="layers is the number of"):
         plan(fn_of_policy, *blocks_and_input(), budget="1GiB", layers=count)
     assert not fn_of_policy.asked
-
-
-@pytest.mark.parametrize("streamed", [lambda blocks, x: blocks, lambda blocks, x: (blocks,)])
-def test_what_moves_arguments_returns_all_of_them(streamed, comparison):
-    with pytest.raises(TypeError, match="streamed returns all 2 arguments in a tuple or list"):
-        planned(budget=comparison.trials[-1].report.arguments, candidates=[True], streamed=streamed)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -31,7 +30,6 @@ from ._flops import Flops, count_flops
 from ._report import HostBytes, MemoryReport, TimeBound
 from ._targets import Target, TargetError, find_target, target_of_device
 
-_COMPILERS = ("jax", "libtpu")
 _KINDS = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
 
 
@@ -146,14 +144,20 @@ def trace_call(
     mesh = _mesh_of(target, given)
     placed = _placed(target, mesh, given)
     arrays, static = eqx.partition(placed, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    to_make, arrays = eqx.partition(arrays, jax.tree.map(functools.partial(_is_made, target), given))
+    is_made = jax.tree.map(
+        lambda leaf: not target.sizes_host_arguments and _host_memory(leaf) is not None, given
+    )
+    to_make, arrays = eqx.partition(arrays, is_made)
     donated, kept = eqx.partition(arrays, _donated_of(fn, args, kwargs, donate))
     shapes, structure = jax.tree.flatten(to_make)
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
         # XLA would make one array of those that are equal, and one product of those with both.
-        filled = jax.tree.unflatten(structure, map(_full_on_host, shapes, range(len(shapes))))
-        fn, args, kwargs = eqx.combine(donated, kept, filled, static)
+        filled = [
+            made_on_host(jax.typeof(each), lambda type_, k=k: jnp.full(type_.shape, k, type_.dtype))
+            for k, each in enumerate(shapes)
+        ]
+        fn, args, kwargs = eqx.combine(donated, kept, jax.tree.unflatten(structure, filled), static)
         return eqx.filter(fn(*args, **kwargs), eqx.is_array)
 
     in_use = use_abstract_mesh(mesh.abstract_mesh) if mesh.axis_names else contextlib.nullcontext()
@@ -191,7 +195,8 @@ def _placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
     def shape(path: Any, leaf: Any) -> Any:
         if not (eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
             return leaf
-        if _is_made(target, leaf) and mesh.size > 1:
+        kind = _host_memory(leaf)
+        if kind is not None and mesh.size > 1 and not target.sizes_host_arguments:
             raise TargetError(
                 f"target {target.name!r} cannot size {jtu.keystr(path)}, which is on the host, for several "
                 "devices: without them XLA:GPU counts it in device memory. Size one device, use a TPU "
@@ -199,15 +204,10 @@ def _placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
             )
         sharding, weak = getattr(leaf, "sharding", None), bool(getattr(leaf, "weak_type", False))
         spec = sharding.spec if isinstance(sharding, NamedSharding) and mesh.size > 1 else PartitionSpec()
-        sharding = NamedSharding(mesh, spec, memory_kind=_host_memory(leaf))
+        sharding = NamedSharding(mesh, spec, memory_kind=kind)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
     return jtu.tree_map_with_path(shape, call)
-
-
-def _is_made(target: Target, leaf: Any) -> bool:
-    """Whether the program has to make this argument, a leaf of the call as it was given."""
-    return not target.sizes_host_arguments and _host_memory(leaf) is not None
 
 
 def _host_memory(leaf: Any) -> str | None:
@@ -220,14 +220,12 @@ def _donated_of(
     fn: Callable, args: Sequence[PyTree], kwargs: dict[str, PyTree], donate: str | Sequence[str]
 ) -> PyTree:
     """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
-    if donate == "all":
-        return True
-    if not donate:
-        return False
+    if donate == "all" or not donate:
+        return bool(donate)
     names = {donate} if isinstance(donate, str) else {*donate}
     # The arguments after the last parameter are its own: `*args`.
     parameters = [*inspect.signature(fn).parameters]
-    by_position = [parameters[min(k, len(parameters) - 1)] for k in range(len(args))]
+    by_position = (parameters + parameters[-1:] * len(args))[: len(args)]
     if missing := sorted(names - {*kwargs, *by_position}):
         raise ValueError(
             f"donate={missing[0]!r} is not an argument of this call: expected 'all' or some of "
@@ -261,10 +259,6 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     versions = sorted(f"{each.name} {each.version}" for each in importlib.metadata.distributions())
     parts = [repr(target), str(devices), compiler, device.device_kind, *flags]
-    parts += [each for each in versions if each.startswith(_COMPILERS)]
+    parts += [each for each in versions if each.startswith(("jax", "libtpu"))]
     parts.append(inspect.getsource(_compiled_text))
     return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
-
-
-def _full_on_host(like: PyTree, value: int) -> jax.Array:
-    return made_on_host(jax.typeof(like), lambda type_: jnp.full(type_.shape, value, type_.dtype))

@@ -74,25 +74,19 @@ class LocalTarget(Target):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget(Target):
-    """An NVIDIA GPU, with the figures that XLA's cost model and code generator need.
+    """An NVIDIA GPU, with figures for XLA's cost model and code generator, by XLA's names, sizes in bytes.
 
     Attributes:
         capability: compute capability, (major, minor).
-        cores: streaming multiprocessors.
-        lanes: float32 lanes per multiprocessor.
-        shared_memory: bytes of shared memory per multiprocessor.
-        l2_cache: bytes.
-        clock_ghz: boost clock.
-        bandwidth: bytes per second to device memory.
     """
 
     capability: tuple[int, int]
-    cores: int
-    lanes: int
-    shared_memory: int
-    l2_cache: int
-    clock_ghz: float
-    bandwidth: int
+    core_count: int
+    fpus_per_core: int
+    shared_memory_per_core: int
+    l2_cache_size: int
+    clock_rate_ghz: float
+    memory_bandwidth: int
 
     # Compiled without the device attached, XLA:GPU drops the memory kind of entry arguments. Offloading
     # inside the program is honoured.
@@ -126,17 +120,17 @@ gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {self.shared_memory}
-  shared_memory_per_block_optin: {self.shared_memory - 1024}
+  shared_memory_per_core: {self.shared_memory_per_core}
+  shared_memory_per_block_optin: {self.shared_memory_per_core - 1024}
   threads_per_core_limit: 2048
-  core_count: {self.cores}
-  fpus_per_core: {self.lanes}
+  core_count: {self.core_count}
+  fpus_per_core: {self.fpus_per_core}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: {self.bandwidth}
-  l2_cache_size: {self.l2_cache}
-  clock_rate_ghz: {self.clock_ghz}
+  memory_bandwidth: {self.memory_bandwidth}
+  l2_cache_size: {self.l2_cache_size}
+  clock_rate_ghz: {self.clock_rate_ghz}
   device_memory_size: {self.memory}
   cuda_compute_capability {{ major: {major} minor: {minor}{extension} }}
   registers_per_core_limit: 65536
@@ -201,12 +195,12 @@ _H100 = CudaTarget(
     link=_PCIE_5,
     device_kinds=("NVIDIA H100 80GB HBM3",),
     capability=(9, 0),
-    cores=132,
-    lanes=128,
-    shared_memory=233_472,
-    l2_cache=52_428_800,
-    clock_ghz=1.98,
-    bandwidth=3_352_320_000_000,
+    core_count=132,
+    fpus_per_core=128,
+    shared_memory_per_core=233_472,
+    l2_cache_size=52_428_800,
+    clock_rate_ghz=1.98,
+    memory_bandwidth=3_352_320_000_000,
 )
 
 _ALL: tuple[Target, ...] = (
@@ -218,12 +212,12 @@ _ALL: tuple[Target, ...] = (
         link=_PCIE_4,
         device_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
         capability=(8, 0),
-        cores=108,
-        lanes=64,
-        shared_memory=167_936,
-        l2_cache=41_943_040,
-        clock_ghz=1.41,
-        bandwidth=2_039_040_000_000,
+        core_count=108,
+        fpus_per_core=64,
+        shared_memory_per_core=167_936,
+        l2_cache_size=41_943_040,
+        clock_rate_ghz=1.41,
+        memory_bandwidth=2_039_040_000_000,
     ),
     _H100,
     dataclasses.replace(
@@ -231,7 +225,7 @@ _ALL: tuple[Target, ...] = (
         name="h200",
         memory=150_000_000_000,  # rounded down to what drivers leave
         device_kinds=("NVIDIA H200",),
-        bandwidth=4_800_000_000_000,
+        memory_bandwidth=4_800_000_000_000,
     ),
     dataclasses.replace(
         _H100,
@@ -240,10 +234,10 @@ _ALL: tuple[Target, ...] = (
         flops=2250e12,
         device_kinds=("NVIDIA B200",),
         capability=(10, 0),
-        cores=148,
-        l2_cache=132_644_864,
-        clock_ghz=1.965,
-        bandwidth=7_672_320_000_000,
+        core_count=148,
+        l2_cache_size=132_644_864,
+        clock_rate_ghz=1.965,
+        memory_bandwidth=7_672_320_000_000,
     ),
     TpuTarget(
         name="v5e",

@@ -36,7 +36,7 @@ def test_the_description_for_xla_has_the_targets_figures(name):
     assert isinstance(target, CudaTarget)
     config = target.target_config()
     assert f"device_memory_size: {target.memory}\n" in config
-    assert f"core_count: {target.cores}\n" in config
+    assert f"core_count: {target.core_count}\n" in config
     assert config.count("{") == config.count("}")
     assert ("ACCELERATED_FEATURES" in config) == (target.capability >= (9, 0))
 

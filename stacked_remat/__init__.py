@@ -29,7 +29,6 @@ from ._scan.marks import (
 )
 from ._scan.sweep_back import SweepBack as SweepBack
 from ._scan.visitor import LayerResult as LayerResult, LayerVisit as LayerVisit, SweepResult as SweepResult
-from ._scan.vjp import fold_vjp as fold_vjp, scan_vjp as scan_vjp
 from ._stacked import Stacked as Stacked
 from ._stacked_pattern import StackedPattern as StackedPattern
 from ._tiled import tiled as tiled

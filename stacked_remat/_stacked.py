@@ -30,8 +30,7 @@ from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
 from ._scan.marks import changed, check_unmarked, is_array, per_kind, stored
 from ._scan.stacking import name_stacked, stack_layers, take_layers
 from ._scan.step import Verb
-from ._scan.sweep_back import SweepBack
-from ._scan.vjp import sweep_forward
+from ._scan.sweep_back import SweepBack, sweep_forward
 from ._stacked_methods import axis_of_modules, check_layer_index, check_module
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
@@ -59,10 +58,14 @@ class StackedKinds(BlockFoldable[M]):
         result = sweep_back(y_cotangent, visitor, state)      # calls visitor(visit, state) for every layer
         ```
 
-        Arguments as in `fold`. See `SweepBack` for what it takes and returns, and `stacked_remat.fold_vjp`
-        for the policies that it supports. A visitor is traced once for each kind of layers: `visit.layer` is
-        a block of its kind, `visit.layer_index` counts all layers. The layers of the result are a stack of
-        this class.
+        Arguments as in `fold`. A visitor is traced once for each kind of layers: `visit.layer` is a block of
+        its kind, `visit.layer_index` counts all layers. The layers of the result are a stack of this class.
+
+        Raises:
+            ValueError: as `fold`; and for policies that drop carries (`"recompute"`).
+
+        Cost: the forward pass keeps what the policy says. `sweep_back` replays as the policy says, and holds
+        the gradients of all layers only where it is given no visitor.
         """
         return self._vjp("fold", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
 

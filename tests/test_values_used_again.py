@@ -17,7 +17,6 @@ from stacked_remat import (
     StackedPattern,
     checkpoint_name,
     fold,
-    fold_vjp,
     fused_update,
     shared,
     tiled,
@@ -178,11 +177,17 @@ def test_layers_that_keep_internals_beside_a_python_number_in_the_carry():
         np.testing.assert_allclose(found, gradient(weights, loop), rtol=1e-5)
 
 
+class Counted(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, carry):
+        return {"h": jnp.sin(carry["h"] @ self.weight), "k": carry["k"] + 1}
+
+
 def test_cotangents_of_integers_within_a_loop_that_is_linearized():
     def gradient(h):
         carry = {"h": h, "k": jnp.asarray(1)}
-        step = lambda carry, w: {"h": jnp.sin(carry["h"] @ w), "k": carry["k"] + 1}  # noqa: E731
-        _, sweep_back = fold_vjp(step, hax.Axis("l", 2))(carry, 0.5 * jnp.ones((2, 3, 3)))
+        _, sweep_back = Stacked(Counted(0.5 * jnp.ones((2, 3, 3))), 2).fold_vjp(carry)
         return sweep_back({"h": h, "k": np.zeros((), jax.dtypes.float0)}).carry["h"]
 
     total = jax.grad(lambda h: jnp.sum(jax.lax.map(lambda a: gradient(h * a), h)))

@@ -17,7 +17,6 @@ from stacked_remat import (
     ScanCheckpointPolicy,
     Stacked,
     checkpoint_name,
-    fold_vjp,
     memory,
     shared,
     unsliced,
@@ -175,9 +174,16 @@ def layer_fn(x, weight):
     return x + jnp.tanh(x @ weight)
 
 
+class Matrix(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return layer_fn(x, self.weight)
+
+
 def sgd(visit, state):
     carry, gradient, *_ = visit.vjp()
-    return LayerResult(carry, visit.layer - 0.1 * gradient, state=state)
+    return LayerResult(carry, Matrix(visit.layer.weight - 0.1 * gradient.weight), state=state)
 
 
 def loop(weights, x):
@@ -188,7 +194,8 @@ def gradient_of(weights, x):
     return jax.jit(jax.grad(lambda weights: jnp.sum(loop(weights, x))))(weights)
 
 
-fold_vjp_of = functools.partial(fold_vjp, layer_fn, Layers)
+def fold_vjp(weights, x, remat):
+    return Stacked(Matrix(weights), len(weights)).fold_vjp(x, remat=remat)
 
 
 def test_models_side_by_side_and_eager_calls():
@@ -196,8 +203,8 @@ def test_models_side_by_side_and_eager_calls():
     x = jnp.ones((2, 4))
 
     def step(weights):
-        y, sweep_back = fold_vjp_of(remat="nested")(x, weights)
-        return sweep_back(jnp.ones_like(y), sgd).layers
+        y, sweep_back = fold_vjp(weights, x, "nested")
+        return sweep_back(jnp.ones_like(y), sgd).layers.stacked.weight
 
     want = models - 0.1 * jax.vmap(gradient_of, (0, None))(models, x)
     assert_close(jax.jit(jax.vmap(step))(models), want)
@@ -212,7 +219,7 @@ def test_only_what_is_used_is_computed():
 
     def products(visitor):
         def step(weights, x):
-            y, sweep_back = fold_vjp(layer_fn, hax.Axis("layers", 6), remat=True)(x, weights)
+            y, sweep_back = fold_vjp(weights, x, True)
             return sweep_back(jnp.ones_like(y), visitor)
 
         return memory.count_flops(jax.make_jaxpr(step)(weights, x)).matmul
@@ -227,8 +234,8 @@ def test_updates_are_written_in_place(remat):
     weights, x = matrices(layers=48, size=64), jnp.ones((2, 64))
 
     def step(weights, x):
-        y, sweep_back = fold_vjp(layer_fn, hax.Axis("layers", 48), remat=remat)(x, weights)
-        return sweep_back(jnp.ones_like(y), sgd).layers
+        y, sweep_back = fold_vjp(weights, x, remat)
+        return sweep_back(jnp.ones_like(y), sgd).layers.stacked.weight
 
     stats = jax.jit(step, donate_argnums=0).lower(weights, x).compile().memory_analysis()
     assert stats.alias_size_in_bytes == weights.nbytes
@@ -243,9 +250,9 @@ def test_layers_on_the_host_are_read_and_written_there():
     def steps(weights, x):
         found = []
         for remat in (True, "nested", POLICIES["first layers"]):
-            y, sweep_back = fold_vjp_of(remat=remat)(x, weights)
-            found.append(sweep_back(jnp.ones_like(y), sgd).layers)
-            found.append(sweep_back(jnp.ones_like(y)).layers)
+            y, sweep_back = fold_vjp(weights, x, remat)
+            found.append(sweep_back(jnp.ones_like(y), sgd).layers.stacked.weight)
+            found.append(sweep_back(jnp.ones_like(y)).layers.stacked.weight)
         return found
 
     with compiled_for("tpu"):  # for which layers are read ahead
@@ -262,8 +269,8 @@ def test_results_of_a_visitor_have_no_derivatives_and_eager_calls_on_the_host():
     weights, x = matrices(), jnp.ones((2, 4))
 
     def of_visitor(weights, remat):
-        y, sweep_back = fold_vjp_of(remat=remat)(x, weights)
-        new = sweep_back(jnp.ones_like(y), sgd).layers
+        y, sweep_back = fold_vjp(weights, x, remat)
+        new = sweep_back(jnp.ones_like(y), sgd).layers.stacked.weight
         return jnp.sum(y), jnp.sum(new)
 
     for remat in (True, "nested", False):
@@ -273,15 +280,15 @@ def test_results_of_a_visitor_have_no_derivatives_and_eager_calls_on_the_host():
         gradient = jax.jit(jax.grad(run, has_aux=True))(weights)[0]
         assert_close(gradient, gradient_of(weights, x))
     host = jax.device_put(weights, weights.sharding.with_memory_kind("pinned_host"))
-    y, sweep_back = fold_vjp_of(remat="nested")(x, host)
-    new = sweep_back(jnp.ones_like(y), sgd).layers
+    y, sweep_back = fold_vjp(host, x, "nested")
+    new = sweep_back(jnp.ones_like(y), sgd).layers.stacked.weight
     assert new.sharding.memory_kind == "pinned_host"
     assert_close(jax.device_put(new, weights.sharding), weights - 0.1 * gradient)
 
 
 def test_derivatives_of_sweeps_that_a_visitor_may_follow():
     def value(w, x):
-        y, sweep_back = fold_vjp_of(remat="offload")(x, w)
+        y, sweep_back = fold_vjp(w, x, "offload")
         return jnp.sum(y**2) + sum(map(jnp.sum, jax.tree.leaves(sweep_back(jnp.cos(y)))))
 
     def wanted(w, x):

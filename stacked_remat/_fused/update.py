@@ -95,7 +95,7 @@ def fused_update(
     Raises:
         ValueError, TypeError: for options that contradict each other. The step and its `init` refuse what
             they cannot follow, and name it: a loss that does not fold a stack exactly once, an optimizer that
-            needs the gradients of several layers at once, and policies that `fold_vjp` refuses.
+            needs the gradients of several layers at once, and policies that `Stacked.fold_vjp` refuses.
 
     Memory: the policy's, one layer's gradient, and no copy of weights and state where these are donated.
     Compute: that of the two steps; with `max_grad_norm` one more backward pass over the stacks.

@@ -1,4 +1,4 @@
-"""`SweepBack`: a reverse sweep over layers, as a function of a cotangent and a visitor."""
+"""A forward sweep over layers, and their reverse sweep as a function of a cotangent and a visitor."""
 
 import dataclasses
 import functools
@@ -14,15 +14,20 @@ from jax import lax
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree
 from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves
-from .._sweep.primitive import sweep_backward
+from .._sweep.primitive import sweep_backward, sweep_forward as keeping_sweep
 from .._sweep.reverse import sweep_back
+from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
+from .._sweep.spec import SweepSpec
 from .._sweep.store import at_least_one, on_mesh, read, write, zeros_like
+from .._sweep.trace import kinds_of, trace_layers
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
 from .layer_axis import Leaf, TreeLayout, split_kinds
+from .layers import Loop
 from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .visitor import (
+    KindTypes,
     LayerResult,
     LayerVisit,
     SweepResult,
@@ -325,3 +330,48 @@ def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
         filled = new
     check_carry(before, filled, what)
     return filled
+
+
+def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, SweepBack]:
+    """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
+    kinds, join = loop.split(arguments)
+    axis = loop.axis_of(kinds)
+    remat = loop.policy.for_layers(axis.size)
+    if remat.carries is None:
+        raise ValueError(
+            f"{loop.policy!r} is not supported with a visitor. Keep the carry of each layer or segment, on "
+            'the device or on the host (True, "offload", "nested", max_carries=k).'
+        )
+    arrays, static = eqx.partition(init, eqx.is_array_like)
+    untraced = [kind.untraced(static, remat.kept.names, whole=False) for kind in kinds]
+    traced = trace_layers(untraced, arrays, offloads=remat.offloads)
+    xs, shared = [kind.arrays for kind in kinds], [layer.shared for layer in traced]
+    of_kinds = kinds_of(traced, [[False] * len(own) for own in xs])
+    parts, first = [*zip(kinds, of_kinds, traced, strict=True)], traced[0]
+    options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.pattern}
+    spec = SweepSpec(of_kinds, remat.swept(), **options)
+    of_shared = [[False] * layer.constants + [*floats(layer.shared[layer.constants :])] for layer in traced]
+    of_ys = [floats(kind.output_types) for kind in of_kinds]
+    perturbed = spec.perturbed(floats(first.init), [*map(floats, xs)], of_shared, of_ys)
+    with jax.named_scope(f"scan({axis.name})"):
+        carry, ys, checkpoints = keeping_sweep(spec, perturbed, first.init, xs, shared)
+    carry = jtu.tree_unflatten(first.carry_tree, carry)
+    outputs = [kind.named(layer.output(own)) for kind, layer, own in zip(kinds, traced, ys, strict=True)]
+    outputs = loop.outputs(outputs)
+    types = SweepTypes(
+        loop,
+        spec,
+        perturbed,
+        kinds=tuple(
+            KindTypes(own, layer.constants, kind.name, kind.layout, layer.output_tree)
+            for kind, own, layer in parts
+        ),
+        axis=axis,
+        join=join,
+        carry_tree=first.carry_tree,
+        carry_static=static,
+        outputs=jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array))),
+    )
+    y = eqx.combine(carry, static)
+    sweep_back = SweepBack(checkpoints, xs, shared, types)
+    return (y, outputs) if types.has_output else y, sweep_back

@@ -67,7 +67,7 @@ class SweepResult(NamedTuple):
 
 
 class LayerCotangents(NamedTuple):
-    """The cotangents of a layer's inputs, in trees like these, with `None` for leaves without a gradient."""
+    """What `LayerVisit.vjp` returns."""
 
     carry: PyTree
     layer: PyTree
@@ -104,9 +104,8 @@ class LayerVisit:
         """The vector-Jacobian products of the layer with `cotangent`.
 
         Returns:
-            The cotangents of the input `carry`, of the `layer` (the block, or the first argument after the
-            carry of a function), and of `args` and `kwargs`: a named tuple of trees with the structure of
-            these, with `None` for leaves without a gradient.
+            The cotangents of the input `carry`, of the `layer`, and of `args` and `kwargs`: a named tuple of
+            trees with the structure of these, with `None` for leaves without a gradient.
 
         Cost: one evaluation of the layer, unless all its internals were saved, and its transpose. XLA removes
         what is not used. Call it once: each call runs the layer again.

@@ -149,12 +149,12 @@ def warn_of_ambiguous(init: PyTree, arguments: PyTree, axis: Axis, caller: Calle
     shapes = [jnp.shape(raw_array(leaf)) for leaf in jtu.tree_leaves(init, is_leaf=is_named)]
     if axis.size < 2 or not any(axis.size in shape for shape in shapes):
         return
-    frames = [frame.f_globals.get("__name__", "").split(".")[0] for frame, *_ in inspect.stack(0)]
-    outside = next((level for level, name in enumerate(frames, 1) if name not in _OURS), 1)
     for path, leaf, rule in take_marks_off(arguments)[0]:
         is_whole = len(path) == 2 and rule == "default" and is_array(leaf) and not _may_be_keys(leaf)
         if is_whole and leaf.shape[:1] == (axis.size,):
             name, part = caller.name_of(path), caller.part
+            modules = [frame.f_globals.get("__name__", "").split(".")[0] for frame, *_ in inspect.stack(0)]
+            outside = next((level for level, module in enumerate(modules, 1) if module not in _OURS), 1)
             warnings.warn(
                 f"{caller.what} splits {name} over the {axis.size} {part}s of `{axis.name}`, and a dimension "
                 f"of the carry has that size too. Write per_layer({name}) if each {part} is to be given a "

@@ -123,11 +123,9 @@ def array_step(
         return eqx.filter(new_carry, eqx.is_array_like), (y, Static(rest))
 
     named = functools.update_wrapper(step, call.owner, updated=())
-    named.__signature__ = _NO_NAMES  # pyright: ignore[reportAttributeAccessIssue]
+    # The names of the user's parameters are not those of these arguments.
+    named.__signature__ = inspect.Signature()  # pyright: ignore[reportAttributeAccessIssue]
     return named
-
-
-_NO_NAMES = inspect.Signature()  # those of the user's parameters are not those of these arguments
 
 
 def _place_of(fn: Callable[..., Any]) -> str:
@@ -162,7 +160,6 @@ def _is_done(until: Until, carry: PyTree) -> Array:
     """Whether to stop at this carry; a `TypeError` where `until` returns anything but one bool."""
     done = raw_array(until(carry))
     if not eqx.is_array_like(done) or jnp.shape(done) or jnp.result_type(done) != "bool":
-        is_scalar = eqx.is_array_like(done) and not jnp.shape(done)
-        fix = "Compare it, x < tolerance." if is_scalar else "Write jnp.all(...) or jnp.any(...) around it."
-        raise TypeError(f"until returns one bool for the whole carry; it returned {describe(done)}. {fix}")
+        returned = f"it returned {describe(done)}. Write jnp.all(x < tolerance)."
+        raise TypeError(f"until returns one bool for the whole carry; {returned}")
     return jnp.asarray(done)

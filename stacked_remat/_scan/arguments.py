@@ -16,7 +16,7 @@ from jax.tree_util import KeyPath
 
 from .._messages import axes_text, shortened
 from .._static import PyTree
-from .marks import Entry, Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
+from .marks import Entry, Marked, Rule, is_array, is_named, is_split, leaf_size, raw_array, take_marks_off
 
 _NAMES_OF_KEYS = ("key", "keys", "prng", "rng", "rngs", "seed", "seeds", "subkey", "subkeys")
 
@@ -132,10 +132,10 @@ def check_no_lists(arguments: PyTree, axis: Axis, caller: Caller) -> None:
         is_value = isinstance(value, int | float | str)
         return is_value or (is_array(value) and leaf_size(value, axis) not in (None, axis.size))
 
-    for path, node in jtu.tree_leaves_with_path(arguments, is_leaf=lambda node: isinstance(node, list)):
-        is_argument = len(path) == 2 and isinstance(path[0], jtu.SequenceKey)  # and not a stack's own
-        is_list = isinstance(node, list) and len(node) == axis.size > 1
-        if is_argument and is_list and all(map(may_be_of_a_layer, node)):
+    nodes = jtu.tree_leaves_with_path(arguments, is_leaf=lambda node: isinstance(node, list | Marked))
+    for path, node in nodes:
+        is_list = isinstance(node, list) and len(path) == 2 and len(node) == axis.size > 1
+        if is_list and all(map(may_be_of_a_layer, node)):
             name, part = caller.name_of(path), caller.part
             raise ValueError(
                 f"{caller.what}: {name} is a list of {len(node)} values, one for each {part} of "

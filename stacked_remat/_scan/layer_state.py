@@ -64,7 +64,9 @@ def divide_state(
             f"{what} was given {len(others)} States. Pass one, of the whole model or of the stack, "
             "state.substate(blocks)."
         )
-    part = None if whole is None else own_part(whole, what)
+    if whole is None:
+        return None, arguments
+    part = own_part(whole, what)
     return whole, _map_nodes(lambda _: part, arguments, State)
 
 

@@ -187,7 +187,7 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     with jax.named_scope(f"scan({axis.name})"):
         untraced = [kind.untraced(static, remat.kept.names, whole=True) for kind in kinds]
         traced = trace_layers(untraced, arrays, offloads=remat.offloads, replays=plain is None)
-        for layer in traced:
+        for layer in traced if remat.kept.offloaded else ():
             check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.kept.offloaded)
         run = functools.partial(
             run_layers,

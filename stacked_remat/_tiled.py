@@ -66,9 +66,9 @@ def tiled(
     smaller last tile runs by itself, on copies of what is split, and the outputs are joined. An axis that
     Haliax's axis mapping divides over devices is cut within each device's part. `fn` is traced for all
     positions too, to compare its results. Random keys in closures and in `shared(...)` give every tile the
-    same numbers. All derivatives work, each computed tile by tile; meshes with `AxisType.Explicit` do not.
-    Policies outside do not see names given inside `fn` by `checkpoint_name`. The method is that of ALST
-    (Bekman et al. 2025).
+    same numbers. All derivatives work, each computed tile by tile. Over axes of a mesh with
+    `AxisType.Explicit` other dimensions may be divided. Policies outside do not see names given inside `fn`
+    by `checkpoint_name`. The method is that of ALST (Bekman et al. 2025).
     """
     if not callable(fn):
         raise TypeError(f"tiled takes a function and then an axis; got {describe(fn)}.")
@@ -127,13 +127,6 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
             f"{caller}: its {size} positions can't be divided evenly over the {parts} devices that it is "
             f"mapped to. Give it a multiple of {parts}."
         )
-    for leaf in jax.tree.leaves(arguments):
-        spec = jax.typeof(leaf).sharding.spec if isinstance(leaf, jax.Array) else ()
-        if any(part is not None for part in spec):
-            raise ValueError(
-                f"{caller}: an array {leaf.shape} is sharded by its type, as {spec}. Use a mesh with "
-                "AxisType.Auto axes, or call tiled inside of jax.shard_map."
-            )
     dims = tuple(caller.split(leaf, rule) for _, leaf, rule in entries if is_array(raw_array(leaf)))
     cut = Cut(size // parts, parts, -(-(size // parts) // caller.tiles))
     if cut.size <= cut.length:

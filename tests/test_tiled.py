@@ -126,7 +126,7 @@ def test_each_device_cuts_its_own_part():
     assert "all-gather" not in text and "all-to-all" not in text
 
 
-def test_it_works_inside_of_shard_map_and_refuses_sharding_in_types():
+def test_it_works_inside_of_shard_map_and_on_meshes_with_explicit_axes():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     x, w = jax.random.normal(jax.random.key(0), (20, 4)), jax.random.normal(jax.random.key(1), (4, 4))
     split, whole = PartitionSpec("data"), PartitionSpec()
@@ -148,8 +148,9 @@ def test_it_works_inside_of_shard_map_and_refuses_sharding_in_types():
         assert_close(found, expected)
         with pytest.raises(ValueError, match="closes over an array"):
             loss(x, w, lambda fn: lambda x, w: tiled(lambda x: fn(x, w), 0, tiles=2)(x))
-        with pytest.raises(ValueError, match=r"sharded by its type.*AxisType.Auto"):
-            tiled(jnp.sin, 0, tiles=2)(jax.reshard(x, split))
+        columns = jax.grad(lambda x: jnp.sum(tiled(jnp.sin, 1, tiles=2)(x)))(jax.reshard(x, split))
+        assert_close(columns, jnp.cos(x))
+        assert jax.typeof(columns).sharding.spec == PartitionSpec("data", None)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

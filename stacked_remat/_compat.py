@@ -8,7 +8,6 @@ import contextlib
 import functools
 import inspect
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,6 @@ from jax.interpreters import ad
 
 # Primitives as classes: `VJPHiPrimitive` before JAX 0.12.
 HiPrim: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009
-
-
-def restore_is_constant_dim() -> None:
-    """Give `jax.core` the `is_constant_dim` that Haliax's products call, removed in JAX 0.11."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        present = hasattr(jax.core, "is_constant_dim")
-    if not present:  # a symbolic dimension of `jax.export` is no int
-        jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def cluster_size() -> int | None:
@@ -262,7 +252,8 @@ if jax.__version_info__ < (0, 12):  # it can't lower what its scans make of hija
     jax._src.core.closed_call_p.to_lojax = _evaluated  # pyright: ignore[reportAttributeAccessIssue]
 # `checkpoint_name` is the identity, and JAX cannot transpose it.
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
-restore_is_constant_dim()
+# Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export` is no int.
+jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]
 move_cotangents_back()
 make_zeros_in_memory()
 round_kept_values()

@@ -229,7 +229,7 @@ def _check_references(before: PyTree, after: PyTree) -> None:
         leaves = jtu.tree_leaves_with_path(tree, is_leaf=is_node)
         return {jtu.keystr(path): id(leaf) for path, leaf in leaves if is_node(leaf)}
 
-    for path, _ in nodes(before).items() ^ nodes(after).items():
+    for path, _ in sorted(nodes(before).items() ^ nodes(after).items()):
         raise ValueError(
             f"Carry references must be the same between iterations: carry{path} is another object than went "
             "in. Change the values of its variables instead."

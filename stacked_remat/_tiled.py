@@ -14,7 +14,6 @@ from haliax.axis import AxisSelector
 from haliax.partitioning import physical_axis_name, physical_axis_size
 from jax.extend.core import ClosedJaxpr
 
-from ._activity import is_differentiable
 from ._checkpoint import checkpoint, saving_internals
 from ._scan.arguments import argument_namer, is_unsplit_key
 from ._scan.checks import describe
@@ -68,7 +67,8 @@ def tiled(
     positions too, to compare its results. Random keys in closures and in `shared(...)` give every tile the
     same numbers. All derivatives work, each computed tile by tile. Over axes of a mesh with
     `AxisType.Explicit` other dimensions may be divided. Policies outside do not see names given inside `fn`
-    by `checkpoint_name`. The method is that of ALST (Bekman et al. 2025).
+    by `checkpoint_name`. In `jax.shard_map` gradients of arrays that `fn` closes over are summed over devices
+    in each tile, those of arguments once. The method is that of ALST (Bekman et al. 2025).
     """
     if not callable(fn):
         raise TypeError(f"tiled takes a function and then an axis; got {describe(fn)}.")
@@ -166,7 +166,6 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
     first = cut.size - last
     values, tree = jax.tree.flatten(static)
     whole, tiling, constants = kept((caller.fn, "tiled", caller[1:], cut, dims, tree, *values), given, plan)
-    _check_closure(caller, given, constants)
     inputs = part(given, 0, first) if last else given
     found = run_tiles((tiling, constants), inputs) if first > cut.length else by_itself(inputs)
     if last:
@@ -191,17 +190,6 @@ def _resized(tree: PyTree) -> PyTree:
         return NamedArray(leaf.array, tuple(map(Axis.resize, leaf.axes, leaf.array.shape)))
 
     return jax.tree.map(resized, tree, is_leaf=is_named)
-
-
-def _check_closure(caller: _Caller, given: Sequence[PyTree], constants: Sequence[PyTree]) -> None:
-    """Refuse arrays that `fn` closes over and that do not vary as its arguments, in `jax.shard_map`."""
-    for leaf in constants:
-        differs = jax.typeof(leaf).manual_axis_type.varying != jax.typeof(given[0]).manual_axis_type.varying
-        if differs and is_differentiable(leaf.dtype):
-            raise ValueError(
-                f"{caller}: the function closes over an array {leaf.shape} that does not vary over the mesh "
-                "as its arguments do. Pass it as an argument, in stacked_remat.shared(...)."
-            )
 
 
 def _common_size(caller: _Caller, entries: Sequence[Entry]) -> int:

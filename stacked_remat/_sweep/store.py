@@ -64,6 +64,8 @@ def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
 
     def zeros(leaf: Any) -> Array:
+        if isinstance(leaf, ShapedArray) and _varies_over(leaf) != _varies_over(jax.typeof(zero)):
+            return zeros_of(leaf)
         return jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape, out_sharding=_sharding_of(leaf, ()))
 
     return jax.tree.map(zeros, like)

@@ -131,7 +131,7 @@ def test_a_decoded_token_brings_only_experts_that_it_may_choose_from_the_host(ta
 
     model, tokens, cache = eqx.filter_eval_shape(make)
     model = streaming.to_host(model)
-    report = memory.report(Decoder.decode, model, tokens, tokens, cache, target=target, donate="cache")
+    report = memory.report(Decoder.decode, model, tokens, tokens, cache, target=target, donate="caches")
     layers = model.layers.stacked
     on_host = [leaf for leaf in jax.tree.leaves(layers) if streaming.is_on_host(leaf)]
     assert report.host.total == sum(2 * leaf.size for leaf in on_host)  # and no copy of a stack

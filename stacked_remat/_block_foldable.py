@@ -2,9 +2,23 @@
 
 import abc
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Self, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import equinox as eqx
 from equinox.nn import State
@@ -12,21 +26,78 @@ from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, warn_of_ambiguous
-from ._scan.checks import layers_axis
+from ._scan.arguments import Caller, argument_namer, parameters_of, warn_of_ambiguous
+from ._scan.checks import axis_or_name, describe, layers_axis
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
-from ._scan.marks import applied, changed, check_unmarked, stored
+from ._scan.marks import changed, check_unmarked
 from ._scan.step import Call, Verb
-from ._stacked_methods import InitOf, block_builder, check_options
 from ._state_dict import layers_to_state_dict
 from ._static import PyTree
 from ._sweep.kinds import Pattern
 
+if TYPE_CHECKING:
+    from ._block_seq import BlockSeq
+    from ._stacked import Stacked
+
+P = ParamSpec("P")
 M = TypeVar("M", bound=eqx.Module)
 B = TypeVar("B", bound=eqx.Module)
+B_co = TypeVar("B_co", bound=eqx.Module, covariant=True)
+S = TypeVar("S")
 T = TypeVar("T")
 Y = TypeVar("Y")
+
+
+class BuiltByInit(Protocol[P, B_co]):
+    """A module class with a static `init`, as is usual with Haliax."""
+
+    @property
+    def init(self) -> Callable[P, B_co]: ...
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The options of `init`: two names of one argument."""
+
+    remat: ScanCheckpointSpec | None
+    gradient_checkpointing: ScanCheckpointSpec | None
+
+
+class AnyLayers(eqx.Module):
+    """No layers: for type checkers, a stack of these is a class that does not say what its layers are."""
+
+
+class _InitStacked(Protocol):
+    @overload
+    def __call__(
+        self, Layers: Axis | int, Block: BuiltByInit[P, B], **options: Unpack[PolicyOptions]
+    ) -> "Callable[P, Stacked[B]]": ...
+
+    @overload
+    def __call__(
+        self, Layers: Axis | int, Block: Callable[P, B], **options: Unpack[PolicyOptions]
+    ) -> "Callable[P, Stacked[B]]": ...
+
+
+class _InitBlockSeq(Protocol):
+    def __call__(
+        self, Layers: Axis | int, Block: Callable[..., B], **options: Unpack[PolicyOptions]
+    ) -> "Callable[..., BlockSeq[B]]": ...
+
+
+class InitOf:
+    """For type checkers: `init` of a class of layers, and of a subclass, `class Tower(Stacked[Block])`."""
+
+    @overload
+    def __get__(self, layers: object, cls: "type[Stacked[AnyLayers]]") -> _InitStacked: ...
+
+    @overload
+    def __get__(self, layers: object, cls: "type[BlockSeq[AnyLayers]]") -> _InitBlockSeq: ...
+
+    @overload
+    def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
+
+    def __get__(self, layers: object, cls: Any) -> Any: ...
 
 
 class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
@@ -260,12 +331,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return None
 
     @abc.abstractmethod
-    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
-        """What runs a loop, from the first carry and the arguments to the last carry and the outputs."""
-
-    def _blocks(self, how: Callable[[PyTree], PyTree]) -> PyTree:
-        """The blocks as the first argument of a loop, marked by `how` it uses a stack; None for none."""
-        return None
+    def _run(self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        """Run a loop over the layers with further arguments; the last carry, and the outputs."""
 
 
 # Functions, because Equinox makes a module of a method for each call.
@@ -281,8 +348,14 @@ def loop_over(
     **options: Any,
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
-    if fn is None:
-        check_options(layers._kinds, method, {"remat": remat, **options})
+    given = {name for name, value in {"remat": remat, **options}.items() if value is not None}
+    for kind in {type(block) for block in layers._kinds} if fn is None else ():
+        for name in sorted(given & {*parameters_of(kind.__call__)}):
+            via = f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x, {name}=...), {name}=...)(x)"
+            raise TypeError(
+                f"{name}= may be for {method} or for {kind.__name__}.__call__, which has a parameter "
+                f"`{name}` too. Rename that one, or write {via}."
+            )
     owner = fn or next((type(block).__call__ for block in layers._kinds), operator.call)
     names = argument_namer(owner, skip=1 if verb == "map" else 2, first=("stacked",))
     caller = Caller(f"{type(layers).__name__}.{method}", names)
@@ -301,12 +374,59 @@ def _applied(
         check_unmarked(init)
         whole, (args, kwargs) = divide_state(init, (args, kwargs), layers, layers._own_part, what)
         warn_of_ambiguous(init, ((None, *args), kwargs), layers.Layers, call.caller)
-        arguments = ((layers._blocks(stored if call.verb == "map" else applied), *args), kwargs)
         with only_own_state(whole, what):
-            carry, outputs = layers._runner(loop)(init, arguments)
+            carry, outputs = layers._run(loop, init, args, kwargs)
         if whole is None:
             return call.result(carry, outputs)
         state, outputs = with_whole_state(outputs, whole, layers, what)
         return (carry, state) if call.verb == "fold" else call.result(carry, outputs)
 
     return run
+
+
+def block_builder(Block: Any, what: str) -> Callable[..., Any]:
+    """The static `init` of a block, Haliax style, or the block itself."""
+    # Equinox's partial and jitted functions are modules too.
+    is_block = isinstance(Block, eqx.Module) and not (
+        isinstance(Block, eqx.Partial) or hasattr(Block, "__wrapped__")
+    )
+    if is_block or not callable(Block):
+        raise TypeError(
+            f"{what} takes the class of the blocks, or a function that builds one, and calls it for every "
+            f"layer; got {describe(Block)}. Write {what}(Layers, Block)(...), or of layers that are built "
+            "Stacked.of(layers)."
+        )
+    init = inspect.getattr_static(Block, "init", None) if inspect.isclass(Block) else None
+    # An ordinary method of this name, which needs a block, is for something else.
+    return Block if init is None or inspect.isfunction(init) else getattr(Block, "init")  # noqa: B009
+
+
+def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
+    """The axis of a list of modules, which may be given by its name."""
+    if not isinstance(layers, Sequence):
+        raise TypeError(
+            f"{what} takes a list of modules, one for each layer; got {describe(layers)}. Make a list of it."
+        )
+    for i, layer in enumerate(layers):
+        check_module(layer, f"layers[{i}] of {what}")
+    axis = axis_or_name(Layers, what)
+    axis = Axis(axis, len(layers)) if isinstance(axis, str) else axis
+    if axis.size != len(layers):
+        raise ValueError(f"`{axis.name}` has {axis.size} layers, but {what} was given {len(layers)}.")
+    return axis
+
+
+def check_module(value: Any, where: str) -> None:
+    """Refuse what is no module of Equinox."""
+    if not isinstance(value, eqx.Module):
+        got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
+        raise TypeError(f"{where} is {got}. Let it be an eqx.Module.")
+
+
+def check_layer_index(index: Any, Layers: Axis) -> int:
+    """The index counted from the front; an error outside of the axis."""
+    position = operator.index(index)
+    if not -Layers.size <= position < Layers.size:
+        held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
+        raise IndexError(f"Layer {position} does not exist: `{Layers.name}` has {held}.")
+    return position % Layers.size

@@ -10,7 +10,7 @@ from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import StateDict
 
-from ._block_foldable import BlockFoldable, M
+from ._block_foldable import BlockFoldable, M, axis_of_modules, check_layer_index
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller
 from ._scan.checks import layers_axis
@@ -18,7 +18,6 @@ from ._scan.layer_axis import layer_getter
 from ._scan.layer_state import for_layer, of_one_layer, part_of, stack_outputs_and_states
 from ._scan.layers import Loop, scan_unrolled
 from ._scan.marks import changed, is_array
-from ._stacked_methods import axis_of_modules, check_layer_index
 from ._state_dict import layers_from_state_dict
 from ._static import PyTree
 
@@ -101,7 +100,7 @@ class BlockSeq(BlockFoldable[M]):
     def _kinds(self) -> Sequence[M]:
         return self.blocks
 
-    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
+    def _run(self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
         caller = loop.call.caller
 
         def arguments_of(inputs: PyTree) -> tuple[list[PyTree], dict[str, PyTree]]:
@@ -110,15 +109,15 @@ class BlockSeq(BlockFoldable[M]):
             (_, *args), kwargs = for_layer(arguments, block)
             return [block, *args], kwargs
 
-        def run(init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
-            # Blocks keep their NumPy arrays, by which they may decide.
-            arguments = jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, arguments)
-            part_of = layer_getter(arguments, self.Layers, caller)
-            inputs = [(block, for_layer(part_of(i), block)) for i, block in enumerate(self.blocks)]
-            carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
-            return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
+        def array(
+            leaf: Any,
+        ) -> Any:  # of the arguments: blocks keep their NumPy arrays, by which they may decide
+            return jnp.asarray(leaf) if is_array(leaf) else leaf
 
-        return run
+        part_of = layer_getter(jax.tree.map(array, ((None, *args), kwargs)), self.Layers, caller)
+        inputs = [(block, for_layer(part_of(i), block)) for i, block in enumerate(self.blocks)]
+        carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
+        return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 
     def get_layer(self, index: Any) -> M:
         return self.blocks[check_layer_index(index, self.Layers)]

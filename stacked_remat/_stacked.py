@@ -5,7 +5,6 @@ scan: the block is traced and compiled once, however deep the stack. What a scan
 """
 
 import abc
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -19,7 +18,7 @@ from haliax.state_dict import StateDict, flatten_modules_for_export, unflatten_m
 from jax.core import Tracer
 from jax.tree_util import KeyPath
 
-from ._block_foldable import B, BlockFoldable, M, loop_over
+from ._block_foldable import B, BlockFoldable, M, axis_of_modules, check_layer_index, check_module, loop_over
 from ._placement import on_device
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, check_stacked, warn_of_ambiguous
@@ -27,11 +26,10 @@ from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
-from ._scan.marks import changed, check_unmarked, is_array, per_kind, stored
+from ._scan.marks import applied, changed, check_unmarked, is_array, per_kind, stored
 from ._scan.stacking import name_stacked, stack_layers, take_layers
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack, sweep_forward
-from ._stacked_methods import axis_of_modules, check_layer_index, check_module
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
 from ._sweep.store import at_least_one
@@ -197,8 +195,9 @@ class StackedKinds(BlockFoldable[M]):
     def _own_part(self, state: State, what: str) -> PyTree:
         return self._per_kind(lambda _, stack: part_of(state, stack.stacked, what))
 
-    def _runner(self, loop: Loop) -> Callable[[Any, Any], tuple[PyTree, PyTree]]:
-        return functools.partial(layers_at_once if loop.call.verb == "map" else scan_layers, loop)
+    def _run(self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
+        run, how = (layers_at_once, stored) if loop.call.verb == "map" else (scan_layers, applied)
+        return run(loop, init, ((self._blocks(how), *args), kwargs))
 
 
 def layer_types(stack: "Stacked[M]") -> M:

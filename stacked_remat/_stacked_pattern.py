@@ -6,14 +6,13 @@ from typing import Any, Self
 import equinox as eqx
 from haliax import Axis
 
-from ._block_foldable import B, M
+from ._block_foldable import B, BuiltByInit, M, block_builder
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer
 from ._scan.checks import layers_axis
 from ._scan.layer_axis import divide
 from ._scan.marks import changed
 from ._stacked import Stacked, StackedKinds
-from ._stacked_methods import BuiltByInit, block_builder
 from ._static import PyTree
 from ._sweep.kinds import Pattern
 

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from . import _placement
+from ._block_foldable import block_builder
 from ._messages import axes_text
 from ._placement import is_on_host as is_on_host, moves_to_host as moves_to_host
 from ._policy import ScanCheckpointSpec
@@ -26,7 +27,6 @@ from ._scan.layer_axis import split_tree
 from ._scan.layer_state import arrays_in_indices
 from ._scan.marks import changed, is_array, is_named, is_split, raw_array
 from ._stacked import Stacked
-from ._stacked_methods import block_builder
 from ._static import PyTree
 from ._sweep.store import empty_stack, write
 

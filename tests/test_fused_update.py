@@ -416,7 +416,7 @@ class TestRefused:
         one = eqx.tree_at(lambda stack: stack.stacked.weight, weights(), jnp.ones(()))
         self.refuses("model.stacked.weight \\(float32\\[\\]\\) is shared by all layers", stack=one)
         self.refuses("number.* can't be trained: .* is not a floating", stack=before, trainable=eqx.is_array)
-        with pytest.raises(ValueError, match="The state is not that of this model, which trains 2 stacks"):
+        with pytest.raises(ValueError, match="state that its init makes for this model; got a FusedState"):
             fused_update(loss, optax.sgd(0.1))(before, fused_update(loss, optax.sgd(0.1)).init(weights()))
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights())
         with pytest.raises(ValueError, match=r"state at .*mu.* is bfloat16\[8, 8\] .* and float32"):

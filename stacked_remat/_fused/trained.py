@@ -1,6 +1,5 @@
 """Which arrays of a model a fused update trains, and the trees in which an optimizer is given them."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -129,12 +128,10 @@ class Trained:
 
     def check_optimizer(self, optimizer: Any, dtype: DTypeLike | None) -> None:
         """Refuse an optimizer that needs the gradients of several parts of the model at once."""
-        found = coupling(optimizer, *self._with_layers(1), dtype)
-        if found is None:
-            # A second layer finds what reads all arrays, such as a norm; an optimizer that knows arrays
-            # by the nodes that hold them may not take it.
-            with contextlib.suppress(Exception):
-                found = coupling(optimizer, *self._with_layers(2), dtype)
+        try:  # two layers find what reads all arrays, such as a norm
+            found = coupling(optimizer, *self._with_layers(2), dtype)
+        except Exception:  # an optimizer that knows arrays by the nodes that hold them may not take two
+            found = coupling(optimizer, *self._with_layers(1), dtype)
         if found is not None:
             raise ValueError(found)
 

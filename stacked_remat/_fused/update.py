@@ -159,18 +159,13 @@ class FusedUpdate:
 
     def __call__(self, model: PyTree, state: FusedState, /, *args: PyTree, **kwargs: PyTree) -> FusedResult:
         """One step: `(model, state, *args, **kwargs)` to a `FusedResult`."""
-        if not isinstance(state, FusedState):
-            raise ValueError(
-                f"The step takes the model and then its state; got {describe(state)} for the state. Write "
-                "state = update.init(model), and update(model, state, ...)."
-            )
         trained = Trained.of(model, self.trainable)
         given, structure = jax.tree.flatten(state)
         like = jax.eval_shape(lambda: self._first_state(trained))
-        if _shapes(state) != _shapes(like):
+        if not isinstance(state, FusedState) or _shapes(state) != _shapes(like):
             raise ValueError(
-                f"The state is not that of this model, which trains {len(trained.layers)} stacks and "
-                f"{len(jax.tree.leaves(trained.rest))} other arrays, and optimizer. Make it by its init."
+                "The step takes the model and then the state that its init makes for this model; got "
+                f"{describe(state)}. Write state = update.init(model), and update(model, state, ...)."
             )
         # Equal but for the policies of stacks, which may have changed since the state was made.
         state = jax.tree.unflatten(jax.tree.structure(like), given)

@@ -67,7 +67,7 @@ class SweepResult(NamedTuple):
 
 
 class LayerCotangents(NamedTuple):
-    """What `LayerVisit.vjp` returns."""
+    """What the `vjp` of a `LayerVisit` returns."""
 
     carry: PyTree
     layer: PyTree
@@ -88,6 +88,10 @@ class LayerVisit:
         cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
         layer_state: its entry of the layers' state.
         kind: the name of its kind, of a `StackedPattern`; `None` where layers are of one kind.
+        vjp: `vjp()` gives the vector-Jacobian products with `cotangent`: a named tuple of `carry`, `layer`,
+            `args` and `kwargs`, trees like these with `None` for leaves without a gradient. It costs one
+            evaluation of the layer, unless all its internals were saved, and its transpose; XLA removes what
+            is not used. Call it once: each call runs the layer again.
     """
 
     layer_index: Any
@@ -98,19 +102,7 @@ class LayerVisit:
     cotangent: PyTree
     layer_state: PyTree
     kind: str | None
-    _vjp: Callable[[], LayerCotangents]
-
-    def vjp(self) -> LayerCotangents:
-        """The vector-Jacobian products of the layer with `cotangent`.
-
-        Returns:
-            The cotangents of the input `carry`, of the `layer`, and of `args` and `kwargs`: a named tuple of
-            trees with the structure of these, with `None` for leaves without a gradient.
-
-        Cost: one evaluation of the layer, unless all its internals were saved, and its transpose. XLA removes
-        what is not used. Call it once: each call runs the layer again.
-        """
-        return self._vjp()
+    vjp: Callable[[], LayerCotangents]
 
 
 Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
@@ -213,9 +205,7 @@ def checked_cotangent(cotangent: PyTree, like: PyTree, what: str, source: str) -
             raise TypeError(f"{problem}. Give an array, or None for zeros.")
         given = jnp.asarray(given)
         same_axes = getattr(leaf, "axes", None) == getattr(type_, "axes", None)
-        found, wanted = (
-            (describe(given), describe(expected)) if same_axes else (describe(leaf), describe(type_))
-        )
+        found, wanted = map(describe, (given, expected) if same_axes else (leaf, type_))
         if found != wanted:
             raise ValueError(
                 f"The cotangent of {where} {source} is {found}, and {where} is {wanted}. Give it the same "

@@ -67,11 +67,7 @@ def signature_error(
         signature.bind(*given, **kwargs)
     except TypeError as error:
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        others = len(given) - len(first)
-        shown = [*first, *([f"{others} argument{'s' * (others > 1)}"] if others else [])]
-        shown += [f"{key}=" for key in kwargs]
-        called = f"{what} calls {name} with {', '.join(shown) or 'nothing'}"
-        return f"{called}; its signature is {signature}: {error}."
+        return f"{what} calls {name}({', '.join([*first, '...'])}); its signature is {signature}: {error}."
 
 
 def parameters_of(fn: Callable) -> Mapping[str, inspect.Parameter]:
@@ -174,19 +170,16 @@ def check_stacked(tree: PyTree, axis: Axis, caller: Caller) -> None:
 
 def check_sizes(axis: Axis, split: Sequence[Entry], caller: Caller) -> None:
     """Refuse arguments whose size along `axis` is another; says how to mark one that is not to be split."""
-    is_right = [leaf_size(leaf, axis) == axis.size for _, leaf, _ in split]
-    if all(is_right):
+    wrong = [entry for entry in split if leaf_size(entry[1], axis) != axis.size]
+    if not wrong:
         return
-    wrong = [entry for entry, is_ in zip(split, is_right, strict=True) if not is_]
-    part, over = caller.part, f"{caller.what} over `{axis.name}` (size {axis.size})"
     found = [f"{caller.name_of(path)} has {_size_text(leaf, axis)}" for path, leaf, _ in wrong]
-    text = shortened(found, "; ", most=3)
-    if right := [caller.name_of(path) for (path, _, _), is_ in zip(split, is_right, strict=True) if is_]:
-        has = "has" if len(right) == 1 else "have"
-        text += f"; {shortened(right, most=2)} {has} the right size, {axis.size}"
     path, leaf, rule = wrong[0]
-    fix = _fix_of_size(caller.name_of(path), leaf, rule, axis, part)
-    raise ValueError(f"{over} was given inputs of different lengths: {text}.{fix}")
+    fix = _fix_of_size(caller.name_of(path), leaf, rule, axis, caller.part)
+    raise ValueError(
+        f"{caller.what} over `{axis.name}` (size {axis.size}) was given inputs of different lengths: "
+        f"{shortened(found, '; ', most=3)}.{fix}"
+    )
 
 
 def _size_text(leaf: Any, axis: Axis) -> str:

@@ -55,7 +55,7 @@ class Call:
         try:
             return self.fn(*given, **kwargs)
         except (AttributeError, TypeError) as error:
-            first = ["the block"] * self.takes_block + ["the carry"] * (self.verb != "map")
+            first = ["block"] * self.takes_block + ["carry"] * (self.verb != "map")
             problem = signature_error(self.owner, self.caller.what, first, given, kwargs)
             if problem is None:
                 if self.takes_block and "NoneType" in str(error):

@@ -220,7 +220,7 @@ def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
     try:
         return visitor(visit, state)
     except TypeError:
-        problem = signature_error(visitor, "sweep_back", ["the visit", "the state"], (visit, state), {})
+        problem = signature_error(visitor, "sweep_back", ["visit", "state"], (visit, state), {})
         if problem is None:
             raise
         raise TypeError(problem) from None

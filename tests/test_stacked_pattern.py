@@ -359,7 +359,7 @@ def test_mistakes_are_refused_by_name():
         StackedPattern(blocks.stacks, ("tanh", "sine", "sine"), Layers)
     with pytest.raises(ValueError, match=r"stacks\['tanh'\] is a Stacked of layers\(3\); got layers\(4\)"):
         StackedPattern({**blocks.stacks, "tanh": blocks.stacks["sine"]}, blocks.pattern, Layers)
-    with pytest.raises(TypeError, match=r"own is per_layer\(per_kind.*Mark the values"):
+    with pytest.raises(TypeError, match=r"per_kind for own is .*unmarked.*Mark its values"):
         blocks.scan(x, scale, sr.per_layer(per_kind(own)), shift)
     with pytest.raises(TypeError, match="marked per_kind"):
         blocks.scan(per_kind({"tanh": x, "sine": x}), scale, own, shift)

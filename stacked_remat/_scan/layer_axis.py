@@ -169,15 +169,10 @@ def _entries(
 
 def _check_per_kind(leaf: PerKind, rule: str, kinds: Sequence[str], caller: Caller, path: KeyPath) -> None:
     what, name = caller.what, caller.name_of(path)
-    if not kinds:
+    if not kinds or rule != "default":
         raise TypeError(
-            f"{what} was given per_kind for {name}, which is for the arguments of a StackedPattern, and not "
-            "within another per_kind. Pass the values themselves."
-        )
-    if rule != "default":
-        raise TypeError(
-            f"{what}: {name} is {rule}(per_kind(...)), and the mark would have no effect. "
-            f"Mark the values: per_kind({{name: stacked_remat.{rule}(value), ...}})."
+            f"{what}: per_kind for {name} is for an argument of a StackedPattern, unmarked, and not within "
+            "another per_kind. Mark its values, or pass them themselves."
         )
     if not {*kinds} <= {*leaf.values}:
         raise ValueError(

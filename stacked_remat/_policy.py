@@ -131,11 +131,6 @@ class ScanCheckpointPolicy:
         return f"ScanCheckpointPolicy({shown})"
 
     @property
-    def kept(self) -> Kept:
-        internals: Any = self.save_block_internals
-        return Kept(internals, tuple(self.offload_block_internals))
-
-    @property
     def is_nested(self) -> bool:
         """Whether the layers are cut into segments that are replayed one at a time."""
         return self.nested is not False or self.max_carries is not None
@@ -153,7 +148,8 @@ class ScanCheckpointPolicy:
         """What a scan over so many layers executes."""
         if self.first_layers >= max(length, 1):
             return Remat(length, EVERYTHING)
-        kept, carries = self.kept, _CARRIES[self.save_carries]
+        internals: Any = self.save_block_internals
+        kept, carries = Kept(internals, tuple(self.offload_block_internals)), _CARRIES[self.save_carries]
         if length > 1 and (self.is_nested or self.first_layers):
             schedule = self.schedule(length - self.first_layers)
             return Remat(length, kept, carries, schedule, self.first_layers)

@@ -154,12 +154,11 @@ def check_jax_policy(policy: JaxPolicy) -> None:
         answer = policy(lax.sin_p, jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
         answer = error
-    is_answer = type(answer).__name__ in ("bool", "RecomputeType", "SaveableType", "Offloadable")
-    if not is_answer:
+    if type(answer).__name__ not in ("bool", "RecomputeType", "SaveableType", "Offloadable"):
         raise TypeError(
-            f"{as_written(policy)} is not a checkpoint policy as jax.checkpoint takes them, a function of an "
-            "operation that says whether its result is saved. Use one of jax.checkpoint_policies, such as "
-            "dots_saveable, or one that a function there returns: save_only_these_names(...)."
+            f"{as_written(policy)} is not a checkpoint policy as jax.checkpoint takes them. Use one of "
+            "jax.checkpoint_policies (dots_saveable), or one that a function there returns "
+            "(save_only_these_names(...))."
         )
 
 

@@ -103,30 +103,29 @@ class Schedule:
         """Forward evaluations of a block that the reverse sweep makes to recover layer inputs."""
         return sum(run.replays for run in self.runs)
 
-    @cached_property
-    def tree(self) -> Tree:
+    @property
+    def tree(self) -> tuple["Tree", ...]:
         """The cuts as parts within parts, in forward order, a layer being its number.
 
         While a part is reversed, the input of each part within it is held.
         """
+        tree = self._part(0, self.length, self.slots, 1)
+        return tree if isinstance(tree, tuple) and len(self.segments) != 1 else (tree,)
 
-        def nested(start: int, stop: int, slots: int, depth: int) -> Tree:
-            if depth > _MOST_NESTED:
-                raise ValueError(
-                    f"{self.slots} carries for {self.length} layers that are compiled one by one take more "
-                    f"than {_MOST_NESTED} checkpoints within each other, too many for JAX. Give a larger "
-                    "max_carries, or let the layers be a Stacked."
-                )
-            if stop - start == 1:
-                return start
-            *inner, last = self._cuts(start, stop, slots)
-            if not inner:
-                return tuple(range(start, stop))
-            parts = enumerate(itertools.pairwise((*inner, last, stop)))
-            return tuple(nested(*part, slots - held, depth + 1) for held, part in parts)
-
-        tree = nested(0, self.length, self.slots, 1)
-        return (tree,) if len(self.segments) == 1 else tree
+    def _part(self, start: int, stop: int, slots: int, depth: int) -> Tree:
+        if depth > _MOST_NESTED:
+            raise ValueError(
+                f"{self.slots} carries for {self.length} layers that are compiled one by one take more than "
+                f"{_MOST_NESTED} checkpoints within each other, too many for JAX. Give a larger max_carries, "
+                "or let the layers be a Stacked."
+            )
+        if stop - start == 1:
+            return start
+        cuts = self._cuts(start, stop, slots)
+        if len(cuts) == 1:
+            return tuple(range(start, stop))
+        parts = enumerate(itertools.pairwise((*cuts, stop)))
+        return tuple(self._part(*part, slots - held, depth + 1) for held, part in parts)
 
     def _cuts(self, start: int, stop: int, slots: int) -> list[int]:
         """Where the parts of some layers start, for so many slots: the last part needs no further cut."""

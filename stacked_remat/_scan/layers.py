@@ -126,8 +126,7 @@ def scan_unrolled(
     # Without jit the values are known in a layer, which jax.checkpoint would trace.
     remat = Remat(axis.size, EVERYTHING) if _without_jit() else loop.policy.for_layers(axis.size)
     count = remat.first_layers
-    cut: Tree = tuple(range(axis.size - count)) if remat.schedule is None else remat.schedule.tree
-    parts = (cut,) if isinstance(cut, int) else cut
+    parts = range(axis.size - count) if remat.schedule is None else remat.schedule.tree
     if all(isinstance(part, int) for part in parts):
         remat = dataclasses.replace(remat, schedule=None)
     first = _unrolled_step(loop.call, arguments_of, Remat(count, EVERYTHING), _carry_name(axis))

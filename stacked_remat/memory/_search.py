@@ -1,9 +1,8 @@
 """Compiles policies of one program, and finds the one with the fewest FLOPs among those that fit."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,7 +13,7 @@ from ._call import DoesNotFit, TracedCall
 from ._report import MemoryReport
 
 _NEVER = (float("inf"), float("inf"))
-_OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy | None]  # of a number, if there is such a policy
+_OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +99,19 @@ class Search:
         if first is None or layers is None:
             return first
         for policy in others[others.index(first.policy) :]:
-            base = resolve_policy(policy)
-            if not base.saves_everything and base.max_carries is None:
-                self._try_counts(functools.partial(_with, base, "first_layers"), base.first_layers, layers)
-            if base.nested is True and base.save_carries is True and not base.first_layers:
-                held, cut = base.schedule(layers).slots, dataclasses.replace(base, nested=False)
-                self._try_counts(functools.partial(_with, cut, "max_carries"), held, layers)
-                if of_count := self._cut_with_internals(base, layers):
-                    self._try_counts(of_count, -1, layers)
+            for of_count, low in self._families(resolve_policy(policy), layers):
+                self._try_counts(of_count, low, layers)
         return self._best()
+
+    def _families(self, base: ScanCheckpointPolicy, layers: int) -> Iterator[tuple[_OfCount, int]]:
+        """Policies that have fewer FLOPs the larger a number is, and the number to start above."""
+        if not base.saves_everything and base.max_carries is None:
+            yield lambda count: dataclasses.replace(base, first_layers=count), base.first_layers
+        if base.nested is True and base.save_carries is True and not base.first_layers:
+            cut = dataclasses.replace(base, nested=False)
+            yield lambda count: dataclasses.replace(cut, max_carries=count), base.schedule(layers).slots
+            if of_count := self._cut_with_internals(base, layers):
+                yield of_count, -1
 
     def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int) -> _OfCount | None:
         """From a number of first layers to the cut of the others that needs least memory.
@@ -130,7 +133,7 @@ class Search:
         visited_at_once = max(run.visits for run in schedule.runs)
         internals = max(0, with_internals - cut) / (visited_at_once - 1)
 
-        def of_count(first_layers: int) -> ScanCheckpointPolicy | None:
+        def of_count(first_layers: int) -> ScanCheckpointPolicy:
             rest = layers - first_layers
 
             def needs(longest: int) -> float:
@@ -138,7 +141,7 @@ class Search:
 
             # Segments of one layer would be visited together, with the internals of all of them.
             longest = min(range(min(2, rest), rest + 1), key=needs)
-            return _with(dataclasses.replace(kept, nested=-(-rest // longest)), "first_layers", first_layers)
+            return dataclasses.replace(kept, nested=-(-rest // longest), first_layers=first_layers)
 
         return of_count
 
@@ -164,13 +167,13 @@ class Search:
         least = self._cost(self._best().policy)
         while high - low > 1:
             middle = (low + high) // 2
-            most, policy = of_count(high - 1), of_count(middle)
-            if most is None or policy is None or self._cost(most) >= least:
+            try:
+                most, policy = of_count(high - 1), of_count(middle)
+            except ValueError:  # of a policy that cannot have such a number
                 break
-            if self.fits(self.trial(policy)):
-                low = middle
-            else:
-                high = middle
+            if self._cost(most) >= least:
+                break
+            low, high = (middle, high) if self.fits(self.trial(policy)) else (low, middle)
 
     def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
         key = resolve_policy(policy)
@@ -185,11 +188,3 @@ class Search:
             return flops.matmul, flops.moved
         except Exception:  # raised again where it is this policy's turn to be compiled
             return _NEVER
-
-
-def _with(base: ScanCheckpointPolicy, field: str, count: int) -> ScanCheckpointPolicy | None:
-    """The policy with this number; None if it cannot have it."""
-    try:
-        return dataclasses.replace(base, **{field: count})
-    except ValueError:
-        return None

@@ -65,10 +65,9 @@ def exchange(name: str, text: str, seconds: int) -> list[str] | None:
 def cudnn_is_installed() -> bool:
     """Whether JAX can compile calls of cuDNN, for a GPU that is there or not; they fail late otherwise."""
     versions: Any = getattr(jax._src.lib, "cuda_versions", None)
-    try:
+    with contextlib.suppress(RuntimeError):  # cuDNN not found
         return versions is not None and versions.cudnn_get_version() > 0
-    except RuntimeError:  # cuDNN not found
-        return False
+    return False
 
 
 def cudnn_attention(

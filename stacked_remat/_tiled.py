@@ -122,11 +122,8 @@ def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     size, parts = _common_size(caller, entries), 1
     if isinstance(caller.axis, str) and physical_axis_name(caller.axis) is not None:
         parts = physical_axis_size(caller.axis) or 1
-    if size % parts:
-        raise ValueError(
-            f"{caller}: its {size} positions can't be divided evenly over the {parts} devices that it is "
-            f"mapped to. Give it a multiple of {parts}."
-        )
+    if size % parts:  # so the array is not divided over these devices
+        parts = 1
     dims = tuple(caller.split(leaf, rule) for _, leaf, rule in entries if is_array(raw_array(leaf)))
     cut = Cut(size // parts, parts, -(-(size // parts) // caller.tiles))
     if cut.size <= cut.length:

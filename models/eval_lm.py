@@ -225,7 +225,7 @@ def _evaluate(arguments: Sequence[str]) -> int:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--max_length", type=int, help="most tokens of a row; what the model was made for if not given")
-    add("--batch_size", "-b", type=int, default=16, help="rows of a batch (default 16)")
+    add("--batch_size", "-b", type=int, help="rows of a batch (default 16, or that of the file of --config)")
     add("--mesh", help="axes of devices, as trainer.mesh.axes has them: '{data: 8}'; one if not given")
     options, others = parser.parse_known_args(arguments)
     for name in ("max_length", "batch_size"):
@@ -237,18 +237,20 @@ def _evaluate(arguments: Sequence[str]) -> int:
     import lm_eval.__main__  # pyright: ignore[reportMissingImports]
     import lm_eval.api.registry  # pyright: ignore[reportMissingImports]
 
-    def make(model_args: Mapping[str, Any], *_: Any) -> Any:
-        if model_args.keys() - {"trust_remote_code"}:  # which data sets may need
-            raise ConfigError("model_args has no effect; --model, --dtype and --tokenizer say what it would.")
+    def make(model_args: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+        if settings["max_batch_size"] or model_args.keys() - {"trust_remote_code"}:  # of data sets
+            raise ConfigError("model_args and max_batch_size have no effect; give --dtype and --batch_size.")
         found = model_of_arguments(options)
         if partitioning is None:
             found.rows_that_fit(1)
-        sizes = {"batch_size": options.batch_size, "max_length": options.max_length}
+        sizes = {"batch_size": int(settings["batch_size"]), "max_length": options.max_length}
         return evaluated(found, found.load(partitioning), partitioning=partitioning, **sizes)
 
     evaluated.create_from_arg_obj = make
     lm_eval.api.registry.register_model("stacked_remat")(evaluated)
-    sys.argv = ["lm-eval", "run", "--model", "stacked_remat", f"--batch_size={options.batch_size}", *others]
+    sys.argv = ["lm-eval", "run", "--model", "stacked_remat", *others]
+    if options.batch_size is not None or not any(one.startswith(("--config", "-C")) for one in others):
+        sys.argv.insert(2, f"--batch_size={options.batch_size or 16}")
     try:
         lm_eval.__main__.cli_evaluate()
     except USER_ERRORS:

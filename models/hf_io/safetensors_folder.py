@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from models.hf_io import quantized
 from models.hf_io.quantized import BLOCKS, FP8, FP8_SCALES, SCALES
 from stacked_remat._files import read_json_fields, replaced_whole, unique_keys, written_safetensors
-from stacked_remat._messages import shortened
+from stacked_remat._messages import shortened, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -140,7 +140,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
             shape, dtype, (first, last) = tuple(one["shape"]), one["dtype"], one["data_offsets"]
             size = math.prod(shape) * _DTYPES[dtype].itemsize if dtype in _DTYPES else last - first
             if (start + first, last) != (end, first + size) or size < 0:
-                raise ValueError(f"{name} is not where another tensor ends, or of another size")
+                raise ValueError(f"{shown(name)} is not where another tensor ends, or of another size")
             found[name], end = StoredTensor(path, mapped, end, shape, dtype), end + size
         if end != len(mapped):
             raise ValueError(f"it has {len(mapped)} bytes, and {end} by its header")

@@ -161,7 +161,13 @@ def test_a_task_is_evaluated(folder, tmp_path, capsys, monkeypatch):
     words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
     np.testing.assert_allclose(found, np.exp(-sum(own) / words), rtol=1e-4)
     assert "word_perplexity" in capsys.readouterr().out
-    (tmp_path / "settings.yaml").write_text("model_args: {dtype: float16}")
-    options, console = [*options, "--config", str(tmp_path / "settings.yaml")], Console(record=True)
-    assert main(["--model", str(folder), *options, "--tasks", "own"], console) == 1
-    assert "model_args has no effect" in console.export_text()
+    options += ["--model", str(folder), "--tasks", "own", "--config", str(tmp_path / "settings.yaml")]
+    for settings, message in (
+        ("model_args: {dtype: float16}", "model_args and max_batch_size have no effect"),
+        ("max_batch_size: 8", "model_args and max_batch_size have no effect"),
+        ("batch_size: five", "invalid literal for int() with base 10: 'five'"),
+    ):
+        (tmp_path / "settings.yaml").write_text(settings)
+        console = Console(record=True, width=200)
+        assert main(options, console) == 1
+        assert message in console.export_text()

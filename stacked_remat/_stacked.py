@@ -89,11 +89,11 @@ class StackedKinds(BlockFoldable[M]):
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
-        y, sweep_back = sweep_forward(loop, init, ((self._blocks(stored), *args), kwargs))
-        template = eqx.filter(self, is_array, inverse=True)
-        return y, sweep_back.wrapping(
-            lambda result: result._replace(layers=template._with_blocks(result.layers))
+        arguments, template = (
+            ((self._blocks(stored), *args), kwargs),
+            eqx.filter(self, is_array, inverse=True),
         )
+        return sweep_forward(loop, init, arguments, lambda blocks: template._with_blocks(blocks))
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`, …

@@ -162,7 +162,8 @@ class FusedUpdate:
         trained = Trained.of(model, self.trainable)
         given, structure = jax.tree.flatten(state)
         like = jax.eval_shape(lambda: self._first_state(trained))
-        if not isinstance(state, FusedState) or _shapes(state) != _shapes(like):
+        fits = isinstance(state, FusedState) and len(state.stacks) == len(like.stacks)
+        if not fits or [*map(jnp.shape, given)] != [leaf.shape for leaf in jax.tree.leaves(like)]:
             raise ValueError(
                 "The step takes the model and then the state that its init makes for this model; got "
                 f"{describe(state)}. Write state = update.init(model), and update(model, state, ...)."
@@ -188,10 +189,6 @@ class FusedUpdate:
         gradients = jax.tree.unflatten(jax.tree.structure(params), gradients)
         updates, state = self.optimizer.update(gradients, state, params)
         return jax.tree.map(_added, params, updates), state
-
-
-def _shapes(state: FusedState) -> list[list[tuple[int, ...]]]:
-    return [[*map(jnp.shape, jax.tree.leaves(part))] for part in (*state.stacks, state.rest)]
 
 
 def _added(leaf: Any, step: Any) -> Any:
@@ -298,15 +295,13 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Cal
     }
     run = followed(closed, [*map(jax.tree.leaves, variables)], [*names.values()], [*folds.values()])
 
-    def evaluate(*inputs: PyTree) -> tuple[PyTree, PyTree]:
+    def evaluate(*inputs: PyTree) -> PyTree:
         outputs = run(*jax.tree.leaves(inputs))
         returned = eqx.combine(jax.tree.unflatten(jax.tree.structure(struct), outputs), static)
-        _check_scalar(returned, fused.has_aux)
-        return outputs[0], returned
+        return returned if fused.has_aux else (returned, None)
 
-    value, pull_back, returned = jax.vjp(evaluate, *inputs, has_aux=True)
-    unwanted = jax.tree.map(lambda _: jax.ad.DontWant(), inputs[1])  # pyright: ignore[reportPrivateImportUsage]
-    found, _ = pull_back.with_refs(inputs[0], unwanted)(jnp.ones_like(value))
+    # There are no gradients of weights, for which JAX makes zeros that nothing reads.
+    returned, (found, _) = jax.value_and_grad(evaluate, (0, 1), has_aux=True)(*inputs)
     gradients = fused._cast(jax.tree.leaves(found))
     for fold in folds.values():
         if fold.squares is None:  # the value does not depend on it
@@ -318,16 +313,5 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Cal
     new, of_rest = fused._updated(fused._scaled(gradients, norm), state.rest, trained.rest)
     after = tuple(after for fold in folds.values() for _, after in fold.kinds.values())
     model = trained.with_nodes(eqx.combine(new, trained.model), {i: fold.stacks for i, fold in folds.items()})
-    return FusedResult(model, FusedState(after, of_rest), returned, norm)
-
-
-def _check_scalar(value: PyTree, has_aux: bool) -> None:
-    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-        raise TypeError(f"With has_aux the loss returns a pair; got {type(value).__name__}.")
-    leaves = jax.tree.leaves(value[0] if has_aux else value)
-    if len(leaves) != 1 or not eqx.is_inexact_array(leaves[0]) or leaves[0].shape:
-        found = ", ".join(str(jax.typeof(leaf)) if eqx.is_array(leaf) else repr(leaf) for leaf in leaves)
-        raise TypeError(
-            f"The loss returns a scalar array of floating point; got {found or None}. Take its mean, or give "
-            "has_aux=True where it returns a pair."
-        )
+    value = returned if fused.has_aux else returned[0]
+    return FusedResult(model, FusedState(after, of_rest), value, norm)

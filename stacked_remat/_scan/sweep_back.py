@@ -1,6 +1,5 @@
 """A forward sweep over layers, and their reverse sweep as a function of a cotangent and a visitor."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
@@ -48,7 +47,7 @@ class SweepBack(eqx.Module):
     _xs: list[Arrays]
     _shared: list[Arrays]
     _types: SweepTypes = eqx.field(static=True)
-    _wrap: Callable[[SweepResult], SweepResult] = eqx.field(static=True, default=lambda result: result)
+    _with_layers: Callable[[PyTree], PyTree] = eqx.field(static=True)
 
     def __call__(
         self,
@@ -97,13 +96,11 @@ class SweepBack(eqx.Module):
             )
         cotangents = _cotangents(self._types, cotangent)
         if visitor is None:
-            return self._wrap(_gradients(self, cotangents))
-        found = _visited(self, cotangents, visitor, state, layer_state)
-        return self._wrap(jax.tree.map(_without_derivatives, found))
-
-    def wrapping(self, wrap: Callable[[SweepResult], SweepResult]) -> "SweepBack":
-        """This, with its results in another form."""
-        return dataclasses.replace(self, _wrap=wrap)
+            found = _gradients(self, cotangents)
+        else:
+            found = _visited(self, cotangents, visitor, state, layer_state)
+            found = jax.tree.map(_without_derivatives, found)
+        return found._replace(layers=self._with_layers(found.layers))
 
 
 _Cotangents: TypeAlias = tuple[Arrays, list[Arrays]]  # of the carry, and of the outputs of each kind
@@ -332,8 +329,13 @@ def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
     return filled
 
 
-def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, SweepBack]:
-    """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments."""
+def sweep_forward(
+    loop: Loop, init: PyTree, arguments: PyTree, with_layers: Callable[[PyTree], PyTree]
+) -> tuple[PyTree, SweepBack]:
+    """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments.
+
+    `with_layers` puts layers of that form into the result of the reverse sweep.
+    """
     kinds, join = loop.split(arguments)
     axis = loop.axis_of(kinds)
     remat = loop.policy.for_layers(axis.size)
@@ -373,5 +375,5 @@ def sweep_forward(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, 
         outputs=jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array))),
     )
     y = eqx.combine(carry, static)
-    sweep_back = SweepBack(checkpoints, xs, shared, types)
+    sweep_back = SweepBack(checkpoints, xs, shared, types, with_layers)
     return (y, outputs) if types.has_output else y, sweep_back

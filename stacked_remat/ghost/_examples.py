@@ -44,7 +44,7 @@ class Examples:
 
     def take(self, number: Any) -> Any:
         """A batch of the example with this number."""
-        return self._alone([None if array is None else array[number] for array in self._arrays])
+        return self._alone(jax.tree.map(lambda array: array[number], self._arrays))
 
     def _alone(self, arrays: list[Any]) -> Any:
         """A batch of one example, of arrays without the dimension of examples."""
@@ -65,14 +65,14 @@ class Examples:
         """The types of a batch of one example."""
         return eqx.filter_eval_shape(self.take, 0)
 
-    def map(self, fn: Callable[[Any, Any], list[Any]], each: Any = None) -> list[Any]:
-        """The arrays that a function of one example returns, of all examples together.
+    def map(self, fn: Callable[[Any, Any], Any], each: Any = None) -> Any:
+        """What a function of one example returns, of all examples together.
 
         It takes one example's part of `each`, arrays with the examples in front, and a batch of it alone.
         Results have the examples in front.
         """
 
-        def one(each: Any, arrays: list[Any]) -> list[Any]:
+        def one(each: Any, arrays: list[Any]) -> Any:
             return fn(each, self._alone(arrays))
 
         options = {"axis_size": self.Batch.size, "spmd_axis_name": self.over or None}

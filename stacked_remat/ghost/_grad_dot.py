@@ -1,5 +1,6 @@
 """Gradients, and the dot product of every example's gradient with a direction, in one backward pass."""
 
+import dataclasses
 from typing import Any, Literal
 
 import equinox as eqx
@@ -10,9 +11,9 @@ from haliax import Axis, NamedArray
 
 from .._activity import not_differentiable
 from .._scan.marks import raw_array
-from ._by_example import checked_apart, dot, losses_alone, one_at_a_time
-from ._losses import Loss, Objective, Reduction, Task, directions, leaves_with_paths
-from ._probed import Scoring, in_one_pass, probed_leaves
+from ._by_example import checked_apart, losses_alone
+from ._losses import Loss, Objective, Reduction, Task, directions
+from ._passes import Scoring, probed_leaves, scored
 from ._totals import of_documents, of_losses
 
 
@@ -138,7 +139,7 @@ def grad_dot(
     example_ids: Any = None,
     Examples: Axis | None = None,
     has_aux: bool = False,
-    check: bool | float = False,
+    check: bool = False,
 ) -> tuple[Any, GradDots]:
     """The gradients of a loss, and for every example the dot product of its own gradient with a direction.
 
@@ -176,10 +177,8 @@ def grad_dot(
             that depend on several examples. It has derivatives; other scores have none.
         trainable: which arrays are differentiated, a predicate of leaves or a tree of bools like the model,
             where a bool may stand for a part of it.
-        norms: also the norms of each example's gradient. They and the scores are then found from the
-            gradient of one example after the other: of any model, without parallelism over examples, and
-            twice the products of a step. An error at run time says where an example has another loss alone
-            than in the batch.
+        norms: also the norms of each example's gradient. They and the scores are then found from these
+            gradients, layer by layer, of one example after the other: of any model, on one device.
         example_ids: for "total", the document of each loss, an integer array of the shape of the losses: the
             number of a document on `Examples`, for sequences that are packed into rows, or for rows of any
             order. The total is then of these documents, `[Examples]`. The loss of a document is the sum of
@@ -189,9 +188,7 @@ def grad_dot(
         has_aux: `per_example_loss` returns a pair of the losses and anything else, which `GradDots.aux` gets
             with the axis of the examples, in front where it has none.
         check: raise an error at run time unless examples have the losses alone that they have in the batch,
-            which takes one more forward pass, and the scores of each array, layer by layer, add up to the dot
-            product of its gradient with the direction. The difference may be this part (True: 1e-3) of the
-            sum of their absolute values and a hundredth of the product of the two norms, for rounding.
+            which takes one more forward pass.
 
     Returns:
         The gradients of the reduced loss, a tree like the model as `equinox.filter_grad` returns, and a
@@ -204,12 +201,14 @@ def grad_dot(
         ValueError, TypeError: losses, direction or options that do not fit.
 
     Cost: one product more for each linear map that is scored: 1.25 times the step's products where layers are
-    recomputed, and 1.02 times with adapters alone. For "total" two, and 1.5 times. Memory: the direction, and
-    what a layer needs of it; with `norms` a gradient of one example.
+    recomputed, and 1.02 times with adapters alone. For "total" two, and 1.5 times. With `norms` none, where
+    layers are recomputed; what is outside of folds is computed twice. So are, without parallelism over
+    examples, arrays of a stack that the loss uses elsewhere too, or changes before a fold other than by a
+    cast. Memory: the direction, and what a layer needs of it; with `norms` one example's gradient of a layer.
     """
     objective = Objective(reduction, tokens, has_aux)
     is_total = granularity == "total" and not norms
-    _check_options(granularity, check, is_total, (example_ids, Examples))
+    _check_options(granularity, is_total, (example_ids, Examples))
     task = Task.of(model, per_example_loss, batch, objective, trainable)
     losses = eqx.filter_eval_shape(task.returned, task.params)
     along = directions(task.params, direction)
@@ -221,21 +220,17 @@ def grad_dot(
             own = objective.parts(losses)[0]
             total = of_documents(along, own, example_ids, Examples, of_mean=tokens == "mean")
         return gradients, _found(scoring, loss=value, aux=aux, total=total)
-    beside = {}
+    (value, aux), gradients, numbers = scored(scoring, norms=norms)
+    given = [leaf for leaf in jax.tree.leaves((task, scoring.direction)) if eqx.is_inexact_array(leaf)]
+    numbers = {path: not_differentiable(_NO_DERIVATIVES, own, given) for path, own in numbers.items()}
+    if check and scoring.Batch.size > 1:
+        numbers = checked_apart(numbers, *losses_alone(task))
+    own, total = _named(scoring, granularity, numbers, 0)
+    found = _found(scoring, loss=value, aux=aux, scores=own, total=total)
     if norms:
-        (value, aux), gradients = task.value_and_grad()
-        scores, squares = one_at_a_time(scoring)
-        own, of_all = jax.tree.map(jnp.sqrt, _named(scoring, granularity, squares))
-        beside = {"norms": own, "total_norm": of_all}
-    else:
-        (value, aux), gradients, scores = in_one_pass(scoring)
-        given = [leaf for leaf in jax.tree.leaves((task, scoring.direction)) if eqx.is_inexact_array(leaf)]
-        scores = {path: not_differentiable(_NO_DERIVATIVES, score, given) for path, score in scores.items()}
-        if check is not False and scoring.Batch.size > 1:
-            scores = checked_apart(scores, *losses_alone(task))
-    scores = _checked(scoring, gradients, scores, objective.scale(scoring.Batch.size), check)
-    own, total = _named(scoring, granularity, scores)
-    return gradients, _found(scoring, loss=value, aux=aux, scores=own, total=total, **beside)
+        own, total = jax.tree.map(jnp.sqrt, _named(scoring, granularity, numbers, 1))
+        found = dataclasses.replace(found, norms=own, total_norm=total)
+    return gradients, found
 
 
 def _found(scoring: Scoring, **found: Any) -> GradDots:
@@ -250,52 +245,21 @@ _NO_DERIVATIVES = (
 )
 
 
-def _check_options(
-    granularity: str,
-    check: bool | float,
-    is_total: bool,
-    of_examples: tuple[Any, Any],
-) -> None:
+def _check_options(granularity: str, is_total: bool, of_examples: tuple[Any, Any]) -> None:
     if granularity not in ("leaf", "total"):
         raise ValueError(f'granularity is "leaf" or "total"; got {granularity!r}.')
-    if check is not False and not check > 0:
-        raise ValueError(f"check is True, False or a part above 0; got {check!r}.")
     if [one is None for one in of_examples] in ([True, False], [False, True]):
         raise ValueError("example_ids and Examples, the axis of what they count, are given together.")
     if of_examples[0] is not None and not is_total:
         raise ValueError('example_ids gives totals of documents: granularity="total", without norms.')
 
 
-def _named(scoring: Scoring, granularity: str, found: dict[str, Any]) -> tuple[Any, NamedArray]:
+def _named(scoring: Scoring, granularity: str, numbers: dict[str, Any], at: int) -> tuple[Any, NamedArray]:
     """Numbers of arrays, none if only the total is asked for, and their sum."""
-    every, total = scoring.named(found), hax.zeros(scoring.Batch, dtype=jnp.float32)
-    for each in every.values():
-        total = total + hax.sum(each, axis=[axis for axis in each.axes if axis != scoring.Batch])
+    scale = scoring.task.objective.scale(scoring.Batch.size) ** (at + 1)
+    every, total = {}, hax.zeros(scoring.Batch, dtype=jnp.float32)
+    for path, own in numbers.items():
+        leaf = scoring.leaves[path]
+        every[leaf.shown] = found = hax.named(own[..., at] * scale, (*leaf.layers, scoring.Batch))
+        total = total + hax.sum(found, leaf.layers)
     return every if granularity == "leaf" else {}, total
-
-
-def _checked(
-    scoring: Scoring, gradients: Any, scores: dict[str, Any], scale: float, check: bool | float
-) -> dict[str, Any]:
-    """The scores of the examples' own losses by path, with an error at run time unless they add up.
-
-    `gradients` are of the reduced loss, and `scale` of the scores by their parts in it.
-    """
-    if check is False:
-        return scores
-    tolerance = 1e-3 if check is True else check
-    by_path, checked = dict(leaves_with_paths(gradients)), {}
-    for path, along in scoring.direction.items():
-        gradient, leaf = by_path[path], scoring.leaves[path]
-        whole = dot(gradient, along, at := leaf.dimension)
-        found, most = (jnp.sum(some, -1) / scale for some in (scores[path], jnp.abs(scores[path])))
-        most += 0.01 * jnp.sqrt(dot(gradient, gradient, at) * dot(along, along, at))
-        wrong = jnp.any(jnp.abs(found - whole) > tolerance * most)
-        checked[path] = eqx.error_if(
-            scores[path],
-            wrong,
-            f"The scores of {leaf.shown} do not add up to the dot product of its "
-            "gradient with the direction. With bfloat16 give check a larger part, such as 0.05; otherwise "
-            "a derivative rule is not that of its operation, or not linear: use norms=True.",
-        )
-    return checked

@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from ._weights import (
     UnsupportedLeafError,
     Value,
     bind,
-    by_layer,
     deposit,
     equation_without_rules,
     of_weights,
@@ -32,14 +31,20 @@ from ._weights import (
     tangents_of,
 )
 
+Evaluate: TypeAlias = Callable[[Any, Sequence[Value]], list[Any]]  # a jaxpr, open or closed, to arrays
+
 _WITHOUT_DERIVATIVE = ("custom_vjp_call", "pallas_call", "custom_partitioning")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Interpreter:
-    """Evaluates programs in which these calls are noted."""
+    """Evaluates programs in which these calls are noted.
+
+    `at_loop` may give the results of a loop in its way, from its equation and operands; else it gives None.
+    """
 
     notes: Notes
+    at_loop: Callable[[Any, list[Value]], list[Any] | None] = lambda *_: None
 
     def evaluate(self, jaxpr: Any, inputs: Sequence[Value], consts: Sequence[Any] = ()) -> list[Value]:
         """The results of an open jaxpr, from those that are its inputs."""
@@ -64,11 +69,14 @@ class Interpreter:
     def _step(self, equation: Any, operands: list[Value]) -> list[Value]:
         name, rule = equation.primitive.name, self.notes.rule_of(equation)
         depends = any(value.depends for value in operands)
-        if not any(value.alongs for value in operands):
-            return [Value(array, (), depends) for array in bind(equation, _arrays(operands))]
-        if rule is None and (name in CALLS or name in CHECKPOINTS and not depends):
+        if is_loop(equation) and (found := self.at_loop(equation, operands)) is not None:
+            return [Value(array, (), True) for array in found]
+        has_alongs = any(value.alongs for value in operands)
+        if rule is None and (name in CALLS or name in CHECKPOINTS and has_alongs and not depends):
             inner = program_of(equation)
             return self.evaluate(getattr(inner, "jaxpr", inner), operands, getattr(inner, "consts", ()))
+        if not has_alongs:
+            return [Value(array, (), depends) for array in bind(equation, _arrays(operands))]
         if not depends:
             self._check_derivative(equation, operands)
             return of_weights(equation, operands)
@@ -78,24 +86,19 @@ class Interpreter:
         """The results of an equation on weights and data, with deposits."""
         if equation.primitive.name in CHECKPOINTS:
             return self._checkpointed(equation, operands)
-        if equation.primitive.name == "scan":
-            return self._scanned(equation, operands)
+        if is_loop(equation):
+            return looped(equation, operands, self.arrays)
         if equation.primitive.name == "shard_map":
             return self._divided(equation, operands)
-        match equation.params.get("_prim"):
-            case Sweep() as sweep:
-                return self._swept(sweep, operands)
-            case Rule() | Linear():
-                raise UnsupportedLeafError(
-                    f"{_paths(operands)}: the loss takes the gradient of a fold that uses it. Give this fold "
-                    "remat=True, or use norms=True."
-                )
-        of_one_layer = all(along.layers is None for along in _alongs_of(operands))
-        if isinstance(rule, ExpertsCall) and of_one_layer:
+        if isinstance(equation.params.get("_prim"), (Rule, Linear)):
+            raise UnsupportedLeafError(
+                f"{_paths(operands)}: the loss takes the gradient of a fold that uses it. Give this fold "
+                "remat=True, or use norms=True."
+            )
+        if isinstance(rule, ExpertsCall):
             return [self._experts(rule, operands)]
-        if isinstance(rule, CrossEntropyCall) and of_one_layer:
-            if [len(value.alongs) for value in operands[:3]] == [0, 1, 0]:
-                return _cross_entropy(rule, operands)
+        if isinstance(rule, CrossEntropyCall) and [len(one.alongs) for one in operands[:3]] == [0, 1, 0]:
+            return _cross_entropy(rule, operands)
         self._check_derivative(equation, operands)
         return self._deposited(equation if rule is None else equation_without_rules(equation), operands)
 
@@ -150,51 +153,6 @@ class Interpreter:
         )
         return list(run(_arrays(operands), _extra(operands)))
 
-    def _scanned(self, equation: Any, operands: list[Value]) -> list[Any]:
-        """A `jax.lax.scan` with deposits in its body."""
-        params = equation.params
-        consts, carried = _unstacked_of_scan(equation)
-        shared, xs = operands[:consts], [*map(_in_rows, operands[carried:])]
-
-        def body(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-            given = [*shared, *_data(carry), *_inside(xs, *x)]
-            found = self.arrays(params["jaxpr"], given)
-            return found[: len(carry)], found[len(carry) :]
-
-        options = {name: params[name] for name in ("reverse", "unroll", "length")}
-        init = [*map(settled, operands[consts:carried])]
-        carry, ys = lax.scan(body, init, (_arrays(xs), _extra(xs)), **options)
-        return [*carry, *ys]
-
-    def _swept(self, sweep: Sweep, operands: list[Value]) -> list[Any]:
-        """A sweep over layers with deposits in them, under the same policy."""
-        init, xs, shared = sweep.in_tree.unflatten(operands)
-        kinds, stacks, commons = [], [], []
-        for kind, own, common in zip(sweep.spec.kinds, xs, shared, strict=True):
-            own = [*map(_in_rows, own)]
-            stacks.append([*_arrays(own), *_extra(own)])
-            unsliced = (*kind.unsliced, *[False] * len(_extra(own)))
-            layer, arrays = self._layer_of(kind, common, own), [*_arrays(common), *_extra(common)]
-            kind, arrays = dataclasses.replace(kind, unsliced=unsliced).with_layer(layer, arrays)
-            kinds.append(kind)
-            commons.append(arrays)
-        spec = dataclasses.replace(sweep.spec, kinds=tuple(kinds))
-        return jax.tree.leaves(sweep_of(spec, [*map(settled, init)], stacks, commons))
-
-    def _layer_of(self, kind: Any, common: list[Value], own: list[Value]) -> Any:
-        """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra) -> (carry, y)`."""
-        types = [var.aval for var in kind.jaxpr.invars]
-        ends = len(common), len(common) + kind.carries
-
-        def layer(shared: Any, more: Any, carry: Any, x: Any, extra: Any) -> list[Any]:
-            given = [*_inside(common, shared, more), *_data(carry), *_inside(own, x, extra)]
-            return self.arrays(kind.jaxpr, given)
-
-        more = [jax.typeof(array) for array in _extra(common)]
-        extra = [jax.eval_shape(lambda rows: rows[0], array) for array in _extra(own)]
-        given = types[: ends[0]], more, types[ends[0] : ends[1]], types[ends[1] :], extra
-        return jax.make_jaxpr(layer)(*given)
-
     def _experts(self, call: ExpertsCall, operands: list[Value]) -> Any:
         """The result of grouped experts.
 
@@ -223,6 +181,72 @@ class Interpreter:
         options = {"expert": expert, "saved": None, "rebuild": lambda arrays: arrays, "kernels": None}
         arrays = [*_arrays(weights), *(along.direction for along in alongs)]
         return dataclasses.replace(call, **options).run(x, choices, (gates, probes), arrays)
+
+
+def is_loop(equation: Any) -> bool:
+    return equation.primitive.name == "scan" or isinstance(equation.params.get("_prim"), Sweep)
+
+
+def sliced_places(equation: Any) -> Iterable[int]:
+    """The numbers of the operands of a loop of which each turn has a slice."""
+    every, sweep = range(len(equation.invars)), equation.params.get("_prim")
+    if sweep is None:
+        return every[_unstacked_of_scan(equation)[1] :]
+    return jax.tree.leaves(sweep.in_tree.unflatten(every)[1])
+
+
+def looped(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any]:
+    """The results of a loop over layers, or any `jax.lax.scan`, whose body is evaluated by `evaluate`."""
+    sweep = equation.params.get("_prim")
+    return _scanned(equation, operands, evaluate) if sweep is None else _swept(sweep, operands, evaluate)
+
+
+def _scanned(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any]:
+    """A `jax.lax.scan` with deposits in its body."""
+    params = equation.params
+    consts, carried = _unstacked_of_scan(equation)
+    shared, xs = operands[:consts], [*map(_in_rows, operands[carried:])]
+
+    def body(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
+        given = [*shared, *_data(carry), *_inside(xs, *x)]
+        found = evaluate(params["jaxpr"], given)
+        return found[: len(carry)], found[len(carry) :]
+
+    options = {name: params[name] for name in ("reverse", "unroll", "length")}
+    init = [*map(settled, operands[consts:carried])]
+    carry, ys = lax.scan(body, init, (_arrays(xs), _extra(xs)), **options)
+    return [*carry, *ys]
+
+
+def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]:
+    """A sweep over layers with deposits in them, under the same policy."""
+    init, xs, shared = sweep.in_tree.unflatten(operands)
+    kinds, stacks, commons = [], [], []
+    for kind, own, common in zip(sweep.spec.kinds, xs, shared, strict=True):
+        own = [*map(_in_rows, own)]
+        stacks.append([*_arrays(own), *_extra(own)])
+        unsliced = (*kind.unsliced, *[False] * len(_extra(own)))
+        layer, arrays = _layer_of(kind, common, own, evaluate), [*_arrays(common), *_extra(common)]
+        kind, arrays = dataclasses.replace(kind, unsliced=unsliced).with_layer(layer, arrays)
+        kinds.append(kind)
+        commons.append(arrays)
+    spec = dataclasses.replace(sweep.spec, kinds=tuple(kinds))
+    return jax.tree.leaves(sweep_of(spec, [*map(settled, init)], stacks, commons))
+
+
+def _layer_of(kind: Any, common: list[Value], own: list[Value], evaluate: Evaluate) -> Any:
+    """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra) -> (carry, y)`."""
+    types = [var.aval for var in kind.jaxpr.invars]
+    ends = len(common), len(common) + kind.carries
+
+    def layer(shared: Any, more: Any, carry: Any, x: Any, extra: Any) -> list[Any]:
+        given = [*_inside(common, shared, more), *_data(carry), *_inside(own, x, extra)]
+        return evaluate(kind.jaxpr, given)
+
+    more = [jax.typeof(array) for array in _extra(common)]
+    extra = [jax.eval_shape(lambda rows: rows[0], array) for array in _extra(own)]
+    given = types[: ends[0]], more, types[ends[0] : ends[1]], types[ends[1] :], extra
+    return jax.make_jaxpr(layer)(*given)
 
 
 def _unstacked_of_scan(equation: Any) -> tuple[int, int]:
@@ -259,11 +283,13 @@ def _data(arrays: Sequence[Any]) -> list[Value]:
 
 
 def _in_rows(value: Value) -> Value:
-    """A value that has a layer, or what a turn of a loop takes, in each row."""
-    alongs = []
-    for along in value.alongs:
-        for own in [along] if along.layers in (None, 0) else [group[0] for group in by_layer({0: along})]:
-            alongs.append(Along(own.path, own.direction, jnp.broadcast_to(own.probe, (len(value.array),))))
+    """A value that has a layer, or what a turn of a loop takes, in each row, with a probe for each."""
+    alongs = [
+        along
+        if along.probe.ndim
+        else Along(along.path, along.direction, jnp.broadcast_to(along.probe, (len(value.array),)))
+        for along in value.alongs
+    ]
     return Value(value.array, tuple(alongs), value.depends)
 
 

@@ -23,13 +23,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """How to read what a loss function returns.
-
-    Attributes:
-        reduction: over the examples.
-        tokens: over the further axes of the losses, None where there are none.
-        has_aux: whether anything else is returned in the last place.
-    """
+    """How to read what a loss function returns: reductions over examples, and over any further axes."""
 
     reduction: Reduction
     tokens: Reduction | None = None
@@ -98,15 +92,7 @@ class Objective:
 
 
 class Task(eqx.Module):
-    """The loss of a model on a batch, as a function of the arrays that are trained.
-
-    Attributes:
-        params: the model with None in place of what is not trained.
-        static: the model with None in place of these arrays.
-        of_model: `per_example_loss`, of a batch that may have marks.
-        batch: its arrays are JAX's.
-        objective: how to read what the loss function returns.
-    """
+    """The loss of a model on a batch, as a function of the arrays that are trained."""
 
     params: Any
     static: Any
@@ -234,11 +220,7 @@ def errors_of_one_example() -> Iterator[None]:
 
 
 def check_size(losses: Any) -> None:
-    """Whether there is one loss for one example.
-
-    Raises:
-        ValueError: the losses are of something else, which has the same size in the batch itself.
-    """
+    """Refuse what has other than one loss for one example, though as many as examples in the batch itself."""
     shape = raw_array(losses).shape
     if shape[0] != 1:
         raise ValueError(

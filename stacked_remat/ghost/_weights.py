@@ -15,7 +15,6 @@ from jax.interpreters import partial_eval
 
 from .._activity import is_differentiable
 from .._sweep.store import varying_over
-from ._layerwise import followed
 
 
 class UnsupportedLeafError(ValueError):
@@ -26,28 +25,17 @@ class UnsupportedLeafError(ValueError):
 class Along:
     """A direction of an array of the model, or the derivative along it of a value computed from the array.
 
-    Attributes:
-        path: of the array in the model.
-        direction: of the shape of the value.
-        probe: zeros, a number or one for each layer; its cotangent is the score.
-        layers: which dimension of the direction holds the layers that the probe has numbers for.
+    The probe is zeros, for each layer of a stack; its cotangent is the score.
     """
 
     path: str
     direction: Any
     probe: Any
-    layers: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A value of the program.
-
-    Attributes:
-        array: the value itself.
-        alongs: its derivatives, where it depends on weights and not on data.
-        depends: whether it depends on data.
-    """
+    """A value of the program, with its derivatives where it depends on weights and not on data."""
 
     array: Any
     alongs: tuple[Along, ...] = ()
@@ -108,35 +96,12 @@ def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
         for along in value.alongs if equation.primitive is not primitives.stop_gradient_p else ():
             groups.setdefault(id(along.probe), {})[at] = along
     for group in groups.values():
-        layers = [group[at].layers if at in group else None for at in range(len(operands))]
-        results = followed(equation, layers)
-        for own in [group] if results else by_layer(group):
-            tangents = tangents_of(equation, given, {at: along.direction for at, along in own.items()})
-            (path, probe), *_ = ((along.path, along.probe) for along in own.values())
-            pairs = zip(found, tangents, results or [(None, None)] * len(arrays), strict=True)
-            for alongs, tangent, (rows, dimension) in pairs:
-                if is_differentiable(jnp.result_type(tangent)):
-                    of_rows = probe if rows is None else probe[rows]
-                    alongs.append(Along(path, lax.stop_gradient(tangent), of_rows, dimension))
+        tangents = tangents_of(equation, given, {at: along.direction for at, along in group.items()})
+        first, *_ = group.values()
+        for alongs, tangent in zip(found, tangents, strict=True):
+            if is_differentiable(jnp.result_type(tangent)):
+                alongs.append(Along(first.path, lax.stop_gradient(tangent), first.probe))
     return [Value(array, tuple(alongs)) for array, alongs in zip(arrays, found, strict=True)]
-
-
-def by_layer(group: Mapping[int, Along]) -> list[dict[int, Along]]:
-    """Directions with one probe as directions of one layer each."""
-    probes = [*next(iter(group.values())).probe]
-    return [
-        {
-            at: Along(along.path, _of_layer(along.direction, along.layers or 0, n), probe)
-            for at, along in group.items()
-        }
-        for n, probe in enumerate(probes)
-    ]
-
-
-def _of_layer(direction: Any, layers: int, number: Any) -> Any:
-    """The direction of one layer, zero elsewhere; `layers` is the dimension that has them."""
-    numbers = lax.broadcasted_iota("int32", direction.shape, layers)
-    return jnp.where(numbers == number, direction, jnp.zeros((), direction.dtype))
 
 
 def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any]]) -> list[Any]:
@@ -152,14 +117,13 @@ def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any
     direction = lax.stop_gradient(along.direction)
     given = (*results, direction, *arrays, along.probe)
     varying = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in given))
-    layers = along.layers
 
     @jax.custom_vjp
     def run(results: list[Any], probe: Any, direction: Any, arrays: list[Any]) -> list[Any]:
-        return _of_each_example(probe, results)
+        return of_each_example(probe, results)
 
     def forward(results: list[Any], probe: Any, *kept: Any) -> tuple[list[Any], Any]:
-        return _of_each_example(probe, results), kept
+        return of_each_example(probe, results), kept
 
     def backward(kept: Any, cotangents: list[Any]) -> tuple[Any, Any, None, None]:
         direction, arrays = kept
@@ -167,15 +131,8 @@ def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any
         # for later, and their results stay in memory.
         cotangents, arrays = lax.optimization_barrier((cotangents, arrays))
 
-        def score(direction: Any) -> Any:
-            pairs = zip(cotangents, eval_jaxpr(jaxpr, (), direction, *arrays), strict=True)
-            return sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
-
-        if layers is None:
-            found = score(direction)
-        else:
-            parts = lambda number, at=layers: score(_of_layer(direction, at, number))  # noqa: E731
-            found = lax.map(parts, jnp.arange(direction.shape[layers]))
+        pairs = zip(cotangents, eval_jaxpr(jaxpr, (), direction, *arrays), strict=True)
+        found = sum((_product(*pair) for pair in pairs), jnp.zeros((), jnp.float32))
         cotangents, found = lax.optimization_barrier((cotangents, found))
         return cotangents, varying_over(found, varying), None, None
 
@@ -198,7 +155,7 @@ def _product(cotangent: Any, tangent: Any) -> Any:
 
 
 @custom_vmap
-def _of_each_example(probe: Any, arrays: list[Any]) -> list[Any]:
+def of_each_example(probe: Any, arrays: list[Any]) -> list[Any]:
     """The arrays, mapped wherever the probe is.
 
     A cotangent of an array that is the same for all examples would be their sum.
@@ -206,7 +163,7 @@ def _of_each_example(probe: Any, arrays: list[Any]) -> list[Any]:
     return arrays
 
 
-@_of_each_example.def_vmap
+@of_each_example.def_vmap
 def _mapped(
     size: int, is_mapped: Sequence[Any], probe: Any, arrays: list[Any]
 ) -> tuple[list[Any], list[bool]]:

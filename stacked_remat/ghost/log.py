@@ -22,11 +22,7 @@ class ScoreLogError(ValueError):
 
 
 def import_pyarrow() -> Any:
-    """The package, which is optional.
-
-    Raises:
-        ImportError: it is not installed; says how to install it.
-    """
+    """The package, which is optional."""
     try:
         import pyarrow
         import pyarrow.compute
@@ -74,7 +70,6 @@ class StepScores:
         arrays = {"losses": self.losses}
         arrays |= {f"scores[{path!r}]": array for path, array in self.scores.items()}
         for path, array in ({} if self.norms is None else self.norms).items():
-            arrays[f"norms[{path!r}]"] = array
             if path not in self.scores or np.shape(self.scores[path]) != np.shape(array):
                 raise ValueError(f"norms[{path!r}] has the shape {np.shape(array)}, unlike its scores.")
         for name, array in arrays.items():
@@ -162,11 +157,7 @@ class ScoreLog:
 
 
 def log_folder(run: Path) -> Path:
-    """The folder of a run's log: `ghost/` of a run folder, or the folder itself.
-
-    Raises:
-        FileNotFoundError, ScoreLogError: there is no such folder, or no log in it.
-    """
+    """The folder of a run's log: `ghost/` of a run folder, or the folder itself."""
     if not run.is_dir():
         raise FileNotFoundError(f"There is no run folder {run}. Name the one of the run (trainer.run_dir).")
     for folder in (run / LOG_FOLDER, run):

@@ -1,6 +1,5 @@
 """The mean scores of a log's examples, and of a model's layers, over steps; printed as tables."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,21 +88,24 @@ def print_layers(folder: Path, count: int, **selected: Any) -> None:
     scores = table["score"].to_numpy().astype(np.float64)
     scores = scores / _of_steps(table, scores) / len(table["step"].unique())
     table = table.append_column("sum", [scores]).append_column("share", [np.abs(scores)])
-    table = table.group_by(["leaf", "layer"], use_threads=False).aggregate([("share", "sum"), ("sum", "sum")])
-    parts = table.to_pylist()
-    by_layer, by_leaf = _by(parts, "layer"), _by(parts, "leaf")
-    by_layer.pop(None, None)
-    sums = {"share": "right", "sum": "right"}
+
+    def sums(*by: str) -> list[dict[str, Any]]:
+        """From the smallest share."""
+        found = table.group_by([*by], use_threads=False).aggregate([("share", "sum"), ("sum", "sum")])
+        return sorted(found.to_pylist(), key=lambda one: one["share_sum"])
+
+    def shown(one: dict[str, Any]) -> tuple[str, str]:
+        return f"{one['share_sum']:.1%}", f"{one['sum_sum']:+.3f}"
+
+    columns = {"share": "right", "sum": "right"}
+    largest = {one["layer"]: one["leaf"] for one in sums("layer", "leaf")}
+    by_layer = {one["layer"]: one for one in sums("layer") if one["layer"] is not None}
     if by_layer:
-        lines = [
-            (str(layer), *_sums(own), max(own, key=lambda one: one["share_sum"])["leaf"])
-            for layer, own in sorted(by_layer.items())
-        ]
-        columns = {"layer": "right", **sums, "largest leaf": "left"}
-        _print("The layers' shares of the absolute scores", columns, lines)
-    by_share = sorted(by_leaf.items(), key=lambda pair: -sum(one["share_sum"] for one in pair[1]))
-    lines = [(leaf, *_sums(own)) for leaf, own in by_share[:count]]
-    _print("The largest leaves", {"leaf": "left", **sums}, lines)
+        lines = [(str(layer), *shown(one), largest[layer]) for layer, one in sorted(by_layer.items())]
+        title = "The layers' shares of the absolute scores"
+        _print(title, {"layer": "right", **columns, "largest leaf": "left"}, lines)
+    lines = [(one["leaf"], *shown(one)) for one in sums("leaf")[::-1][:count]]
+    _print("The largest leaves", {"leaf": "left", **columns}, lines)
 
 
 def _finite(folder: Path, columns: Sequence[str], selected: dict[str, Any]) -> Any:
@@ -123,19 +125,6 @@ def _of_steps(table: Any, scores: np.ndarray) -> np.ndarray:
 
 def _nonzero(values: np.ndarray) -> np.ndarray:
     return np.where(values > 0, values, 1.0)
-
-
-def _by(parts: Sequence[dict[str, Any]], name: str) -> dict[Any, list[dict[str, Any]]]:
-    """The parts with each value of a column."""
-    found = defaultdict(list)
-    for one in parts:
-        found[one[name]].append(one)
-    return found
-
-
-def _sums(parts: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    share, total = (sum(one[name] for one in parts) for name in ("share_sum", "sum_sum"))
-    return f"{share:.1%}", f"{total:+.3f}"
 
 
 def _print(title: str, columns: dict[str, Any], lines: Iterable[Sequence[str]]) -> None:

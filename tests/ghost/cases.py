@@ -13,7 +13,7 @@ from models.qwen3 import Qwen3MoeConfig
 from stacked_remat import ghost
 from stacked_remat._scan.marks import is_named, raw_array
 from stacked_remat.ghost._losses import leaves_with_paths, without_marks
-from stacked_remat.ghost._probed import probed_leaves
+from stacked_remat.ghost._passes import probed_leaves
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import chunked_cross_entropy
 from stacked_remat.training import TokenBatch
@@ -135,12 +135,12 @@ def looped_scores(model, losses, batch, direction, trainable=eqx.is_inexact_arra
         for path, leaf in leaves_with_paths(gradient):
             if path in along:
                 own = probed_leaves(model)[path]
-                dots.setdefault(own.shown, []).append(_sum(leaf, along[path], own.Layers))
-                squares.setdefault(own.shown, []).append(_sum(leaf, leaf, own.Layers))
+                dots.setdefault(own.shown, []).append(_sum(leaf, along[path], *own.layers))
+                squares.setdefault(own.shown, []).append(_sum(leaf, leaf, *own.layers))
     return tuple({path: np.stack(rows, -1) for path, rows in found.items()} for found in (dots, squares))
 
 
-def _sum(leaf, other, Layers):
+def _sum(leaf, other, Layers=None):
     if Layers is None:
         return np.sum(np.asarray(raw_array(leaf), np.float64) * np.asarray(raw_array(other), np.float64))
     rows = []

@@ -156,9 +156,16 @@ RARE = {
 }
 
 
-@pytest.mark.parametrize("cases", [SCORED, pytest.param(RARE, marks=pytest.mark.deep)], ids=["often", "rare"])
+CASES = [
+    pytest.param(SCORED, False, id="often"),
+    pytest.param(RARE, False, id="rare", marks=pytest.mark.deep),
+    pytest.param(SCORED | RARE, True, id="norms", marks=pytest.mark.deep),
+]
+
+
+@pytest.mark.parametrize(("cases", "norms"), CASES)
 @pytest.mark.usefixtures("standard_promotion")
-def test_what_a_loss_may_do_is_scored_exactly(cases):
+def test_what_a_loss_may_do_is_scored_exactly(cases, norms):
     model, batch = Model.init(), data()
     direction = jax.tree.map(jnp.cos, model)
 
@@ -166,9 +173,13 @@ def test_what_a_loss_may_do_is_scored_exactly(cases):
     def both(model, batch):
         scores, products = {}, {}
         for name, losses in cases.items():
-            scores[name] = ghost.grad_dot(model, losses, batch, direction=direction, check=True)[1].scores
+            _, found = ghost.grad_dot(model, losses, batch, direction=direction, check=True, norms=norms)
             gradients = jax.jacrev(lambda model, fn=losses: fn(model, batch))(model)
+            scores[name] = found.scores
             products[name] = jax.tree.map(lambda g, v: g * v, gradients, direction)
+            if norms:
+                scores[f"{name}, squares"] = jax.tree.map(jnp.square, found.norms)
+                products[f"{name}, squares"] = jax.tree.map(jnp.square, gradients)
         return scores, products
 
     scores, products = both(model, batch)

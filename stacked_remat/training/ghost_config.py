@@ -45,8 +45,8 @@ class GhostConfig:
         token_mean: the loss of a sequence: `batch` for its part of the batch's mean loss per token, so that a
             sequence of more targets counts more; `example` for the mean over its own tokens.
         every: steps between scored ones.
-        norms: also the norm of the gradient of each sequence's cross entropy, which takes one more forward
-            and backward pass in a scored step, for one sequence after the other. On one device.
+        norms: also the norm of the gradient of each sequence's cross entropy. The backward pass of a scored
+            step then takes one sequence after the other, and what is outside of layers twice. On one device.
         validation: the held-out text.
     """
 

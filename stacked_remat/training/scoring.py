@@ -174,14 +174,11 @@ class StepScorer:
             each = each * (_weight(one) / total * share)
             return each, (each, metrics)
 
+        options = {**options, "norms": self._scoring.config.norms}
         gradients, found = grad_dot(model, of_examples, part, has_aux=True, **options)
         each, metrics = found.aux
         metrics = of_whole_batch(metrics, 1.0 / _batch_over_own_weights(part))
-        norms = None
-        if self._scoring.config.norms:
-            alone = lambda model, one: of_examples(model, one)[0]  # noqa: E731
-            norms = grad_dot(model, alone, part, norms=True, **options)[1].norms
-            norms = None if norms is None else _arrays(norms)
+        norms = None if found.norms is None else _arrays(found.norms)
         return gradients, metrics, _BatchScores(_arrays(found.scores), each.array, norms)
 
 

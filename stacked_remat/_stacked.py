@@ -5,7 +5,6 @@ scan: the block is traced and compiled once, however deep the stack. What a scan
 """
 
 import abc
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -102,8 +101,9 @@ class StackedKinds(BlockFoldable[M]):
             ValueError: names every layer that is missing, mismatched or unknown, and arrays that all layers
                 of a stack share and that differ there.
         """
-        stacks, order = self._stacks, self._kind_of_each
-        types = {name: layer_types(stacks[name]) for name in {*order}}
+        pattern = self._pattern
+        order = [pattern.names[kind] for kind in pattern.kinds] if pattern else [""] * self.Layers.size
+        types = {name: layer_types(self._stacks[name]) for name in {*order}}
         layers = layers_from_state_dict([types[name] for name in order], state_dict, prefix)
 
         def read(name: str, stack: "Stacked[M]") -> M:
@@ -134,47 +134,14 @@ class StackedKinds(BlockFoldable[M]):
 
         return self._with_blocks(self._per_kind(of_kind))
 
-    def get_layer(self, index: Any) -> M:
-        name, place = self._places[check_layer_index(index, self.Layers)]
-        return self._stacks[name]._layer_getter()(place)
-
-    def __iter__(self) -> Iterator[M]:
-        getters = {name: stack._layer_getter() for name, stack in self._stacks.items()}
-        return (getters[name](place) for name, place in self._places)
-
-    def _layers(self, rows: slice) -> Self:
-        chosen, stacks = self._places[rows], {}
-        for name, stack in self._stacks.items():
-            check_stacked(stack.stacked, stack.Layers, Caller(type(stack).__name__, name_in_stack))
-            places = [place for other, place in chosen if other == name]
-            stacked, Layers = take_layers(stack.stacked, stack.Layers, places)
-            stacks[name] = changed(stack, stacked=stacked, Layers=Layers)
-        return self._with(stacks, tuple(name for name, _ in chosen))
-
     @property
     @abc.abstractmethod
     def _stacks(self) -> dict[str, "Stacked[M]"]:
         """A stack of each kind, in alphabetical order."""
 
-    @property
     @abc.abstractmethod
-    def _kind_of_each(self) -> tuple[str, ...]: ...
-
-    @property
-    def _places(self) -> list[tuple[str, int]]:
-        """The kind of each layer, and its number among those of its kind."""
-        numbers = {name: itertools.count() for name in self._stacks}
-        return [(name, next(numbers[name])) for name in self._kind_of_each]
-
-    @abc.abstractmethod
-    def _with(self, stacks: "dict[str, Stacked[M]]", kind_of_each: tuple[str, ...]) -> Self:
-        """The same with other layers."""
-
     def _with_blocks(self, blocks: PyTree) -> Self:
         """The same with other blocks, as `_per_kind` gives them."""
-        given = self._by_kind(blocks)
-        stacks = {name: changed(stack, stacked=given[name]) for name, stack in self._stacks.items()}
-        return self._with(stacks, self._kind_of_each)
 
     def _per_kind(self, fn: "Callable[[str, Stacked[M]], Any]") -> PyTree:
         """`fn` of each kind, as an argument of a loop."""
@@ -307,18 +274,26 @@ class Stacked(StackedKinds[M]):
         return map_layers(build_one, *split_tree((args, kwargs), Layers, caller), caller.what)
 
     def get_layer(self, index: Any) -> M:
-        return self._layer_getter()(index) if isinstance(index, Tracer) else super().get_layer(index)
+        is_traced = isinstance(index, Tracer)
+        return self._layer_getter()(index if is_traced else check_layer_index(index, self.Layers))
+
+    def __iter__(self) -> Iterator[M]:
+        return map(self._layer_getter(), range(self.Layers.size))
+
+    def _layers(self, rows: slice) -> Self:
+        return self._at(range(self.Layers.size)[rows])
+
+    def _at(self, rows: Sequence[int]) -> Self:
+        check_stacked(self.stacked, self.Layers, Caller(type(self).__name__, name_in_stack))
+        stacked, Layers = take_layers(self.stacked, self.Layers, rows)
+        return changed(self, stacked=stacked, Layers=Layers)
 
     @property
     def _stacks(self) -> dict[str, Any]:
         return {"": self}
 
-    @property
-    def _kind_of_each(self) -> tuple[str, ...]:
-        return ("",) * self.Layers.size
-
-    def _with(self, stacks: dict[str, Any], kind_of_each: tuple[str, ...]) -> Self:
-        return stacks[""]
+    def _with_blocks(self, blocks: PyTree) -> Self:
+        return changed(self, stacked=blocks)
 
     def _layer_getter(self) -> Callable[[Any], M]:
         return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, name_in_stack))

@@ -1,12 +1,12 @@
 """`StackedPattern`: layers of several kinds, each kind a `Stacked`, applied in one scan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import equinox as eqx
 from haliax import Axis
 
-from ._block_foldable import B, BuiltByInit, M, block_builder
+from ._block_foldable import B, BuiltByInit, M, block_builder, check_layer_index
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer
 from ._scan.checks import layers_axis
@@ -118,17 +118,30 @@ class StackedPattern(StackedKinds[M]):
 
         return build_stacks
 
+    def get_layer(self, index: Any) -> M:
+        number = check_layer_index(index, self.Layers)
+        name = self.pattern[number]
+        return self.stacks[name].get_layer(self.pattern[:number].count(name))
+
+    def __iter__(self) -> Iterator[M]:
+        layers = {name: iter(stack) for name, stack in self.stacks.items()}
+        return (next(layers[name]) for name in self.pattern)
+
+    def _layers(self, rows: slice) -> Self:
+        kinds, chosen = self.pattern[rows], range(len(self))[rows]
+        stacks = {
+            name: stack._at([self.pattern[:i].count(name) for i in chosen if self.pattern[i] == name])
+            for name, stack in self.stacks.items()
+        }
+        return changed(self, stacks=stacks, pattern=kinds, Layers=self.Layers.resize(len(kinds)))
+
     @property
     def _stacks(self) -> dict[str, Stacked[M]]:
         return dict(sorted(self.stacks.items()))
 
-    @property
-    def _kind_of_each(self) -> tuple[str, ...]:
-        return self.pattern
-
-    def _with(self, stacks: dict[str, Stacked[M]], kind_of_each: tuple[str, ...]) -> Self:
-        Layers = self.Layers.resize(len(kind_of_each))
-        return changed(self, stacks=stacks, pattern=kind_of_each, Layers=Layers)
+    def _with_blocks(self, blocks: PyTree) -> Self:
+        stacks = {name: stack._with_blocks(blocks.values[name]) for name, stack in self._stacks.items()}
+        return changed(self, stacks=stacks)
 
     @property
     def _pattern(self) -> Pattern:

@@ -134,13 +134,9 @@ def no_axis_mapping() -> Iterator[None]:
 
     An empty `haliax.axis_mapping` would replicate all.
     """
-    held = haliax.partitioning._mapping_holder.thread_data
-    before = haliax.partitioning.current_thread_local_mapping()
-    held.resource_mapping = None
-    try:
+    with haliax.axis_mapping({}):
+        haliax.partitioning._mapping_holder.thread_data.resource_mapping = None
         yield
-    finally:
-        held.resource_mapping = before
 
 
 def move_cotangents_back() -> None:

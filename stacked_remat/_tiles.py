@@ -15,7 +15,7 @@ from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr, without_constants
 from ._static import PyTree
 from ._sweep.gradient import merge, pick
-from ._sweep.rules import Bound, Differentiable, compiled, moved, not_mapped, primal_of, tangent_of
+from ._sweep.rules import Bound, Differentiable, compiled, moved, not_mapped, primal_of
 from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
 from ._sweep.trace import kept
@@ -160,10 +160,6 @@ class Tiles(Differentiable):
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))
-
-    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        of_part = Bound("tangent", tangent_of, (self.tiling, nonzero, self.active(nonzero)))
-        return compiled(of_part)(primals, tangents)
 
     def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
         return compiled(Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct)))([*args], cts)

@@ -15,14 +15,13 @@ import jax
 Named: TypeAlias = contextlib.AbstractContextManager[Any]
 
 
-def known_trips(total: int | None, entered: int = 1) -> Named:
-    """Within it, a `while` loop is traced that runs `total` times in all, if known, when entered so often."""
-    return contextlib.nullcontext() if total is None else _named("trips", total, entered)
+def known_trips(total: int | None, entered: int = 1, *, exact: bool = True) -> Named:
+    """Within it, a `while` loop is traced that runs `total` times in all, if known, when entered so often.
 
-
-def expected_trips(trips: int) -> Named:
-    """Within it, a `while` loop is traced that is expected to run so often, which data decide."""
-    return _named("expected", trips, 1)
+    Not `exact` where data decide, and it is expected to run so often.
+    """
+    what = "trips" if exact else "expected"
+    return contextlib.nullcontext() if total is None else _named(what, total, entered)
 
 
 def known_branches(taken: Sequence[int]) -> Named:

@@ -68,7 +68,7 @@ class Differentiable(HiPrim):
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         """The tangents of the active outputs, from those of the inputs that have one."""
-        raise NotImplementedError
+        return tangent_of(self.expand, nonzero, self.active(nonzero), primals, tangents)
 
     def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
         """The outputs where the inputs in the mask are differentiated: custom rules may compute them."""
@@ -199,9 +199,6 @@ class Linear(Differentiable):
 
     def active(self, nonzero: Mask) -> Mask:
         return (any(nonzero),) * len(self.out_aval)
-
-    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
-        return tangent_of(self.expand, nonzero, self.active(nonzero), primals, tangents)
 
     def transpose(self, cotangents: PyTree, primals: PyTree, sums: PyTree) -> None:
         active = self.of.active(self.nonzero)

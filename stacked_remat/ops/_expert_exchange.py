@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .._sweep.store import zeros_after
-from .._trips import expected_trips
+from .._trips import known_trips
 from ._expert_loop import Inputs, add_at, added, loop_gradients, masked, rows_at, sorted_pairs
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
 
@@ -113,7 +113,7 @@ class Exchange:
 
         shape = jax.eval_shape(self.apply, inputs.x, routes.expert.reshape(inputs.gates.shape), *inputs[1:])
         start = zeros_after((inputs.x, routes), jax.ShapeDtypeStruct(shape.shape, jnp.float32))
-        with expected_trips(self.even_rounds):
+        with known_trips(self.even_rounds, exact=False):
             out = lax.fori_loop(0, routes.rounds, one, start)
         return out.astype(inputs.x.dtype)
 
@@ -129,7 +129,7 @@ class Exchange:
             of_gates = None if sums.gates is None else add_at(sums.gates, sent.pair, new.gates)
             return Inputs(of_x, of_gates, jax.tree.map(added, sums.weights, new.weights))
 
-        with expected_trips(self.even_rounds):
+        with known_trips(self.even_rounds, exact=False):
             return lax.fori_loop(0, routes.rounds, one, sums)
 
 

@@ -147,19 +147,15 @@ def move_cotangents_back() -> None:
     transpose = ad.primitive_transposes[device_put_p]
 
     def transpose_to_source(cotangents: Any, *operands: Any, srcs: Any, **params: Any) -> Any:
-        srcs = tuple(
-            operand.aval.memory_space
-            if source is None and ad.is_undefined_primal(operand) and _is_on_host(cotangent)
-            else source
-            for source, operand, cotangent in zip(srcs, operands, cotangents, strict=True)
-        )
+        def source(given: Any, operand: Any, cotangent: Any) -> Any:
+            space = getattr(getattr(cotangent, "aval", None), "memory_space", None)
+            is_moved = ad.is_undefined_primal(operand) and space == jax.memory.Space.Host
+            return operand.aval.memory_space if given is None and is_moved else given
+
+        srcs = tuple(map(source, srcs, operands, cotangents))
         return transpose(cotangents, *operands, srcs=srcs, **params)
 
     ad.primitive_transposes[device_put_p] = transpose_to_source
-
-
-def _is_on_host(cotangent: Any) -> bool:
-    return getattr(getattr(cotangent, "aval", None), "memory_space", None) == jax.memory.Space.Host
 
 
 def is_concrete(array: Any) -> bool:

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from ._checkpoint import checkpoint, saving_internals
 from ._scan.arguments import argument_namer, is_unsplit_key
 from ._scan.checks import describe
-from ._scan.marks import Entry, Rule, is_array, is_named, raw_array, take_marks_off
+from ._scan.marks import Entry, is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
 from ._static import PyTree, Static
 from ._sweep.store import varying_alike
@@ -108,10 +108,6 @@ class _Caller(NamedTuple):
         names = [axis.name for axis in leaf.axes] if is_named(leaf) else []
         return names.index(self.axis) if self.axis in names else None
 
-    def split(self, leaf: Any, rule: Rule) -> int | None:
-        """The dimension along which an argument is split."""
-        return None if rule == "shared" else self.dimension(leaf)
-
     def output(self, leaf: Any) -> int | None:
         """The dimension of an output along the axis, or None for a sum."""
         return None if isinstance(self.axis, int) and self.reduce == "sum" else self.dimension(leaf)
@@ -119,17 +115,18 @@ class _Caller(NamedTuple):
 
 def _apply(caller: _Caller, arguments: PyTree) -> PyTree:
     entries, arguments = take_marks_off(arguments)
-    size, parts = _common_size(caller, entries), 1
+    dims = [None if rule == "shared" else caller.dimension(leaf) for _, leaf, rule in entries]
+    size, parts = _common_size(caller, entries, dims), 1
     if isinstance(caller.axis, str) and physical_axis_name(caller.axis) is not None:
         parts = physical_axis_size(caller.axis) or 1
     if size % parts:  # so the array is not divided over these devices
         parts = 1
-    dims = tuple(caller.split(leaf, rule) for _, leaf, rule in entries if is_array(raw_array(leaf)))
     cut = Cut(size // parts, parts, -(-(size // parts) // caller.tiles))
     if cut.size <= cut.length:
         args, kwargs = arguments
         return checkpoint(caller.fn)(*args, **kwargs)
-    return _by_tile(caller, cut, arguments, dims)
+    of_arrays = [dim for dim, (_, leaf, _) in zip(dims, entries, strict=True) if is_array(raw_array(leaf))]
+    return _by_tile(caller, cut, arguments, tuple(of_arrays))
 
 
 def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree:
@@ -189,10 +186,10 @@ def _resized(tree: PyTree) -> PyTree:
     return jax.tree.map(resized, tree, is_leaf=is_named)
 
 
-def _common_size(caller: _Caller, entries: Sequence[Entry]) -> int:
+def _common_size(caller: _Caller, entries: Sequence[Entry], dims: Sequence[int | None]) -> int:
     name_of, sizes = argument_namer(caller.fn, skip=0), dict[str, int]()
-    for path, leaf, rule in entries:
-        name, dim = name_of(path), caller.split(leaf, rule)
+    for (path, leaf, rule), dim in zip(entries, dims, strict=True):
+        name = name_of(path)
         is_plain = isinstance(caller.axis, int) and is_array(leaf) and leaf.ndim > 0
         if dim is not None:
             sizes[name] = raw_array(leaf).shape[dim]

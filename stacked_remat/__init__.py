@@ -11,7 +11,7 @@ from ._checkpoint import (
     checkpoint_name as checkpoint_name,
     internals_are_saved as internals_are_saved,
 )
-from ._fused import (
+from ._fused.update import (
     FusedResult as FusedResult,
     FusedState as FusedState,
     FusedUpdate as FusedUpdate,

@@ -1,7 +1,7 @@
 """The folds that a loss function makes of stacks that are updated, followed in its reverse pass."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -33,9 +33,6 @@ class FollowedFold(HiPrim):
     def __init__(self, in_types: PyTree, out_types: PyTree, **params: Any) -> None:
         self.in_avals, self.out_aval, self.params = in_types, out_types, params
         super().__init__()
-
-    def followed(self, follower: Any) -> "FollowedFold":
-        return FollowedFold(self.in_avals, self.out_aval, **{**self.params, "follower": follower})
 
     def expand(self, *arrays: PyTree) -> PyTree:
         return eqx.filter(self.call("", *eqx.combine(arrays, self.static.value)), eqx.is_array)
@@ -126,20 +123,19 @@ class FollowedStack(eqx.Module):
 
 
 def followed(
-    closed: ClosedJaxpr, weights: Sequence[Sequence[Var]], names: Sequence[str], followers: Sequence[Any]
+    closed: ClosedJaxpr, folds: Iterable[tuple[str, Sequence[Var], Any]]
 ) -> Callable[..., list[PyTree]]:
-    """A loss as a function of its inputs, in whose reverse pass each stack has its follower."""
+    """A loss as a function of its inputs; stacks have a name, weights, and a follower in the reverse pass."""
     jaxpr, constants = without_constants(closed)
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     same: dict[Var, Any] = {}
     equations = [*_inlined(jaxpr, same)]
     outputs = [_resolve(var, same) for var in jaxpr.outvars]
-    inputs = jaxpr.invars[len(constants) :]
-    variables = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-    for own, name, follower in zip(weights, names, followers, strict=True):
-        at = _only_use(equations, [variables[var] for var in own], name)
+    for name, weights, follower in folds:
+        at = _only_use(equations, weights, name)
         fold = equations[at].params["_prim"]
-        equations[at] = equations[at].replace(params={"_prim": fold.followed(follower)})
+        fold = FollowedFold(fold.in_avals, fold.out_aval, **{**fold.params, "follower": follower})
+        equations[at] = equations[at].replace(params={"_prim": fold})
     return functools.partial(eval_jaxpr, jaxpr.replace(eqns=equations, outvars=outputs), (), *constants)
 
 

@@ -293,7 +293,7 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Cal
         i: _Layers(fused, trained, stacks[i], {each[0].kind: each for each in states if each[0].node == i})
         for i in names
     }
-    run = followed(closed, [*map(jax.tree.leaves, variables)], [*names.values()], [*folds.values()])
+    run = followed(closed, zip(names.values(), map(jax.tree.leaves, variables), folds.values(), strict=True))
 
     def evaluate(*inputs: PyTree) -> PyTree:
         outputs = run(*jax.tree.leaves(inputs))

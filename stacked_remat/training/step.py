@@ -13,7 +13,7 @@ from haliax import Axis
 from haliax.util import is_named_array
 from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, UInt32
 
-from .._fused import FusedState, fused_update
+from .._fused.update import FusedState, fused_update
 from .batches import BATCH_AXIS, TokenBatch
 from .mesh import Partitioning
 from .trainer_config import TrainerConfig

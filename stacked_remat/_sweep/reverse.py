@@ -89,7 +89,7 @@ def sweep_back(
 
 @dataclass(frozen=True)
 class _Layers:
-    """How the layers with these numbers are run again and visited; an index counts from the first of them."""
+    """How the layers with these numbers are run again and visited."""
 
     spec: SweepSpec
     numbers: range
@@ -99,56 +99,34 @@ class _Layers:
     visitor: LeafVisitor
     xs_in: Callable[[Any], list[Arrays]]
 
-    @property
-    def saves(self) -> bool:
-        """Whether a replay keeps something of the layers of a segment beside their inputs."""
-        return any(pullback.residuals for pullback in self.pullbacks)
-
-    def fetch(self, state: PyTree, index: Index) -> Arrays:
+    def fetch(self, state: PyTree, number: Index) -> Arrays:
         """What a layer reads from the host; called one layer ahead."""
-        return self.spec.fetch(self.xs_in(state), index + self.numbers.start)
+        return self.spec.fetch(self.xs_in(state), number)
 
-    def advance(
-        self, state: PyTree, index: Index, carry: Carry, fetched: Arrays, parts: Iterable[range]
-    ) -> Carry:
-        """Run a layer again; `parts` have all indices that the loop around is for."""
+    def replay(
+        self,
+        state: PyTree,
+        number: Index,
+        loop: tuple[Carry, PyTree],
+        fetched: Arrays,
+        parts: Sequence[range] = (),
+        bottom: Index | None = None,
+    ) -> tuple[Carry, PyTree]:
+        """Run a layer of `parts` again; keep the residuals of the layers from `bottom` on, if it is given."""
 
-        def run(kind: Kind, row: Index, carry: Carry) -> Carry:
+        def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
+            (carry, saved), shared = loop, self.shared[kind.number]
             x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
-            return kind.evaluated.layer(self.shared[kind.number], carry, x)[0]
+            if bottom is None:
+                return kind.evaluated.layer(shared, carry, x)[0], saved
+            (carry, _), new = self.pullbacks[kind.number].save(shared, carry, x)
+            return carry, kind.write(saved, self.spec.entry(kind, number, bottom), new)
 
-        return self.spec.at(index + self.numbers.start, run, carry, self._numbers(parts))
-
-    def save(
-        self, state: PyTree, index: Index, bottom: Index, carry: Carry, saved: list[Arrays], fetched: Arrays
-    ) -> tuple[Carry, list[Arrays]]:
-        """Run a layer of the segment that begins at `bottom` again, and keep its residuals."""
-        first = self.numbers.start
-
-        def run(kind: Kind, row: Index, loop: PyTree) -> PyTree:
-            x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
-            (carry, _), new = self.pullbacks[kind.number].save(self.shared[kind.number], loop[0], x)
-            return carry, kind.write(loop[1], self.spec.entry(kind, index + first, bottom + first), new)
-
-        return self.spec.at(index + first, run, (carry, saved))
-
-    def room(self, parts: Iterable[range]) -> list[Arrays]:
-        """The buffers that `save` fills, for any one of these ranges of layers."""
-        if any(pullback.residuals and pullback.residuals.on_host for pullback in self.pullbacks):
-            raise ValueError(
-                "With layers that are cut, save_block_internals keeps internals on the device while a "
-                "segment is replayed, and here some are moved to the host: by a policy of JAX that offloads, "
-                'or by a fold inside the layer. Use one that does not offload, and save_carries="offload" '
-                "beside it."
-            )
-        return self.spec.room(self.pullbacks, self._numbers(parts))
-
-    def _numbers(self, parts: Iterable[range]) -> list[range]:
-        return [self.numbers[part.start : part.stop] for part in parts]
+        return self.spec.at(number, run, loop, parts)
 
     def visit(
         self,
-        index: Index,
+        number: Index,
         bottom: Index,
         carry: Carry,
         saved: PyTree,
@@ -156,12 +134,12 @@ class _Layers:
         loop: tuple[Carry, PyTree],
     ) -> tuple[Carry, PyTree]:
         """Call the visitor for a layer; `saved` has the residuals of the layers from `bottom` on, if any."""
-        spec, number = self.spec, index + self.numbers.start
+        spec = self.spec
 
         def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
             (carry_ct, state), own, given, shared = loop, None, carry, self.shared[kind.number]
             if saved is not None:
-                own = read(saved[kind.number], spec.entry(kind, number, bottom + self.numbers.start))
+                own = read(saved[kind.number], spec.entry(kind, number, bottom))
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
             if spec.remat.boundaries_on_host and platform() == "cuda":
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
@@ -193,9 +171,15 @@ class _Loop(NamedTuple):
 def _visit_scheduled(
     layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: PyTree, schedule: Schedule
 ) -> tuple[Carry, PyTree]:
-    boundaries = checkpoints.boundaries
+    boundaries, residuals = checkpoints.boundaries, [each.residuals for each in layers.pullbacks]
+    if any(kept and kept.on_host for kept in residuals):
+        raise ValueError(
+            "With layers that are cut, save_block_internals keeps internals on the device while a segment is "
+            "replayed, and here some are moved to the host: by a policy of JAX that offloads, or by a fold "
+            'inside the layer. Use one that does not offload, and save_carries="offload" beside it.'
+        )
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
-    plan = _Plan(runs, layers.saves, checkpoints.ran)
+    plan = _Plan(runs, layers.numbers.start, any(residuals), checkpoints.ran)
     first: Index = int(plan.first[0])
     if jax.eval_shape(lambda: layers.fetch(state, first)):
         # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
@@ -204,12 +188,11 @@ def _visit_scheduled(
 
     def run(r: Index, loop: _Loop) -> _Loop:
         loop = _advance(layers, plan, r, loop)
-        if layers.saves:
+        if loop.saved is not None:
             loop = _save(layers, plan, r, loop)
         return _visit(layers, plan, r, loop)
 
-    ranges = [range(run.top - run.visits + 1, run.top + 1) for run in runs]
-    saved = layers.room(ranges) if layers.saves else None
+    saved = layers.spec.room(layers.pullbacks, plan.visited) if any(residuals) else None
     if boundaries is None:
         loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
         before, left = plan.skipped, len(runs) - plan.skipped
@@ -239,13 +222,13 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
 
 
 class _Plan:
-    """The runs of a schedule as tables, one entry per run, or per input that a run holds."""
+    """The runs of a schedule from layer `first` on: tables with an entry per run, or per input it holds."""
 
-    def __init__(self, runs: tuple[Run, ...], saving: bool, ran: Index | None):
+    def __init__(self, runs: tuple[Run, ...], first: int, saving: bool, ran: Index | None):
         def table(entries: Iterable[int]) -> np.ndarray:
             return np.asarray([*entries], np.int32)
 
-        self.start = table(run.start for run in runs)
+        self.start = table(first + run.start for run in runs)
         self.slot = table(run.slot for run in runs)
         # A saving replay runs the layers to be visited itself, up to the last one.
         self.advances: Any = table(
@@ -254,22 +237,23 @@ class _Plan:
         rows = zip(self.start.tolist(), self.advances.tolist(), strict=True)
         self.advanced = [range(start, start + count) for start, count in rows]
         self.first_held = table(itertools.accumulate((len(run.holds) for run in runs[:-1]), initial=0))
-        self.held = table([layer for run in runs for layer in run.holds] or [0])
+        self.held = table([first + layer for run in runs for layer in run.holds] or [0])
         self.holds_all = len(self.held) >= sum(run.replays for run in runs)
-        self.top = table(run.top for run in runs)
+        self.top = table(first + run.top for run in runs)
         self.visits: Any = table(run.visits for run in runs)
         self.most_advances, self.most_visits = int(self.advances.max()), int(self.visits.max())
         self.bottom = self.top - self.visits + 1
+        self.visited = [*map(range, self.bottom.tolist(), (self.top + 1).tolist())]
         self.bottom_slot = table(run.top_slot - run.visits + 1 for run in runs)
         # The layers that a run reads first and, in its last visit, fetches for the next run.
         self.first = np.where(self.advances > 0, self.start, self.bottom if saving else self.top)
         self.next_first = np.append(self.first[1:], self.top[-1:])
         self.skipped: Any = 0  # runs before the first of a layer that ran
         if ran is not None:
-            ran = unvmap_max(ran)
+            ran = first + unvmap_max(ran)
             self.skipped = jnp.argmax(np.minimum(self.start, self.bottom) < ran).astype(jnp.int32)
             # The first input that a replay keeps; if that layer did not run, the replay is of no use.
-            kept = table(run.holds[0] if run.holds else run.start for run in runs)
+            kept = table(first + (run.holds[0] if run.holds else run.start) for run in runs)
             left = jnp.clip(ran - 1 - self.start, 0, self.advances)
             self.advances = jnp.where(kept < ran, left, 0)
             self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
@@ -282,7 +266,7 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
         slots, carry, fetched, held = inner  # how many inputs that the run holds are there
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = layers.fetch(loop.state, index + 1)
-        carry = layers.advance(loop.state, index, carry, fetched, plan.advanced)
+        carry, _ = layers.replay(loop.state, index, (carry, None), fetched, plan.advanced)
         slots = write(slots, slot + 1 + (k if held is None else held), carry)
         if held is not None:
             is_held = entry_at(plan.held, entry_at(plan.first_held, r) + held) == index + 1
@@ -305,7 +289,7 @@ def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
         fetched, index = settle(fetched, bottom + k)
         ahead = layers.fetch(loop.state, jnp.minimum(index + 1, top))
         slots = write(slots, bottom_slot + k, carry)
-        carry, saved = layers.save(loop.state, index, bottom, carry, saved, fetched)
+        carry, saved = layers.replay(loop.state, index, (carry, saved), fetched, bottom=bottom)
         return slots, saved, carry, ahead
 
     inner = (loop.slots, loop.saved, read(loop.slots, bottom_slot), loop.fetched)
@@ -342,15 +326,8 @@ def _visit_first(
         number = last - 1 - k
         return layers.visit(number, 0, read(carries, number), residuals, [], loop)
 
-    schedule = spec.remat.schedule
-    last = trips = first = spec.remat.first_layers
+    last = trips = spec.remat.first_layers
     if ran is not None:
         last = unvmap_max(ran)
         trips = TripsOf(None, last)
-    elif schedule is not None and spec.unroll is not True:
-        # Use the same kind of loop as the other visits, so inner programs compile once.
-        on_host = spec.remat.boundaries_on_host
-        visits = schedule.segments if on_host else [run.visits for run in schedule.runs]
-        if len({*visits}) > 1:
-            trips = TripsOf(np.asarray([first]), jnp.int32(first))
-    return repeat(trips, one, (carry_ct, state), spec.unroll, first)
+    return repeat(trips, one, (carry_ct, state), spec.unroll, spec.remat.first_layers)

@@ -231,13 +231,13 @@ def _first_parts(
     state_stacks: list[Arrays],
 ) -> list[_Part]:
     """What a sweep carries first: a stack, or zeros, for all that the visitor returns of a kind's layers."""
-    masks, index, found = sweep._types.perturbed, jnp.int32(0), []
+    index, found = jnp.int32(0), []
     every = [*map(_Part, sweep._xs, state_stacks, sweep._xs, sweep._shared)]
     nothing = jax.tree.map(lambda _: None, every)
     for kind, stacks, of_ys in zip(sweep._types.spec.kinds, every, cotangents[1], strict=True):
         x, y_ct = (read([*map(at_least_one, own)], 0) for own in (stacks.layers, of_ys))
         inputs, of_layer = (stacks.shared_ct, sweep._checkpoints.first(), x), (cotangents[0], y_ct)
-        pullback = LayerPullback(kind.layer, masks.of_layer(kind), (masks.carry, masks.ys[kind.number]))
+        pullback = LayerPullback(kind, sweep._types.perturbed)
         vjp = functools.partial(pullback, *inputs, None, of_layer)
         example = LeafVisit(index, kind, index, *inputs, of_layer, vjp)
         new = jax.eval_shape(lambda example=example: visit(example, (nothing, state))[1][0])

@@ -12,14 +12,13 @@ from jax import lax
 from .._placement import has_host_arrays, platform, to_host
 from .._schedule import Schedule
 from .._static import PyTree
-from .gradient import Perturbed
+from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
 from .slots import (
-    Arrays,
     Carry,
     Checkpoints,
-    FirstLayersSaved,
     Index,
+    OfKinds,
     entry_at,
     repeat,
     run_layers,
@@ -28,111 +27,89 @@ from .slots import (
 from .spec import SweepSpec
 from .store import empty_stack, on_mesh, read_before_writes, settle, write
 
+Step = Callable[[Index, PyTree], PyTree]
 
-def primal(
-    spec: SweepSpec, init: Carry, xs: list[Arrays], shared: list[Arrays]
-) -> tuple[Carry, list[Arrays]]:
+
+def primal(spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
     """Run all layers, with nothing kept."""
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(None, init, xs, shared)
-    state = (init, _outputs(spec), spec.fetch(xs, 0))
     step = _forward_step(spec, xs, shared, [range(spec.length)])
-    (carry, ys, _), _ = run_layers(spec.length, step, state, spec.unroll, spec.stops)
+    (carry, ys, *_), _ = run_layers(spec.length, step, _start(spec, init, xs), spec.unroll, spec.stops)
     return carry, ys
 
 
-def _outputs(spec: SweepSpec) -> list[Arrays]:
-    return [empty_stack(kind.output_types, spec.rows(kind)) for kind in spec.kinds]
+def _start(spec: SweepSpec, init: Carry, xs: OfKinds) -> PyTree:
+    """The first state of a forward loop: carry, outputs, residuals, and what is read ahead from the host."""
+    ys = [empty_stack(kind.output_types, spec.rows(kind)) for kind in spec.kinds]
+    return init, ys, [], spec.fetch(xs, 0)
 
 
 def _forward_step(
-    spec: SweepSpec, xs: list[Arrays], shared: list[Arrays], parts: Sequence[range] = ()
-) -> Callable[[PyTree, PyTree], PyTree]:
-    """A step of a forward loop on `(carry, outputs, what was read ahead)`; `parts` as in `SweepSpec.at`."""
+    spec: SweepSpec,
+    xs: OfKinds,
+    shared: OfKinds,
+    parts: Sequence[range] = (),
+    pullbacks: Sequence[LayerPullback] = (),
+) -> Step:
+    """A step of a forward loop, which keeps the residuals of pullbacks; `parts` as in `SweepSpec.at`."""
 
     def step(number: Index, state: PyTree) -> PyTree:
-        carry, ys, fetched = state
+        *state, fetched = state
         fetched, number = settle(fetched, number)
         ahead = spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
 
         def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
-            carry, ys, ahead = state
+            (carry, ys, residuals, ahead), own = state, shared[kind.number]
             x = spec.inputs(kind, xs, row, fetched)
-            carry, y = kind.evaluated.layer(shared[kind.number], carry, x)
+            if pullbacks:
+                (carry, y), new = pullbacks[kind.number].save(own, carry, x)
+                residuals = kind.write(residuals, spec.entry(kind, number, 0), new)
+            else:
+                carry, y = kind.evaluated.layer(own, carry, x)
             if spec.remat.boundaries_on_host and platform() == "tpu":
                 # Or XLA reads while the output is written, and not while the step runs.
                 ahead, (y, ys) = read_before_writes(ahead, (y, ys))
-            return carry, kind.write(ys, row, y), ahead
+            return carry, kind.write(ys, row, y), residuals, ahead
 
-        return spec.at(number, run, (carry, ys, ahead), parts)
+        return spec.at(number, run, (*state, ahead), parts)
 
     return step
 
 
 def forward(
-    spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: list[Arrays], shared: list[Arrays]
-) -> tuple[Carry, list[Arrays], Checkpoints]:
+    spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: OfKinds, shared: OfKinds
+) -> tuple[Carry, OfKinds, Checkpoints]:
     """Sweep forward."""
     init = [on_mesh(jnp.asarray(leaf)) for leaf in init]  # which may be Python numbers
-    carry, ys, saved = init, _outputs(spec), None
-    if spec.remat.first_layers:
-        carry, ys, saved = _forward_first(spec, perturbed, carry, ys, xs, shared)
-    (carry, ys), checkpoints = _forward_scheduled(spec, carry, ys, xs, shared)
-    if saved is not None:
-        checkpoints = checkpoints._replace(first_layers=saved, origin=init if _on_host(spec) else None)
-    return carry, ys, checkpoints
+    first, schedule, on_host = spec.remat.first_layers, spec.remat.schedule, spec.remat.carries == "host"
+    state, kept = _start(spec, init, xs), Checkpoints([], ran=jnp.int32(0) if spec.stops else None)
+    if first:
+        pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, xs, shared)
+        step = _forward_step(spec, xs, shared, [range(first)], pullbacks)
+        carries = empty_stack(init, first, on_host and schedule is None)
 
+        def layer(number: Index, loop: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+            *state, carries = loop
+            carries = write(carries, number, state[0])
+            return *step(number, state), carries
 
-def _on_host(spec: SweepSpec) -> bool:
-    """Whether the inputs of the first layers are kept on the host: where no others are cut."""
-    return spec.remat.carries == "host" and spec.remat.schedule is None
-
-
-def _forward_first(
-    spec: SweepSpec,
-    perturbed: Perturbed,
-    carry: Carry,
-    ys: list[Arrays],
-    xs: list[Arrays],
-    shared: list[Arrays],
-) -> tuple[Carry, list[Arrays], FirstLayersSaved]:
-    length = spec.remat.first_layers
-    pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, xs, shared)
-    residuals = spec.room(pullbacks, [range(length)])
-
-    def layer(number: Index, state: PyTree) -> PyTree:
-        carry, ys, saved = state
-        carries = write(saved.carries, number, carry)
-
-        def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
-            carry, ys, residuals = state
-            x = spec.inputs(kind, xs, row)
-            (carry, y), new = pullbacks[kind.number].save(shared[kind.number], carry, x)
-            return carry, kind.write(ys, row, y), kind.write(residuals, spec.entry(kind, number, 0), new)
-
-        carry, ys, residuals = spec.at(number, run, (carry, ys, saved.residuals), [range(length)])
-        return carry, ys, FirstLayersSaved(carries, residuals)
-
-    state = (carry, ys, FirstLayersSaved(empty_stack(carry, length, _on_host(spec)), residuals))
-    (carry, ys, saved), ran = run_layers(length, layer, state, spec.unroll, spec.stops)
-    return carry, ys, saved._replace(ran=ran)
-
-
-def _forward_scheduled(
-    spec: SweepSpec, carry: Carry, ys: list[Arrays], xs: list[Arrays], shared: list[Arrays]
-) -> tuple[tuple[Carry, list[Arrays]], Checkpoints]:
-    first, schedule = spec.remat.first_layers, spec.remat.schedule
-    if schedule is None:
-        return (carry, ys), Checkpoints([], None, origin=carry)
-    run = _forward_step(spec, xs, shared)
-    loop = _segments_on_host if spec.remat.boundaries_on_host else _layers_in_slots
-    state = (carry, ys, spec.fetch(xs, first))
-    (carry, ys, _), checkpoints = loop(spec, schedule, lambda k, state: run(k + first, state), state)
-    return (carry, ys), checkpoints
+        (carry, ys, _, fetched), residuals = state, spec.room(pullbacks, [range(first)])
+        loop = carry, ys, residuals, fetched, carries
+        (*state, residuals, fetched, carries), ran = run_layers(first, layer, loop, spec.unroll, spec.stops)
+        state, kept = (*state, [], fetched), Checkpoints([], None, carries, residuals, ran=ran)
+    if schedule is not None:
+        step = _forward_step(spec, xs, shared)
+        run = _segments_on_host if on_host else _layers_in_slots
+        state, kept = run(spec, schedule, lambda k, state: step(k + first, state), state, kept)
+    if not spec.length or (on_host and (schedule is None or not first)):
+        kept = kept._replace(origin=init)
+    carry, ys, *_ = state
+    return carry, ys, kept
 
 
 def _layers_in_slots(
-    spec: SweepSpec, schedule: Schedule, step: Callable[[Index, PyTree], PyTree], state: PyTree
+    spec: SweepSpec, schedule: Schedule, step: Step, state: PyTree, kept: Checkpoints
 ) -> tuple[PyTree, Checkpoints]:
     """Run `step(number, state)` for all layers; its input, `state[0]`, goes to the schedule's slot."""
     slot_of = np.asarray(schedule.forward, np.int32)
@@ -146,7 +123,7 @@ def _layers_in_slots(
         (slots, state), _ = lax.scan(
             lambda loop, at: (layer(*loop, *at), None), (slots, state), at, unroll=spec.unroll
         )
-        return state, Checkpoints(slots, None)
+        return state, kept._replace(slots=slots)
 
     def one(number: Index, loop: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         *state, slots = loop  # the carry, which says whether to stop, is first
@@ -154,11 +131,11 @@ def _layers_in_slots(
         return (*state, slots)
 
     (*state, slots), ran = run_layers(schedule.length, one, (*state, slots), spec.unroll, True)
-    return tuple(state), Checkpoints(slots, None, ran=ran)
+    return tuple(state), kept._replace(slots=slots, ran=kept.ran + ran)
 
 
 def _segments_on_host(
-    spec: SweepSpec, schedule: Schedule, step: Callable[[Index, PyTree], PyTree], state: PyTree
+    spec: SweepSpec, schedule: Schedule, step: Step, state: PyTree, kept: Checkpoints
 ) -> tuple[PyTree, Checkpoints]:
     """As `_layers_in_slots`, with each segment's first input on the host and nothing else kept."""
     # A scan stacks what is on the host without a buffer on the device first.
@@ -171,5 +148,5 @@ def _segments_on_host(
         state = repeat(trips, lambda k, state: step(at[0] + k, state), state, spec.unroll, max(sizes))
         return state, boundary
 
-    final, boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))
-    return final, Checkpoints([], boundaries, origin=state[0])
+    state, boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))
+    return state, kept._replace(boundaries=boundaries)

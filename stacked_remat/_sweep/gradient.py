@@ -24,7 +24,7 @@ from .kinds import Kind
 from .slots import Arrays, Carry, Mask
 from .store import Index, write, zeros_like
 
-LeafLayer: TypeAlias = Callable[[Arrays, Carry, Arrays], tuple[Carry, Arrays]]  # see above
+Checkpoint: TypeAlias = Callable[[Callable], Callable]
 Inputs: TypeAlias = tuple[Mask, Mask, Mask]  # which leaves of a layer's `shared`, `carry` and `x`
 
 
@@ -71,37 +71,32 @@ class Residuals(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPullback:
-    """A layer's vector-Jacobian product; `evaluate` is the layer for values alone, if that is another."""
+    """The vector-Jacobian product of a layer of this kind."""
 
-    layer: LeafLayer
-    perturbed: Inputs
-    outputs: tuple[Mask, Mask]
+    kind: Kind
+    perturbed: Perturbed
     residuals: Residuals | None = None
-    evaluate: LeafLayer | None = None
 
     def _linearize(
-        self,
-        shared: Arrays,
-        carry: Carry,
-        x: Arrays,
-        checkpoint: Callable[[Callable], Callable] = lambda run: run,
+        self, shared: Arrays, carry: Carry, x: Arrays, checkpoint: Checkpoint = lambda run: run
     ) -> tuple[tuple[Carry, Arrays], Any]:
-        every = shared, carry, x
+        every, inputs = (shared, carry, x), self.perturbed.of_layer(self.kind)
+        outputs = self.perturbed.carry, self.perturbed.ys[self.kind.number]
 
-        def run(shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], tuple[Carry, Arrays]]:
-            carry, y = self.layer(shared, carry, x)
-            return (pick(carry, self.outputs[0]), pick(y, self.outputs[1])), (carry, y)
+        def run(*every: Arrays) -> tuple[tuple[Arrays, ...], tuple[Carry, Arrays]]:
+            results = self.kind.layer(*every)
+            return tuple(map(pick, results, outputs)), results
 
         def differentiated(*parts: Arrays) -> tuple[PyTree, PyTree]:
-            return checkpoint(run)(*map(merge, every, parts, self.perturbed))
+            return checkpoint(run)(*map(merge, every, parts, inputs))
 
-        _, pullback, results = jax.vjp(differentiated, *map(pick, every, self.perturbed), has_aux=True)
+        _, pullback, results = jax.vjp(differentiated, *map(pick, every, inputs), has_aux=True)
         return results, pullback
 
     def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are saved."""
         if self.residuals is None:
-            return (self.evaluate or self.layer)(shared, carry, x), []
+            return self.kind.evaluated.layer(shared, carry, x), []
         constants = self.residuals.constants
         outputs = eval_jaxpr(self.residuals.forward, (), *constants, *shared, *carry, *x)
         results = len(outputs) - len(self.residuals.is_saved)
@@ -120,18 +115,16 @@ class LayerPullback:
         """The cotangents of the perturbed leaves; those of `x` are added to `totals` in place."""
         if self.residuals is None:
             return self._transposed(self._linearize(shared, carry, x)[1], cotangents, totals)
-        is_saved = self.residuals.is_saved
         others = eval_jaxpr(self.residuals.rest, (), *self.residuals.constants, *shared, *carry, *x)
-        leaves = merge(
-            merge([None] * len(is_saved), others, [not is_ for is_ in is_saved]), saved or (), is_saved
-        )
+        of_rest, of_saved = iter(others), iter(saved or ())
+        leaves = [next(of_saved if is_ else of_rest) for is_ in self.residuals.is_saved]
         return self._transposed(jax.tree.unflatten(self.residuals.pullback, leaves), cotangents, totals)
 
     def _transposed(self, pullback: Callable, cotangents: PyTree, totals: Sequence[PyTree]) -> PyTree:
         if all(total is None for total in totals):
             return pullback(cotangents)
         refs = [None if total is None else jax.new_ref(total) for total in totals]
-        of_shared, of_carry = ([_VALUE] * sum(mask) for mask in self.perturbed[:2])
+        of_shared, of_carry = ([_VALUE] * sum(mask) for mask in self.perturbed.of_layer(self.kind)[:2])
         of_x = [_VALUE if ref is None else ref for ref in refs]
         try:
             of_shared, of_carry, of_x = pullback.with_refs(of_shared, of_carry, of_x)(cotangents)
@@ -143,7 +136,7 @@ class LayerPullback:
         return of_shared, of_carry, of_x
 
     def with_residuals(
-        self, shared: Arrays, carry: Sequence[PyTree], x: Arrays, checkpoint: Callable[[Callable], Callable]
+        self, shared: Arrays, carry: Sequence[PyTree], x: Arrays, checkpoint: Checkpoint
     ) -> "LayerPullback":
         """Save what a checkpoint keeps, but for inputs and what depends on `x` and `shared` alone."""
         structure: list[Any] = []

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._compat import without_constants
 from .._static import PyTree
-from .slots import Arrays, Carry, Mask
+from .slots import Arrays, Carry, Mask, OfKinds
 from .store import Index, write
 
 
@@ -45,7 +45,7 @@ class Kind:
         outputs = eval_jaxpr(self.jaxpr, (), *self.constants, *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
-    def write(self, stacks: list[Arrays], row: Index, entry: Arrays) -> list[Arrays]:
+    def write(self, stacks: OfKinds, row: Index, entry: Arrays) -> OfKinds:
         """The stacks of all kinds, with this entry in those of this kind."""
         return [write(own, row, entry) if k == self.number else own for k, own in enumerate(stacks)]
 

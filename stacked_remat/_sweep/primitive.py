@@ -22,7 +22,7 @@ from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_concrete
 from .._static import PyTree, Static
 from .forward import forward, primal
-from .gradient import Perturbed, merge, pick, write_gradients, write_tangents
+from .gradient import Checkpoint, Perturbed, merge, pick, write_gradients, write_tangents
 from .reverse import pull_back
 from .rules import (
     Bound,
@@ -39,8 +39,8 @@ from .rules import (
     tangent_of,
     types_of,
 )
-from .slots import Arrays, Carry, Checkpoints, Mask
-from .spec import Checkpoint, SweepSpec, by_rules
+from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
+from .spec import SweepSpec, by_rules
 from .trace import TracedLayer, kinds_of, without_passed_on
 
 
@@ -48,7 +48,7 @@ def run_layers(
     traced: Sequence[TracedLayer],
     unsliced: Sequence[Sequence[bool]],
     init: Sequence[PyTree],
-    stacks: list[Arrays],
+    stacks: OfKinds,
     *,
     plain: Checkpoint | None = None,
     **fields: Any,
@@ -146,14 +146,12 @@ class Sweep(Differentiable):
         return _tangents(fn, reference, nonzero, self.active(nonzero), primals, tangents)
 
 
-def sweep_of(
-    spec: SweepSpec, init: Carry, xs: list[Arrays], shared: list[Arrays]
-) -> tuple[Carry, list[Arrays]]:
+def sweep_of(spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
     """Run the layers of a sweep: the last carry, and the stacked outputs of each kind."""
     return Sweep(spec, init, xs, shared)(init, xs, shared)
 
 
-def plain_scan(checkpoint: Checkpoint, spec: SweepSpec, *args: PyTree) -> tuple[Carry, list[Arrays]]:
+def plain_scan(checkpoint: Checkpoint, spec: SweepSpec, *args: PyTree) -> tuple[Carry, OfKinds]:
     """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
     run = Bound("scan", SweepSpec.plain, (spec, checkpoint))
     is_eager = all(map(is_concrete, jax.tree.leaves(args)))
@@ -258,9 +256,7 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
     return carry, ys, types[2].from_first(args[0])
 
 
-def sweep_forward(
-    spec: SweepSpec, perturbed: Perturbed, *args: PyTree
-) -> tuple[Carry, list[Arrays], Checkpoints]:
+def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> tuple[Carry, OfKinds, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
     both = (Bound("sweep_forward", run, (spec, perturbed)) for run in (forward, _forward_reference))
     return Rule.of(*both, *args)(*args)

@@ -28,7 +28,7 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .slots import Arrays, Carry, Checkpoints, TripsOf, entry_at, repeat, trip_count
+from .slots import Arrays, Carry, Checkpoints, OfKinds, TripsOf, entry_at, repeat, trip_count
 from .spec import SweepSpec
 from .store import Index, apart_from_transfers, empty_stack, read, read_before_writes, settle, write
 
@@ -38,10 +38,10 @@ def pull_back(
     perturbed: Perturbed,
     visitor: Callable[..., tuple[Carry, PyTree]],
     checkpoints: Checkpoints,
-    xs: list[Arrays],
-    shared: list[Arrays],
+    xs: OfKinds,
+    shared: OfKinds,
     carry_ct: Carry,
-    ys_ct: list[Arrays],
+    ys_ct: OfKinds,
 ) -> Arrays:
     """Sweep back to the cotangents of the perturbed leaves of init, xs and shared, which a visitor writes."""
     carry_ct, gradients = sweep_back(
@@ -63,13 +63,13 @@ def sweep_back(
     spec: SweepSpec,
     perturbed: Perturbed,
     checkpoints: Checkpoints,
-    shared: list[Arrays],
+    shared: OfKinds,
     carry_ct: Carry,
-    ys_ct: list[Arrays],
+    ys_ct: OfKinds,
     visitor: LeafVisitor,
     state: PyTree,
     *,
-    xs_in: Callable[[Any], list[Arrays]],
+    xs_in: Callable[[Any], OfKinds],
 ) -> tuple[Carry, PyTree]:
     """Visit every layer that ran, from the last on; `xs_in` finds their inputs in the visitor's state."""
     remat = spec.remat
@@ -94,10 +94,10 @@ class _Layers:
     spec: SweepSpec
     numbers: range
     pullbacks: list[LayerPullback]
-    shared: list[Arrays]
-    ys_ct: list[Arrays]
+    shared: OfKinds
+    ys_ct: OfKinds
     visitor: LeafVisitor
-    xs_in: Callable[[Any], list[Arrays]]
+    xs_in: Callable[[Any], OfKinds]
 
     def fetch(self, state: PyTree, number: Index) -> Arrays:
         """What a layer reads from the host; called one layer ahead."""
@@ -250,7 +250,7 @@ class _Plan:
         self.next_first = np.append(self.first[1:], self.top[-1:])
         self.skipped: Any = 0  # runs before the first of a layer that ran
         if ran is not None:
-            ran = first + unvmap_max(ran)
+            ran = unvmap_max(ran)
             self.skipped = jnp.argmax(np.minimum(self.start, self.bottom) < ran).astype(jnp.int32)
             # The first input that a replay keeps; if that layer did not run, the replay is of no use.
             kept = table(first + (run.holds[0] if run.holds else run.start) for run in runs)
@@ -319,15 +319,14 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 def _visit_first(
     layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
 ) -> tuple[Carry, PyTree]:
-    assert checkpoints.first_layers is not None
-    (carries, residuals, ran), spec = checkpoints.first_layers, layers.spec
+    carries, residuals, spec = checkpoints.first_layers, checkpoints.residuals, layers.spec
 
     def one(k: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
         number = last - 1 - k
         return layers.visit(number, 0, read(carries, number), residuals, [], loop)
 
     last = trips = spec.remat.first_layers
-    if ran is not None:
-        last = unvmap_max(ran)
+    if checkpoints.ran is not None:
+        last = jnp.minimum(unvmap_max(checkpoints.ran), last)
         trips = TripsOf(None, last)
     return repeat(trips, one, (carry_ct, state), spec.unroll, spec.remat.first_layers)

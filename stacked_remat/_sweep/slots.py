@@ -17,32 +17,28 @@ from .store import Index, write, zeros_of
 
 Arrays = list[Array]
 Carry = Arrays
+OfKinds = list[Arrays]  # a list for each kind of layers
 Mask = tuple[bool, ...]
 T = TypeVar("T")
 
 
-class FirstLayersSaved(NamedTuple):
-    """The inputs of the first layers, residuals of each kind, and how many ran, if the layers may stop."""
-
-    carries: Carry
-    residuals: list[Arrays]
-    ran: Index | None = None
-
-
 class Checkpoints(NamedTuple):
-    """Layer inputs for the reverse sweep; `origin` is the first one, if no slot holds it."""
+    """What the forward sweep keeps: inputs of layers, and residuals of the first ones, of each kind.
+
+    `origin` is the first input, if no other has it on the device; `ran` counts layers that may stop.
+    """
 
     slots: Carry
-    boundaries: Carry | None
-    first_layers: FirstLayersSaved | None = None
+    boundaries: Carry | None = None
+    first_layers: Carry | None = None
+    residuals: OfKinds | None = None
     origin: Carry | None = None
-    ran: Index | None = None
+    ran: Any = None
 
     def source(self) -> Carry:
         """The arrays, on the device, that hold the input of the first layer."""
-        if self.origin is not None:
-            return self.origin
-        return self.slots if self.first_layers is None else self.first_layers.carries
+        kept = self.slots if self.first_layers is None else self.first_layers
+        return kept if self.origin is None else self.origin
 
     def first(self) -> Carry:
         """The input of the first layer."""

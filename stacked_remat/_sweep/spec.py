@@ -17,13 +17,11 @@ from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
 from .._static import PyTree
 from .._trips import known_branches, known_trips
-from .gradient import LayerPullback, Perturbed, merge, pick
+from .gradient import Checkpoint, LayerPullback, Perturbed, merge, pick
 from .kinds import Kind, Pattern
 from .rules import primal_of
-from .slots import Arrays, Carry, T, entry_at
+from .slots import Arrays, Carry, OfKinds, T, entry_at
 from .store import Index, at_least_one, empty_stack, read_ahead, read_layer, zeros_of
-
-Checkpoint = Callable[[Callable], Callable]
 
 
 @dataclass(frozen=True)
@@ -103,19 +101,19 @@ class SweepSpec:
         table = self._order.before[:, kind.number]
         return entry_at(table, number) - entry_at(table, first)
 
-    def inputs(self, kind: Kind, xs: list[Arrays], row: Index, fetched: Sequence[Array] = ()) -> Arrays:
+    def inputs(self, kind: Kind, xs: OfKinds, row: Index, fetched: Sequence[Array] = ()) -> Arrays:
         """The own inputs of the layer at a row, with those that have been fetched from the host."""
         return read_layer(xs[kind.number], row, kind.unsliced, fetched)
 
-    def fetch(self, xs: list[Arrays], number: Index) -> Arrays:
+    def fetch(self, xs: OfKinds, number: Index) -> Arrays:
         """The inputs of a layer that are read ahead from the host, if it is known that it runs."""
         if self.pattern or self.stops:
             return []
         return read_ahead(xs[0], self.layer_index(number))
 
     def plain(
-        self, checkpoint: Checkpoint | None, init: Carry, xs: list[Arrays], shared: list[Arrays]
-    ) -> tuple[Carry, list[Arrays]]:
+        self, checkpoint: Checkpoint | None, init: Carry, xs: OfKinds, shared: OfKinds
+    ) -> tuple[Carry, OfKinds]:
         """Scan plainly over layers, one at a time, each `checkpoint`ed.
 
         Of several kinds, it costs a copy of each stack with an entry for every layer.
@@ -127,10 +125,10 @@ class SweepSpec:
             entries = [self._for_every_layer(kind, entries[kind.number]) for kind in self.kinds]
         empty = [[*map(zeros_of, kind.output_types)] for kind in self.kinds]
 
-        def of(kind: Kind, whole: Arrays) -> Callable[..., tuple[Carry, list[Arrays]]]:
+        def of(kind: Kind, whole: Arrays) -> Callable[..., tuple[Carry, OfKinds]]:
             layer, k = checkpoint(kind.layer) if checkpoint else kind.layer, kind.number
 
-            def run(carry: Carry, entries: list[Arrays]) -> tuple[Carry, list[Arrays]]:
+            def run(carry: Carry, entries: OfKinds) -> tuple[Carry, OfKinds]:
                 carry, y = layer(shared[k], carry, merge(whole, on_device(entries[k]), sliced[k]))
                 return carry, [*empty[:k], y, *empty[k + 1 :]]
 
@@ -138,7 +136,7 @@ class SweepSpec:
 
         layers = [of(kind, [*map(at_least_one, xs[kind.number])]) for kind in self.kinds]
 
-        def step(carry: Carry, at: tuple[PyTree, list[Arrays]]) -> tuple[Carry, list[Arrays]]:
+        def step(carry: Carry, at: tuple[PyTree, OfKinds]) -> tuple[Carry, OfKinds]:
             if pattern is None:
                 return layers[0](carry, at[1])
             with known_branches(pattern.before[-1].tolist()):
@@ -156,7 +154,7 @@ class SweepSpec:
         rows = np.minimum(self.pattern.before[:-1, kind.number], max(self.rows(kind) - 1, 0))
         return [on_device(at_least_one(stack))[rows] for stack in stacks]
 
-    def reference(self, init: Carry, xs: list[Arrays], shared: list[Arrays]) -> tuple[Carry, list[Arrays]]:
+    def reference(self, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
         """Do the same by the plain checkpointed scan, which has all derivatives."""
         return self.plain(self.remat.kept.checkpoint, init, xs, shared)
 
@@ -172,14 +170,12 @@ class SweepSpec:
         return [var.aval for var in self.kinds[0].jaxpr.outvars[: self.kinds[0].carries]]
 
     def pullbacks(
-        self, perturbed: Perturbed, kept: Kept, xs: list[Arrays], shared: list[Arrays]
+        self, perturbed: Perturbed, kept: Kept, xs: OfKinds, shared: OfKinds
     ) -> list[LayerPullback]:
         """The pullback of a layer of each kind, which keeps that of its internals."""
 
         def of(kind: Kind) -> LayerPullback:
-            outputs = perturbed.carry, perturbed.ys[kind.number]
-            inputs = perturbed.of_layer(kind)
-            pullback = LayerPullback(kind.layer, inputs, outputs, evaluate=kind.evaluated.layer)
+            pullback = LayerPullback(kind, perturbed)
             if kept == NOTHING:
                 return pullback
             x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
@@ -188,7 +184,7 @@ class SweepSpec:
 
         return [of(kind) for kind in self.kinds]
 
-    def room(self, pullbacks: Sequence[LayerPullback], parts: Iterable[range]) -> list[Arrays]:
+    def room(self, pullbacks: Sequence[LayerPullback], parts: Iterable[range]) -> OfKinds:
         """Buffers of each kind for what its layers save, of one of these ranges of numbers at a time."""
 
         def most(kind: Kind) -> int:

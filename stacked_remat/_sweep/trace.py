@@ -1,5 +1,6 @@
 """A layer traced to a jaxpr, with the types of its carry settled and its effects checked."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -68,19 +69,7 @@ def trace_layers(
     while True:
         traced, before = [], init
         for layer in layers:
-
-            def trace(layer: UntracedLayer = layer) -> TracedLayer:
-                nonlocal init
-                x = _entry_types(layer)
-                while True:
-                    closed, (carry, y) = jax.make_jaxpr(layer.body, return_shape=True)(layer.shared, init, x)
-                    settled = _settled(layer, x, init, closed.out_avals, carry)
-                    if settled is init:
-                        jaxpr, own = without_constants(closed)
-                        trees = jax.tree.structure(carry), jax.tree.structure(y)
-                        return TracedLayer(jaxpr, [], own, len(own), *trees)
-                    init = settled
-
+            trace = functools.partial(_trace, layer, init)
             found = kept(layer.key, (layer.shared, layer.stacks, init), trace)
             check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
             leaves = zip(jax.tree.leaves(init), found.carry_types, strict=True)
@@ -91,13 +80,17 @@ def trace_layers(
             return traced
 
 
-def _entry_types(layer: UntracedLayer) -> PyTree:
+def _trace(layer: UntracedLayer, init: PyTree) -> TracedLayer:
     stacks, tree = jax.tree.flatten(layer.stacks)
-
-    def entries(stacks: Arrays) -> Arrays:
-        return read_layer([*map(at_least_one, stacks)], 0, layer.unsliced)
-
-    return jax.tree.unflatten(tree, jax.eval_shape(entries, stacks))
+    entries = jax.eval_shape(lambda: read_layer([*map(at_least_one, stacks)], 0, layer.unsliced))
+    x = jax.tree.unflatten(tree, entries)
+    while True:
+        closed, (carry, y) = jax.make_jaxpr(layer.body, return_shape=True)(layer.shared, init, x)
+        settled = _settled(layer, x, init, closed.out_avals, carry)
+        if settled is init:
+            jaxpr, own = without_constants(closed)
+            return TracedLayer(jaxpr, [], own, len(own), jax.tree.structure(carry), jax.tree.structure(y))
+        init = settled
 
 
 def _settled(

@@ -22,7 +22,7 @@ from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_concrete
 from .._static import PyTree, Static
 from .forward import forward, primal
-from .gradient import Checkpoint, Perturbed, merge, pick, write_gradients, write_tangents
+from .gradient import Checkpoint, Perturbed, merge, pick
 from .reverse import pull_back
 from .rules import (
     Bound,
@@ -186,15 +186,10 @@ class Rule(Differentiable):
     fn: Bound
     reference: Bound
 
-    def __init__(self, fn: Bound, reference: Bound, types: PyTree, out_types: PyTree, effects: Any) -> None:
-        self.in_avals, self.out_aval, self.effects = types, out_types, effects
+    def __init__(self, fn: Bound, reference: Bound, *args: PyTree) -> None:
+        self.in_avals, (self.out_aval, self.effects) = types_of(args), _results(fn, *args)
         self.params = {"fn": fn, "reference": reference}
         super().__init__()
-
-    @staticmethod
-    def of(fn: Bound, reference: Bound, *args: PyTree) -> "Rule":
-        """The rule for arguments like these."""
-        return Rule(fn, reference, types_of(args), *_results(fn, *args))
 
     def expand(self, *args: PyTree) -> PyTree:
         return compiled(self.fn)(*args)
@@ -203,10 +198,8 @@ class Rule(Differentiable):
         if not_mapped(self, axis, dims):
             return self(*args), self.out_tree.unflatten([None] * self.out_tree.num_leaves)
         flat = Static((tuple(self.in_tree.flatten_up_to(dims)), self.in_tree))
-        rule = Rule.of(
-            *(Bound("mapped", _mapped, (fn, axis, flat)) for fn in (self.fn, self.reference)), *args
-        )
-        return rule(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
+        both = (Bound("mapped", _mapped, (fn, axis, flat)) for fn in (self.fn, self.reference))
+        return Rule(*both, *args)(*args), self.out_tree.unflatten([0] * self.out_tree.num_leaves)
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(any(nonzero) and is_ for is_ in floats(self.out_aval))
@@ -227,7 +220,7 @@ def _tangents(
 ) -> Arrays:
     """The tangents of the active outputs of `fn`, by its loops; in reverse mode by those of `reference`."""
     both = (Bound("tangent", tangent_of, (run, nonzero, active)) for run in (fn, reference))
-    return Rule.of(*both, primals, tangents)(primals, tangents)
+    return Rule(*both, primals, tangents)(primals, tangents)
 
 
 def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
@@ -240,11 +233,7 @@ def _for_tangents(fn: Bound) -> Bound:
     first, *rest = fn.bound
     if fn.fn is _mapped:
         return replace(fn, bound=(_for_tangents(first), *rest))
-    if fn.fn is forward:
-        return replace(fn, bound=(by_rules(first, *rest), *rest))
-    if fn.fn is pull_back:
-        return replace(fn, bound=(by_rules(first, rest[0]), rest[0], write_tangents))
-    return fn
+    return replace(fn, bound=(by_rules(first, *rest), *rest)) if fn.fn in (forward, pull_back) else fn
 
 
 def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> PyTree:
@@ -259,7 +248,7 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> tuple[Carry, OfKinds, Checkpoints]:
     """Sweep forward from `init, xs, shared`, and keep what the schedule says."""
     both = (Bound("sweep_forward", run, (spec, perturbed)) for run in (forward, _forward_reference))
-    return Rule.of(*both, *args)(*args)
+    return Rule(*both, *args)(*args)
 
 
 def _backward_reference(
@@ -273,6 +262,5 @@ def _backward_reference(
 
 def sweep_backward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> Arrays:
     """The cotangents of the perturbed inputs, in order, from `checkpoints, xs, shared, carry_ct, ys_ct`."""
-    fn = Bound("sweep_backward", pull_back, (spec, perturbed, write_gradients))
-    reference = Bound("sweep_backward", _backward_reference, (spec, perturbed))
-    return Rule.of(fn, reference, *args)(*args)
+    both = (Bound("sweep_backward", run, (spec, perturbed)) for run in (pull_back, _backward_reference))
+    return Rule(*both, *args)(*args)

@@ -25,6 +25,8 @@ from .gradient import (
     LeafVisitor,
     Perturbed,
     pick,
+    write_gradients,
+    write_tangents,
     zero_gradients,
 )
 from .kinds import Kind
@@ -36,25 +38,17 @@ from .store import Index, apart_from_transfers, empty_stack, read, read_before_w
 def pull_back(
     spec: SweepSpec,
     perturbed: Perturbed,
-    visitor: Callable[..., tuple[Carry, PyTree]],
     checkpoints: Checkpoints,
     xs: OfKinds,
     shared: OfKinds,
     carry_ct: Carry,
     ys_ct: OfKinds,
 ) -> Arrays:
-    """Sweep back to the cotangents of the perturbed leaves of init, xs and shared, which a visitor writes."""
-    carry_ct, gradients = sweep_back(
-        spec,
-        perturbed,
-        checkpoints,
-        shared,
-        carry_ct,
-        ys_ct,
-        functools.partial(visitor, perturbed),
-        zero_gradients(perturbed, shared, xs),
-        xs_in=lambda state: xs,
-    )
+    """Sweep back to the cotangents of the perturbed leaves of init, xs and shared."""
+    visitor = functools.partial(write_tangents if spec.kinds[0].by_rules else write_gradients, perturbed)
+    state = zero_gradients(perturbed, shared, xs)
+    swept = functools.partial(sweep_back, spec, perturbed, checkpoints, shared, carry_ct, ys_ct)
+    carry_ct, gradients = swept(visitor, state, xs_in=lambda state: xs)
     shared_ct, xs_ct = zip(*gradients, strict=True)
     return jax.tree.leaves((pick(carry_ct, pick(perturbed.init, perturbed.carry)), xs_ct, shared_ct))
 

@@ -238,7 +238,7 @@ def _first_parts(
         x, y_ct = (read([*map(at_least_one, own)], 0) for own in (stacks.layers, of_ys))
         inputs, of_layer = (stacks.shared_ct, sweep._checkpoints.first(), x), (cotangents[0], y_ct)
         pullback = LayerPullback(kind, sweep._types.perturbed)
-        vjp = functools.partial(pullback, *inputs, None, of_layer)
+        vjp = functools.partial(pullback, inputs, [], of_layer)
         example = LeafVisit(index, kind, index, *inputs, of_layer, vjp)
         new = jax.eval_shape(lambda example=example: visit(example, (nothing, state))[1][0])
         layers, layer_state, split_ct, shared_ct = jax.tree.map(

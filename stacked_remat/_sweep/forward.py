@@ -63,7 +63,7 @@ def _forward_step(
             (carry, ys, residuals, ahead), own = state, shared[kind.number]
             x = spec.inputs(kind, xs, row, fetched)
             if pullbacks:
-                (carry, y), new = pullbacks[kind.number].save(own, carry, x)
+                (carry, y), new = pullbacks[kind.number].save((own, carry, x))
                 residuals = kind.write(residuals, spec.entry(kind, number, 0), new)
             else:
                 carry, y = kind.evaluated.layer(own, carry, x)

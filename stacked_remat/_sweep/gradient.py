@@ -25,7 +25,7 @@ from .slots import Arrays, Carry, Mask
 from .store import Index, write, zeros_like
 
 Checkpoint: TypeAlias = Callable[[Callable], Callable]
-Inputs: TypeAlias = tuple[Mask, Mask, Mask]  # which leaves of a layer's `shared`, `carry` and `x`
+LayerInputs: TypeAlias = tuple[Arrays, Carry, Arrays]  # `shared`, `carry`, `x`
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Perturbed:
         """The leaves of what a sweep returns, `(carry, ys)`."""
         return tuple(jax.tree.leaves((self.carry, self.ys)))
 
-    def of_layer(self, kind: Kind) -> Inputs:
+    def of_layer(self, kind: Kind) -> tuple[Mask, Mask, Mask]:
         """The leaves of the inputs of one layer."""
         return self.shared[kind.number], self.carry, self.xs[kind.number]
 
@@ -78,9 +78,9 @@ class LayerPullback:
     residuals: Residuals | None = None
 
     def _linearize(
-        self, shared: Arrays, carry: Carry, x: Arrays, checkpoint: Checkpoint = lambda run: run
+        self, inputs: LayerInputs, checkpoint: Checkpoint = lambda run: run
     ) -> tuple[tuple[Carry, Arrays], Any]:
-        every, inputs = (shared, carry, x), self.perturbed.of_layer(self.kind)
+        masks = self.perturbed.of_layer(self.kind)
         outputs = self.perturbed.carry, self.perturbed.ys[self.kind.number]
 
         def run(*every: Arrays) -> tuple[tuple[Arrays, ...], tuple[Carry, Arrays]]:
@@ -88,35 +88,28 @@ class LayerPullback:
             return tuple(map(pick, results, outputs)), results
 
         def differentiated(*parts: Arrays) -> tuple[PyTree, PyTree]:
-            return checkpoint(run)(*map(merge, every, parts, inputs))
+            return checkpoint(run)(*map(merge, inputs, parts, masks))
 
-        _, pullback, results = jax.vjp(differentiated, *map(pick, every, inputs), has_aux=True)
+        _, pullback, results = jax.vjp(differentiated, *map(pick, inputs, masks), has_aux=True)
         return results, pullback
 
-    def save(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[tuple[Carry, Arrays], Arrays]:
+    def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are saved."""
         if self.residuals is None:
-            return self.kind.evaluated.layer(shared, carry, x), []
-        constants = self.residuals.constants
-        outputs = eval_jaxpr(self.residuals.forward, (), *constants, *shared, *carry, *x)
-        results = len(outputs) - len(self.residuals.is_saved)
-        carry, y = outputs[: len(carry)], outputs[len(carry) : results]
-        return (carry, y), pick(outputs[results:], self.residuals.is_saved)
+            return self.kind.evaluated.layer(*inputs), []
+        outputs = eval_jaxpr(self.residuals.forward, (), *self.residuals.constants, *sum(inputs, []))
+        carries, results = self.kind.carries, len(outputs) - len(self.residuals.is_saved)
+        saved = pick(outputs[results:], self.residuals.is_saved)
+        return (outputs[:carries], outputs[carries:results]), saved
 
     def __call__(
-        self,
-        shared: Arrays,
-        carry: Carry,
-        x: Arrays,
-        saved: Arrays | None,
-        cotangents: tuple[Carry, Arrays],
-        totals: Sequence[PyTree] = (),
-    ) -> tuple[Arrays, Carry, Arrays]:
+        self, inputs: LayerInputs, saved: Arrays, cotangents: PyTree, totals: Sequence[PyTree] = ()
+    ) -> LayerInputs:
         """The cotangents of the perturbed leaves; those of `x` are added to `totals` in place."""
         if self.residuals is None:
-            return self._transposed(self._linearize(shared, carry, x)[1], cotangents, totals)
-        others = eval_jaxpr(self.residuals.rest, (), *self.residuals.constants, *shared, *carry, *x)
-        of_rest, of_saved = iter(others), iter(saved or ())
+            return self._transposed(self._linearize(inputs)[1], cotangents, totals)
+        others = eval_jaxpr(self.residuals.rest, (), *self.residuals.constants, *sum(inputs, []))
+        of_rest, of_saved = iter(others), iter(saved)
         leaves = [next(of_saved if is_ else of_rest) for is_ in self.residuals.is_saved]
         return self._transposed(jax.tree.unflatten(self.residuals.pullback, leaves), cotangents, totals)
 
@@ -135,21 +128,20 @@ class LayerPullback:
         of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
         return of_shared, of_carry, of_x
 
-    def with_residuals(
-        self, shared: Arrays, carry: Sequence[PyTree], x: Arrays, checkpoint: Checkpoint
-    ) -> "LayerPullback":
+    def with_residuals(self, inputs: LayerInputs, checkpoint: Checkpoint) -> "LayerPullback":
         """Save what a checkpoint keeps, but for inputs and what depends on `x` and `shared` alone."""
         structure: list[Any] = []
 
-        def forward(shared: Arrays, carry: Carry, x: Arrays) -> Arrays:
-            results, pullback = self._linearize(shared, carry, x, checkpoint)
+        def forward(*inputs: Any) -> Arrays:
+            results, pullback = self._linearize(inputs, checkpoint)
             leaves, tree = jax.tree.flatten(pullback)
             structure[:] = [tree]
             return [*results[0], *results[1], *leaves]
 
-        jaxpr, constants = without_constants(jax.make_jaxpr(forward)(shared, carry, x))
+        jaxpr, constants = without_constants(jax.make_jaxpr(forward)(*inputs))
         first = len(jaxpr.outvars) - structure[0].num_leaves
-        is_carry = [False] * (len(constants) + len(shared)) + [True] * len(carry) + [False] * len(x)
+        shared, carry, x = map(len, inputs)
+        is_carry = [False] * (len(constants) + shared) + [True] * carry + [False] * x
         depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[first:]
         # Saved casts or transposes of weights would fill a buffer with a segment of weights.
         is_saved = tuple(

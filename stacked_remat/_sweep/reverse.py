@@ -113,25 +113,19 @@ class _Layers:
             x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
             if bottom is None:
                 return kind.evaluated.layer(shared, carry, x)[0], saved
-            (carry, _), new = self.pullbacks[kind.number].save(shared, carry, x)
+            (carry, _), new = self.pullbacks[kind.number].save((shared, carry, x))
             return carry, kind.write(saved, self.spec.entry(kind, number, bottom), new)
 
         return self.spec.at(number, run, loop, parts)
 
     def visit(
-        self,
-        number: Index,
-        bottom: Index,
-        carry: Carry,
-        saved: PyTree,
-        fetched: Arrays,
-        loop: tuple[Carry, PyTree],
+        self, number: Index, bottom: Index, carry: Carry, saved: PyTree, fetched: Arrays, loop: PyTree
     ) -> tuple[Carry, PyTree]:
         """Call the visitor for a layer; `saved` has the residuals of the layers from `bottom` on, if any."""
         spec = self.spec
 
         def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
-            (carry_ct, state), own, given, shared = loop, None, carry, self.shared[kind.number]
+            (carry_ct, state), own, given, shared = loop, [], carry, self.shared[kind.number]
             if saved is not None:
                 own = read(saved[kind.number], spec.entry(kind, number, bottom))
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
@@ -142,8 +136,8 @@ class _Layers:
             is_apart = has_host_arrays(state) and platform() == "cuda"
 
             def vjp(totals: Sequence[PyTree] = ()) -> PyTree:
-                every = shared, given, x, own, cotangents, totals
-                compute = functools.partial(self.pullbacks[kind.number], *every)
+                pullback, inputs = self.pullbacks[kind.number], (shared, given, x)
+                compute = functools.partial(pullback, inputs, own, cotangents, totals)
                 return apart_from_transfers(compute) if is_apart else compute()
 
             leaves = LeafVisit(index, kind, row, shared, given, x, cotangents, vjp)

@@ -180,22 +180,20 @@ class SweepSpec:
                 return pullback
             x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
             # By types alone: the forward and the reverse sweep must find the same residuals.
-            return pullback.with_residuals(shared[kind.number], self.carry_types, x, kept.checkpoint)
+            inputs = shared[kind.number], self.carry_types, x
+            return pullback.with_residuals(inputs, kept.checkpoint)
 
         return [of(kind) for kind in self.kinds]
 
     def room(self, pullbacks: Sequence[LayerPullback], parts: Iterable[range]) -> OfKinds:
         """Buffers of each kind for what its layers save, of one of these ranges of numbers at a time."""
 
-        def most(kind: Kind) -> int:
-            return max(
-                min(1, self.rows(kind)), *(int(self.entry(kind, part.stop, part.start)) for part in parts)
-            )
+        def of(pullback: LayerPullback) -> Arrays:
+            kind, residuals = pullback.kind, pullback.residuals
+            counts = [int(self.entry(kind, part.stop, part.start)) for part in parts]
+            return empty_stack(residuals.types if residuals else [], max(min(1, self.rows(kind)), *counts))
 
-        return [
-            empty_stack(pullback.residuals.types if pullback.residuals else [], most(kind))
-            for kind, pullback in zip(self.kinds, pullbacks, strict=True)
-        ]
+        return [*map(of, pullbacks)]
 
 
 def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:

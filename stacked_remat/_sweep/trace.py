@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray, Tracer
+from jax.core import Tracer
 from jax.extend.core import Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
@@ -45,11 +45,6 @@ class TracedLayer(NamedTuple):
         """The structure of the arrays of an output."""
         return jax.tree.structure(jax.tree.unflatten(self.y_tree, range(self.y_tree.num_leaves))[0])
 
-    @property
-    def carry_types(self) -> list[Any]:
-        """The types of the leaves of the carry."""
-        return [var.aval for var in self.jaxpr.outvars[: self.carry_tree.num_leaves]]
-
 
 class UntracedLayer(NamedTuple):
     """A layer on trees, `body(shared, carry, x) -> (carry, y)`; its trace is kept by `key`."""
@@ -72,8 +67,8 @@ def trace_layers(
             trace = functools.partial(_trace, layer, init)
             found = kept(layer.key, (layer.shared, layer.stacks, init), trace)
             check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
-            leaves = zip(jax.tree.leaves(init), found.carry_types, strict=True)
-            init = jax.tree.unflatten(found.carry_tree, [_as_type(leaf, like) for leaf, like in leaves])
+            leaves = [*map(_as_type, jax.tree.leaves(init), (var.aval for var in found.jaxpr.outvars))]
+            init = jax.tree.unflatten(found.carry_tree, leaves)
             shared = [*found.shared, *layer.shared]
             traced.append(found._replace(init=jax.tree.leaves(init), shared=shared))
         if len(traced) == 1 or _same_types(before, init):
@@ -170,7 +165,7 @@ def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer],
     return found, passed
 
 
-def _as_type(leaf: Array, like: ShapedArray) -> Array:
+def _as_type(leaf: Array, like: Any) -> Array:
     type_ = jax.typeof(leaf)
     same = (type_.dtype, type_.weak_type) == (like.dtype, like.weak_type)
     return varying_as(leaf if same else lax.convert_element_type(leaf, like.dtype), like)

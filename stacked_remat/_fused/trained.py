@@ -13,7 +13,7 @@ from haliax.util import is_named_array
 from jaxtyping import DTypeLike
 
 from .._activity import active_variables
-from .._messages import axes_text, shortened
+from .._messages import shortened
 from .._scan.checks import describe
 from .._scan.marks import is_split, raw_array
 from .._stacked import Stacked, StackedKinds, layer_types
@@ -61,11 +61,11 @@ class Trained:
             model, is_leaf=lambda node: isinstance(node, StackedKinds)
         )
         trained = eqx.filter(model, trainable)
-        pairs = enumerate(zip(paths_and_nodes, structure.flatten_up_to(trained), strict=True))
+        own = structure.flatten_up_to(trained)
         names = {
             i: f"model{jtu.keystr(path)}"
-            for i, ((path, node), own) in pairs
-            if isinstance(node, StackedKinds) and jax.tree.leaves(own)
+            for i, (path, node) in enumerate(paths_and_nodes)
+            if isinstance(node, StackedKinds) and jax.tree.leaves(own[i])
         }
         found = Trained(model, trained, structure, names)
         found._check()
@@ -83,16 +83,14 @@ class Trained:
                     f"model{jtu.keystr(path)} can't be trained: {leaf!r} is not a floating-point array. "
                     "Leave it out of trainable."
                 )
-        for own in self.layers:
-            trained = masked(own.stack.stacked, own.mask)
-            for path, leaf in jtu.tree_leaves_with_path(trained, is_leaf=is_named_array):
-                if raw_array(leaf) is not None and not is_split(leaf, own.stack.Layers):
-                    at = f".stacks[{own.kind!r}]" if own.kind else ""
-                    shape = axes_text(leaf.axes) if is_named_array(leaf) else describe(leaf)
+        nodes = self.nodes(self.trained)
+        for i, name in self.names.items():
+            for path, leaf in jtu.tree_leaves_with_path(nodes[i], is_leaf=is_named_array):
+                if raw_array(leaf) is not None and not is_split(leaf, nodes[i].Layers):
                     raise ValueError(
-                        f"{self.names[own.node]}{at}.stacked{jtu.keystr(path)} ({shape}) is shared by all "
-                        "layers, so a fused update cannot update it with one of them. Give it the layers' "
-                        "axis, keep it outside of the stack, or leave it out of trainable."
+                        f"{name}{jtu.keystr(path)} ({describe(leaf)}) is shared by all layers, so a fused "
+                        "update cannot update it with one of them. Give it the layers' axis, keep it outside "
+                        "of the stack, or leave it out of trainable."
                     )
 
     def nodes(self, tree: PyTree) -> list[PyTree]:

@@ -63,11 +63,6 @@ class Residuals(NamedTuple):
     is_saved: Mask
     types: list[ShapedArray]
 
-    @property
-    def on_host(self) -> bool:
-        """Whether some of what is saved is in host memory."""
-        return any(type_.memory_space == jax.memory.Space.Host for type_ in self.types)
-
 
 @dataclass(frozen=True)
 class LayerPullback:

@@ -82,7 +82,3 @@ class Pattern:
     def rows(self) -> np.ndarray:
         """The place of each layer in the stacks of its kind."""
         return self.before[np.arange(len(self.kinds)), [*self.kinds]]
-
-    def reversed(self) -> "Pattern":
-        """The same layers from the last to the first."""
-        return replace(self, kinds=self.kinds[::-1])

@@ -160,7 +160,8 @@ def _visit_scheduled(
     layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: PyTree, schedule: Schedule
 ) -> tuple[Carry, PyTree]:
     boundaries, residuals = checkpoints.boundaries, [each.residuals for each in layers.pullbacks]
-    if any(kept and kept.on_host for kept in residuals):
+    types = [type_ for kept in residuals if kept for type_ in kept.types]
+    if any(type_.memory_space == jax.memory.Space.Host for type_ in types):
         raise ValueError(
             "With layers that are cut, save_block_internals keeps internals on the device while a segment is "
             "replayed, and here some are moved to the host: by a policy of JAX that offloads, or by a fold "

@@ -16,7 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._activity import has_rules, is_differentiable
 from .._compat import HiPrim, canonical, named_axes
 from .._static import PyTree, Static
-from .gradient import merge, pick
+from .gradient import merge, pick, scatter_leaves
 from .slots import Arrays, Mask
 
 
@@ -125,8 +125,7 @@ class Differentiable(HiPrim):
     def pull_back(self, nonzero: Mask, primals: PyTree, cotangents: PyTree, sums: PyTree) -> None:
         """Add the cotangents of the inputs in the mask to `sums`."""
         _, residuals, *_ = self.vjp_fwd(self.in_tree.unflatten(nonzero), *primals)
-        every = merge([_Ignored()] * len(nonzero), sums, nonzero)
-        self.vjp_bwd(residuals, cotangents, *self.in_tree.unflatten(every))
+        self.vjp_bwd(residuals, cotangents, *self.in_tree.unflatten(scatter_leaves(sums, nonzero)))
 
     def _tangents(self, primals: PyTree, given: Sequence[PyTree], zeros: Sequence[PyTree]) -> PyTree:
         nonzero = self._nonzero([not is_zero(tangent) for tangent in given])
@@ -212,11 +211,6 @@ class Linear(Differentiable):
         if not_mapped(self, axis, dims):
             return self(*args), [None] * len(self.out_aval)
         return mapped(self.expand, axis, dims)(*args), [0] * len(self.out_aval)
-
-
-class _Ignored:
-    def accum(self, _: Any) -> None:
-        pass
 
 
 def not_mapped(primitive: Any, axis: Any, dims: PyTree) -> bool:

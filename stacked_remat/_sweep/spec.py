@@ -92,7 +92,7 @@ class SweepSpec:
     @functools.cached_property
     def _order(self) -> Pattern:
         assert self.pattern is not None
-        return self.pattern.reversed() if self.reverse else self.pattern
+        return replace(self.pattern, kinds=self.pattern.kinds[:: -1 if self.reverse else 1])
 
     def entry(self, kind: Kind, number: Index, first: Index) -> Any:
         """How many layers of this kind have numbers from `first` to before `number`."""

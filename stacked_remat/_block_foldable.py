@@ -11,6 +11,7 @@ from typing import (
     ClassVar,
     Concatenate,
     Generic,
+    Never,
     ParamSpec,
     Protocol,
     Self,
@@ -26,7 +27,7 @@ from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
-from ._scan.arguments import Caller, argument_namer, parameters_of, warn_of_ambiguous
+from ._scan.arguments import Caller, argument_namer, signature_of, warn_of_ambiguous
 from ._scan.checks import axis_or_name, describe, layers_axis
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
@@ -63,10 +64,6 @@ class PolicyOptions(TypedDict, total=False):
     gradient_checkpointing: ScanCheckpointSpec | None
 
 
-class AnyLayers(eqx.Module):
-    """No layers: for type checkers, a stack of these is a class that does not say what its layers are."""
-
-
 class _InitStacked(Protocol):
     @overload
     def __call__(
@@ -86,13 +83,16 @@ class _InitBlockSeq(Protocol):
 
 
 class InitOf:
-    """For type checkers: `init` of a class of layers, and of a subclass, `class Tower(Stacked[Block])`."""
+    """For type checkers: `init` of a class of layers, and of a subclass, `class Tower(Stacked[Block])`.
+
+    A stack of `Never` is a class that does not say what its layers are.
+    """
 
     @overload
-    def __get__(self, layers: object, cls: "type[Stacked[AnyLayers]]") -> _InitStacked: ...
+    def __get__(self, layers: object, cls: "type[Stacked[Never]]") -> _InitStacked: ...
 
     @overload
-    def __get__(self, layers: object, cls: "type[BlockSeq[AnyLayers]]") -> _InitBlockSeq: ...
+    def __get__(self, layers: object, cls: "type[BlockSeq[Never]]") -> _InitBlockSeq: ...
 
     @overload
     def __get__(self, layers: object, cls: type[S]) -> Callable[..., Callable[..., S]]: ...
@@ -350,7 +350,7 @@ def loop_over(
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
     given = {name for name, value in {"remat": remat, **options}.items() if value is not None}
     for kind in {type(block) for block in layers._kinds} if fn is None else ():
-        for name in sorted(given & {*parameters_of(kind.__call__)}):
+        for name in sorted(given & {*signature_of(kind.__call__).parameters}):
             via = f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x, {name}=...), {name}=...)(x)"
             raise TypeError(
                 f"{name}= may be for {method} or for {kind.__name__}.__call__, which has a parameter "

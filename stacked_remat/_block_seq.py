@@ -109,13 +109,11 @@ class BlockSeq(BlockFoldable[M]):
             (_, *args), kwargs = for_layer(arguments, block)
             return [block, *args], kwargs
 
-        def array(
-            leaf: Any,
-        ) -> Any:  # of the arguments: blocks keep their NumPy arrays, by which they may decide
-            return jnp.asarray(leaf) if is_array(leaf) else leaf
-
-        part_of = layer_getter(jax.tree.map(array, ((None, *args), kwargs)), self.Layers, caller)
-        inputs = [(block, for_layer(part_of(i), block)) for i, block in enumerate(self.blocks)]
+        # Blocks keep their NumPy arrays, by which they may decide.
+        arrays, rest = eqx.partition(((None, *args), kwargs), is_array)
+        arguments = eqx.combine(jax.tree.map(jnp.asarray, arrays), rest)
+        layer = layer_getter(arguments, self.Layers, caller)
+        inputs = [(block, for_layer(layer(i), block)) for i, block in enumerate(self.blocks)]
         carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
         return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
 

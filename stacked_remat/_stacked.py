@@ -25,8 +25,8 @@ from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
-from ._scan.marks import applied, changed, check_unmarked, is_array, per_kind, stored
-from ._scan.stacking import name_stacked, stack_layers, take_layers
+from ._scan.marks import applied, changed, check_unmarked, is_array, is_named, is_split, per_kind, stored
+from ._scan.stacking import name_stacked, stack_layers, take_rows
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack, sweep_forward
 from ._state_dict import layers_from_state_dict, stack_as
@@ -88,10 +88,8 @@ class StackedKinds(BlockFoldable[M]):
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
-        arguments, template = (
-            ((self._blocks(stored), *args), kwargs),
-            eqx.filter(self, is_array, inverse=True),
-        )
+        arguments = (self._blocks(stored), *args), kwargs
+        template = eqx.filter(self, is_array, inverse=True)
         return sweep_forward(loop, init, arguments, lambda blocks: template._with_blocks(blocks))
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
@@ -147,10 +145,6 @@ class StackedKinds(BlockFoldable[M]):
         """`fn` of each kind, as an argument of a loop."""
         found = {name: fn(name, stack) for name, stack in self._stacks.items()}
         return per_kind(found) if self._pattern else found[""]
-
-    def _by_kind(self, found: PyTree) -> dict[str, Any]:
-        """What an argument, or a result, has of each kind."""
-        return found.values if self._pattern else {"": found}
 
     @property
     def _kinds(self) -> list[M]:
@@ -285,8 +279,12 @@ class Stacked(StackedKinds[M]):
 
     def _at(self, rows: Sequence[int]) -> Self:
         check_stacked(self.stacked, self.Layers, Caller(type(self).__name__, name_in_stack))
-        stacked, Layers = take_layers(self.stacked, self.Layers, rows)
-        return changed(self, stacked=stacked, Layers=Layers)
+
+        def take(leaf: Any) -> Any:
+            return take_rows(leaf, self.Layers, rows) if is_split(leaf, self.Layers) else leaf
+
+        stacked = jtu.tree_map(take, self.stacked, is_leaf=is_named)
+        return changed(self, stacked=stacked, Layers=self.Layers.resize(len(rows)))
 
     @property
     def _stacks(self) -> dict[str, Any]:

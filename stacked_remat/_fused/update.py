@@ -237,9 +237,10 @@ class _Layers:
         visitor = functools.partial(self._visit, norm, updates)
         result = self.sweep_back(self.cotangent, visitor, jnp.zeros(()), given)
         if updates:
-            after, self.stacks = self.stacks._by_kind(result.layer_state), result.layers
+            self.stacks = result.layers
             for kind, (own, state) in self.kinds.items():
-                self.kinds[kind] = own, jax.tree.unflatten(jax.tree.structure(state), after[kind])
+                after = _of_kind(result.layer_state, kind)
+                self.kinds[kind] = own, jax.tree.unflatten(jax.tree.structure(state), after)
         return result
 
     def _visit(self, norm: Any, updates: bool, visit: LayerVisit, squares: Any) -> LayerResult:
@@ -266,11 +267,11 @@ class _Layers:
         return result._replace(layer=layer, layer_state=jax.tree.leaves(after))
 
 
-def _of_kind(masks: PyTree, kind: str) -> PyTree:
-    """The part of a mask of the arguments of all layers that is for those of one kind."""
+def _of_kind(tree: PyTree, kind: str) -> PyTree:
+    """The part of a tree for all layers that is for those of one kind."""
     return jax.tree.map(
         lambda node: node.values[kind] if kind and isinstance(node, PerKind) else node,
-        masks,
+        tree,
         is_leaf=lambda node: isinstance(node, PerKind),
     )
 

@@ -38,7 +38,7 @@ def argument_namer(fn: Callable, skip: int, first: tuple[str, ...] = ()) -> Call
 
     @functools.cache
     def parameters() -> tuple[list[str], str]:
-        own = [*parameters_of(fn).values()][skip:]
+        own = [*signature_of(fn).parameters.values()][skip:]
         named = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return [*first, *named], next((p.name for p in own if p.kind is p.VAR_POSITIONAL), "args")
 
@@ -59,10 +59,7 @@ def signature_error(
     fn: Callable, what: str, first: Sequence[str], given: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
     """What is wrong with the signature of `fn` for a call that begins with `first`; None if nothing."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return None
+    signature = signature_of(fn)
     try:
         signature.bind(*given, **kwargs)
     except TypeError as error:
@@ -70,12 +67,12 @@ def signature_error(
         return f"{what} calls {name}({', '.join([*first, '...'])}); its signature is {signature}: {error}."
 
 
-def parameters_of(fn: Callable) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name; none for a builtin without a signature."""
+def signature_of(fn: Callable) -> inspect.Signature:
+    """The signature of a function; one that takes anything for a builtin without a signature."""
     try:
-        return inspect.signature(fn).parameters
+        return inspect.signature(fn)
     except (TypeError, ValueError):
-        return {}
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def resolve_axis(axis: AxisSelector, split: Sequence[Entry], what: str) -> Axis:

@@ -25,10 +25,10 @@ def _nodes(tree: PyTree, kind: type[N]) -> list[N]:
 
 
 def _map_nodes(fn: Callable[[Any], Any], tree: T, kind: type) -> T:
-    def is_node(node: PyTree) -> bool:
-        return isinstance(node, kind)
+    def mapped(node: PyTree) -> PyTree:
+        return fn(node) if isinstance(node, kind) else node
 
-    return jtu.tree_map(lambda node: fn(node) if is_node(node) else node, tree, is_leaf=is_node)
+    return jtu.tree_map(mapped, tree, is_leaf=lambda node: isinstance(node, kind))
 
 
 def _markers(module: PyTree) -> list[Any]:

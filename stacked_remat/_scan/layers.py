@@ -136,7 +136,7 @@ def scan_unrolled(
         outputs = []
         for part in parts:
             if isinstance(part, int):
-                carry, y = layer(carry, inputs[count + part])
+                carry, y = (first if part < 0 else layer)(carry, inputs[count + part])
                 outputs.append(y)
             else:
                 carry, ys = _checkpoint_segment(functools.partial(run, part), remat, axis)(carry)
@@ -144,12 +144,9 @@ def scan_unrolled(
         return carry, outputs
 
     with jax.named_scope(f"scan({axis.name})"):
-        carry, of_first = init, []
-        for given in inputs[:count]:
-            carry, y = first(carry, given)
-            of_first.append(y)
-        carry, outputs = _replayed_whole(functools.partial(run, parts), remat)(carry)
-    return carry, [*of_first, *outputs][::backwards]
+        every = functools.partial(run, [*range(-count, 0), *parts])
+        carry, outputs = _replayed_whole(every, remat)(init)
+    return carry, outputs[::backwards]
 
 
 def _without_jit() -> bool:

@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 from .._messages import axes_text
 from .._static import PyTree
 from .checks import difference, form, text
-from .marks import NUMBER, is_array, is_named, is_split, leaf_size, raw_array, with_axes
+from .marks import NUMBER, is_array, is_named, leaf_size, raw_array, with_axes
 
 T = TypeVar("T")
 
@@ -29,15 +29,6 @@ def name_stacked(tree: T, axis: Axis, what: str) -> T:
         return NamedArray(leaf.array, (axis, *leaf.axes))
 
     return jtu.tree_map_with_path(named, tree, is_leaf=is_named)
-
-
-def take_layers(tree: T, axis: Axis, rows: Sequence[int]) -> tuple[T, Axis]:
-    """Some of the layers of a stacked tree, and the axis that they have. What is shared stays as it is."""
-
-    def take(leaf: Any) -> Any:
-        return take_rows(leaf, axis, rows) if is_split(leaf, axis) else leaf
-
-    return jtu.tree_map(take, tree, is_leaf=is_named), axis.resize(len(rows))
 
 
 def take_rows(leaf: Any, axis: Axis, rows: Sequence[int]) -> Any:

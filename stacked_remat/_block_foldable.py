@@ -107,7 +107,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     some, and `for block in blocks` goes through all.
 
     Attributes:
-        Layers: the axis of the layers.
+        Layers: the axis of the layers; a constructor takes their number too.
         remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
     """
 
@@ -417,7 +417,6 @@ def axis_of_modules(layers: Any, Layers: Any, what: str) -> Axis:
 
 
 def check_module(value: Any, where: str) -> None:
-    """Refuse what is no module of Equinox."""
     if not isinstance(value, eqx.Module):
         got = f"the class {value.__name__}" if isinstance(value, type) else describe(value)
         raise TypeError(f"{where} is {got}. Let it be an eqx.Module.")

@@ -32,8 +32,6 @@ class BlockSeq(BlockFoldable[M]):
 
     Attributes:
         blocks: the layers.
-        Layers: the axis of the layers, or their number.
-        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
         TypeError: for what is no axis, and for a block that is not an `eqx.Module`.
@@ -80,9 +78,8 @@ class BlockSeq(BlockFoldable[M]):
         if isinstance(layers, eqx.nn.Sequential):
             blocks = [eqx.nn.Sequential([layer]) for layer in layers]
         elif isinstance(layers, Sequence):
-            is_module = [isinstance(each, eqx.Module | type) or not callable(each) for each in layers]
-            pairs = zip(layers, is_module, strict=True)
-            blocks = [each if is_ else Lambda(each) for each, is_ in pairs]
+            as_it_is = eqx.Module | type
+            blocks = [Lambda(x) if callable(x) and not isinstance(x, as_it_is) else x for x in layers]
         make: Any = cls
         return make(blocks, axis_of_modules(blocks, Layers, f"{cls.__name__}.of"), remat)
 

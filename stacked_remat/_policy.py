@@ -136,10 +136,6 @@ class ScanCheckpointPolicy:
         return self.nested is not False or self.max_carries is not None
 
     @property
-    def offloads(self) -> bool:
-        return self.save_carries == OFFLOAD or bool(self.offload_block_internals)
-
-    @property
     def saves_everything(self) -> bool:
         """Whether nothing inside a layer is recomputed."""
         return self.save_block_internals is True
@@ -172,7 +168,7 @@ class ScanCheckpointPolicy:
         if self.nested is not True:
             return equal(length, self.nested)
         if self.save_carries == OFFLOAD:  # boundaries take no slots on the device
-            return equal(length, math.isqrt(length - 1) + 1 if length > 1 else 1)
+            return equal(length, math.isqrt(length - 1) + 1)
         return shrinking(length)
 
 

@@ -193,8 +193,6 @@ class Stacked(StackedKinds[M]):
     Attributes:
         stacked: the block, its named arrays with the axis `Layers` in front, its plain arrays with it as
             first dimension.
-        Layers: the axis of the layers, or their number.
-        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
         TypeError: for what is no axis, and for a block that is not an `eqx.Module`.

@@ -37,8 +37,6 @@ class StackedPattern(StackedKinds[M]):
     Attributes:
         stacks: for each kind a `Stacked` of its layers, in order; its own policy is not used.
         pattern: the kind of each layer.
-        Layers: the axis of all layers, or their number.
-        remat: the checkpoint policy of `fold` and `scan`, unless the call gives another.
 
     Raises:
         TypeError: for what is no axis, a dict of `Stacked` or a sequence of names.

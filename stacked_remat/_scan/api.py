@@ -15,6 +15,8 @@ from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
 from .._static import PyTree
+from .arguments import Caller, argument_namer
+from .checks import describe
 from .layers import Loop, scan_layers
 from .marks import IsScanned, check_unmarked, is_array, is_named, is_named_or_shaped_array, per_layer
 from .step import Call, Until, Verb
@@ -82,7 +84,12 @@ def scan(
 def _looped(
     verb: Verb, f: Callable, axis: Any, remat: ScanCheckpointSpec, until: Until | None = None, **options: Any
 ) -> Callable[..., Any]:
-    loop = Loop.of(Call.of(verb, f, until), axis, remat, **options)
+    if not callable(f):
+        raise TypeError(f"{verb} takes a function first; got {describe(f)}.")
+    if not (until is None or callable(until)):
+        raise TypeError(f"until is a function of the carry that returns one bool; got {describe(until)}.")
+    caller = Caller(verb, argument_namer(f, skip=0 if verb == "map" else 1))
+    loop = Loop.of(Call(caller, verb, f, f, until=until), axis, remat, **options)
 
     def run(init: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_unmarked(init)
@@ -117,8 +124,6 @@ def lax_scan(
     Raises:
         ValueError: there is neither an array in `xs` nor a `length`, or they disagree; and as `scan`.
         TypeError: `length` is no integer.
-
-    Cost: as `scan`.
     """
     leaves = jax.tree.leaves(xs, is_leaf=is_named)
     if length is None and not any(is_array(leaf) for leaf in leaves):

@@ -56,7 +56,6 @@ class TreeLayout:
     leaves: tuple[Leaf, ...]
 
     def of_kind(self, kind: Literal["split", "shared"]) -> list[Leaf]:
-        """The leaves that are split, or shared."""
         return [leaf for leaf in self.leaves if leaf.kind == kind]
 
     @property

@@ -106,11 +106,9 @@ def part_of(state: State, module: PyTree, what: str, *, whole: Collection[Any] =
             f"{what} was given a State without {absent[0]!r}, which its layers use. Pass the one that "
             "eqx.nn.make_with_state returns with this model."
         )
-
-    def marked(marker: Any) -> Marked:
-        return Marked(entries[marker], "shared" if marker in whole else "per_layer")
-
-    return _state_of({marker: marked(marker) for marker in _markers(module)})
+    return _state_of(
+        {own: Marked(entries[own], "shared" if own in whole else "per_layer") for own in _markers(module)}
+    )
 
 
 def of_one_layer(modules: Sequence[PyTree]) -> set[Any]:

@@ -91,8 +91,8 @@ class Loop:
         given = {name: option for name, option in options.items() if option is not None}
         return cls(call, axis_or_name(axis, call.caller.what), resolve_policy(remat), pattern, **given)
 
-    def split(self, arguments: PyTree) -> tuple[list[Layers], Join]:
-        """The layers of each kind with their parts of the arguments, as `split_kinds` gives them."""
+    def split(self, arguments: PyTree) -> tuple[list[Layers], Join, Axis]:
+        """The layers of each kind with their parts of the arguments, as of `split_kinds`, and their axis."""
         caller = self.call.caller
         split, join = split_kinds(arguments, self.axis, self.pattern, caller, self.is_scanned)
         names = (None,) if self.pattern is None else self.pattern.names
@@ -100,11 +100,7 @@ class Loop:
         for (layout, *arrays), name in zip(split, names, strict=True):
             arrays, shared = jax.tree.map(jnp.asarray, arrays)
             kinds.append(Layers(self.call, layout, arrays, on_device(shared), name))
-        return kinds, join
-
-    def axis_of(self, kinds: Sequence[Layers]) -> Axis:
-        """The axis of all layers, with its size."""
-        return self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
+        return kinds, join, self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
 
     def outputs(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """The outputs of each kind by name, or of the only one."""
@@ -159,11 +155,11 @@ def _carry_name(axis: Axis) -> str:
 
 def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
     """Run a loop from a first carry; returns the last carry, and the outputs."""
-    kinds, _ = loop.split(arguments)
-    axis, call, pattern = loop.axis_of(kinds), loop.call, loop.pattern
+    kinds, _, axis = loop.split(arguments)
+    call, pattern = loop.call, loop.pattern
     if _without_jit():
         if all(kind.layout.axis.size for kind in kinds):
-            return _scan_kinds_unrolled(loop, kinds, call.first(init))
+            return _scan_kinds_unrolled(loop, kinds, axis, call.first(init))
         with jax.disable_jit(False):  # only a traced layer tells the types of outputs that there are none of
             return scan_layers(loop, init, arguments)
     init, remat, plain = call.first(init), loop.policy.for_layers(axis.size), None
@@ -203,7 +199,7 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
 
 def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyTree]:
     """Map the layers of a loop over its arguments, as `scan_layers` runs them; costs the memory of all."""
-    kinds, _ = loop.split(arguments)
+    kinds, _, _ = loop.split(arguments)
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return numbers_to_arrays(loop.call.applied(init, args, kwargs))
@@ -227,9 +223,10 @@ def _checkpointed(remat: Remat, carry_name: str, is_rolled: bool, layer: Callabl
     return jax.checkpoint(named, policy=remat.layer_policy(carry_name), prevent_cse=prevent_cse)
 
 
-def _scan_kinds_unrolled(loop: Loop, kinds: Sequence[Layers], init: PyTree) -> tuple[PyTree, PyTree]:
+def _scan_kinds_unrolled(
+    loop: Loop, kinds: Sequence[Layers], axis: Axis, init: PyTree
+) -> tuple[PyTree, PyTree]:
     """`scan_layers` without `jax.jit`."""
-    axis = loop.axis_of(kinds)
     pattern = loop.pattern or Pattern((0,) * axis.size, ("",))
     carry, static = eqx.partition(init, eqx.is_array_like)
     untraced = [kind.untraced(static, True, whole=False) for kind in kinds]

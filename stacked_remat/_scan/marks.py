@@ -275,7 +275,6 @@ def changed(module: T, **fields: Any) -> T:
 
 
 def check_unmarked(carry: PyTree) -> None:
-    """Refuse a carry with marks in it."""
     for path, leaf in jtu.tree_flatten_with_path(carry, is_leaf=_is_named_or_marked)[0]:
         if isinstance(leaf, Marked | PerKind):
             raise TypeError(

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .._checkpoint import saving_internals
 from .._messages import shortened
 from .._static import PyTree, Static
-from .arguments import Caller, argument_namer, signature_error
+from .arguments import Caller, signature_error
 from .checks import check_carry, describe
 from .layer_state import carry_and_state
 from .marks import raw_array
@@ -37,16 +37,6 @@ class Call:
     owner: Any
     takes_block: bool = False
     until: Until | None = None
-
-    @classmethod
-    def of(cls, verb: Verb, fn: Callable[..., Any], until: Until | None = None) -> "Call":
-        """The call of a function that is given no block."""
-        if not callable(fn):
-            raise TypeError(f"{verb} takes a function first; got {describe(fn)}.")
-        if not (until is None or callable(until)):
-            raise TypeError(f"until is a function of the carry that returns one bool; got {describe(until)}.")
-        caller = Caller(verb, argument_namer(fn, skip=0 if verb == "map" else 1))
-        return cls(caller, verb, fn, fn, until=until)
 
     def applied(self, carry: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """What the function returns; a `TypeError` that shows its signature where that is another."""
@@ -93,11 +83,8 @@ class Call:
         return carry if self.until is None else carry[1]
 
 
-Unpack: TypeAlias = Callable[[Any, Any], tuple[Sequence[PyTree], dict[str, PyTree]]]
-
-
 def array_step(
-    call: Call, static: PyTree, names: Names, unpack: Unpack
+    call: Call, static: PyTree, names: Names, unpack: Callable[..., Any]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, tuple[PyTree, Static]]]:
     """A step on arrays, `(shared, carry, inputs) -> (carry, y)`, with the name of the user's function.
 

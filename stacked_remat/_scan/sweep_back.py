@@ -336,8 +336,7 @@ def sweep_forward(
 
     `with_layers` puts layers of that form into the result of the reverse sweep.
     """
-    kinds, join = loop.split(arguments)
-    axis = loop.axis_of(kinds)
+    kinds, join, axis = loop.split(arguments)
     remat = loop.policy.for_layers(axis.size)
     if remat.carries is None:
         raise ValueError(

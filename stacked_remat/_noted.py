@@ -11,34 +11,25 @@ from ._static import PyTree
 DERIVATIVE_OF_RESULT = "derivative of result"
 """The rule of a function whose `jax.custom_vjp`s are only a cheaper way to the derivative of its result."""
 
-_PREFIX = "stacked_remat_noted_"
-
 
 @dataclass(eq=False)  # a context of jax.jit must have a hash
 class Notes:
-    """The calls that one trace noted: their rules and types, by the name of the call's equation.
+    """The calls that one trace noted: their rules and types, by the name of the call's equation."""
 
-    `instead` makes what is called in the place of the noted functions, which then have no rules.
-    """
-
-    instead: Callable[[Callable], Callable] | None = None
-    rules: dict[str, Any] = field(default_factory=dict)
-    types: dict[str, list[Any]] = field(default_factory=dict)
+    calls: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict)
 
     def rule_of(self, equation: Any) -> Any:
         """The rule of an equation, None where it is of no noted call.
 
         What `jax.grad` and `jax.vmap` make of a call has its name and other arrays.
         """
-        name = equation.params.get("name")
-        rule = self.rules.get(name) if isinstance(name, str) else None
-        is_call = rule == DERIVATIVE_OF_RESULT or self.types.get(name) == _types(
-            [*equation.invars, *equation.outvars]
-        )
+        rule, types = self.calls.get(str(equation.params.get("name")), (None, []))
+        is_call = rule == DERIVATIVE_OF_RESULT or types == _types([*equation.invars, *equation.outvars])
         return rule if is_call else None
 
 
-noting = jax.make_user_context(default_value=None)  # `with noting(notes):` notes the calls of a trace
+# `with noting(notes):` notes the calls of a trace; with a function of functions, it makes what is called.
+noting = jax.make_user_context(default_value=None)
 
 
 def is_noting() -> bool:
@@ -53,18 +44,18 @@ def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callabl
     notes = noting.value
     if notes is None:
         return otherwise or fn
-    if notes.instead is not None:
-        return notes.instead(fn)
+    if not isinstance(notes, Notes):
+        return notes(fn)
 
     def call(*args: PyTree) -> PyTree:
         return fn(*args)
 
-    name = call.__name__ = f"{_PREFIX}{len(notes.rules)}"
-    notes.rules[name] = rule
+    name = call.__name__ = f"stacked_remat_noted_{len(notes.calls)}"
+    notes.calls[name] = rule, []
 
     def noting_types(*args: PyTree) -> PyTree:
         found = jax.jit(call)(*args)
-        notes.types[name] = _types(jax.tree.leaves((args, found)))
+        notes.calls[name] = rule, _types(jax.tree.leaves((args, found)))
         return found
 
     return noting_types

@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 from jax.core import eval_jaxpr
 
 from .._messages import axes_text
-from .._noted import Notes, noting
+from .._noted import noting
 from .._scan.marks import is_named, raw_array
 from ._losses import Task
 from ._traced import trace
@@ -27,7 +27,7 @@ def of_losses(task: Task, direction: dict[str, Any]) -> tuple[tuple[Any, Any], A
     def losses(params: Any) -> Any:
         return raw_array(objective.parts(task.returned(params))[0]).astype(jnp.float32)
 
-    with noting(Notes(_without_rules)):
+    with noting(_without_rules):
         _, along = jax.jvp(losses, (params,), (given,))
     return found, gradients, along
 

@@ -21,7 +21,6 @@ import jax._src.config
 import jax._src.core
 import jax._src.cudnn.fused_attention_stablehlo
 import jax._src.distributed
-import jax._src.dtypes
 import jax._src.effects
 import jax._src.interpreters.ad
 import jax._src.interpreters.batching
@@ -194,11 +193,6 @@ def batch_jaxpr(
 def without_constants(closed: Any) -> tuple[Any, list[Any]]:
     """A traced jaxpr whose constants are its first inputs, and these."""
     return jax._src.interpreters.partial_eval.convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
-
-
-def canonical(array: Any) -> Any:
-    """An array of NumPy as JAX keeps it among the constants of a jaxpr."""
-    return jax._src.dtypes.canonicalize_value(array)
 
 
 def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:

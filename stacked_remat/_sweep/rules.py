@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import ShapedArray, eval_jaxpr
+from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import has_rules, is_differentiable
-from .._compat import HiPrim, canonical, named_axes
+from .._compat import HiPrim, named_axes
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .slots import Arrays, Mask
@@ -110,9 +109,8 @@ class Differentiable(HiPrim):
         return self.primal(self._nonzero(self.in_tree.flatten_up_to(nonzero)), primals), primals
 
     def linearized(self, primals: PyTree, *tangents: PyTree) -> PyTree:
-        return self._tangents(
-            primals, self.in_tree.flatten_up_to(tangents), [*map(zero_tangent, self.out_avals_flat)]
-        )
+        zeros = [ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval())) for type_ in self.out_avals_flat]
+        return self._tangents(primals, self.in_tree.flatten_up_to(tangents), zeros)
 
     def transpose(self, cotangents: PyTree, *args: PyTree) -> None:
         """That of a primitive that is linear in some inputs: its reverse mode, from zeros."""
@@ -170,13 +168,6 @@ def of_part(
 
 def as_arrays(cotangents: Sequence[PyTree]) -> Arrays:
     return [jnp.asarray(ad.instantiate_zeros(ct)) for ct in cotangents]
-
-
-def zero_tangent(type_: ShapedArray) -> PyTree:
-    """The zero tangent of an output, as an array."""
-    if is_differentiable(type_.dtype):
-        return ad.instantiate_zeros(ad.Zero(type_.to_tangent_aval()))
-    return canonical(np.zeros(type_.shape, jax.dtypes.float0))
 
 
 class Linear(Differentiable):

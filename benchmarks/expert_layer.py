@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from stacked_remat._placement import platform_of
+from stacked_remat._placement import platform
 from stacked_remat.ops import ExpertLinear, apply_linear, grouped_experts
 
 from .command import Rows, benchmark
@@ -89,7 +89,7 @@ def main(sizes: Sizes = SIZES, backends: tuple[str, ...] = (), rounds: int = 15)
     Raises:
         ArithmeticError: gradients differ from those of rows in blocks of one expert each.
     """
-    of_device = {"cuda": ("tokamax",), "tpu": ("megablox",)}.get(platform_of(jax.local_devices()[0]), ())
+    of_device = {"cuda": ("tokamax",), "tpu": ("megablox",)}.get(platform(), ())
     rng = np.random.default_rng(0)
     leaves, structure = jax.tree.flatten(shapes(sizes))
     keys = jax.random.split(jax.random.key(0), len(leaves))

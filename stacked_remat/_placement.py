@@ -28,11 +28,7 @@ compiled_for = jax.make_user_context(default_value=None)
 
 def platform() -> str:
     """The kind of device that the program being traced is for: `"cpu"`, `"cuda"`, `"tpu"`, ..."""
-    return platform_of(compiled_for.value or jax.default_backend())
-
-
-def platform_of(device: Any) -> str:
-    """The kind of a device, or of a platform given by name, by the name of `platform`."""
+    device = compiled_for.value or jax.default_backend()
     name = getattr(device, "platform", device)
     return "cuda" if name == "gpu" else name
 

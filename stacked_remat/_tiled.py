@@ -193,16 +193,10 @@ def _common_size(caller: _Caller, entries: Sequence[Entry], dims: Sequence[int |
         is_plain = isinstance(caller.axis, int) and is_array(leaf) and leaf.ndim > 0
         if dim is not None:
             sizes[name] = raw_array(leaf).shape[dim]
-        elif rule == "default" and is_unsplit_key(name, leaf):
-            raise ValueError(
-                f"{caller}: {name} is a single random key, from which every tile would draw the same "
-                "numbers. Draw them outside and pass them as an argument that is split, or say that tiles "
-                f"share the key, stacked_remat.shared({name})."
-            )
-        elif rule == "per_layer" or (rule == "default" and is_plain):
+        elif rule == "per_layer" or (rule == "default" and (is_plain or is_unsplit_key(name, leaf))):
             raise ValueError(
                 f"{caller}: {name} has the shape {raw_array(leaf).shape} without it. To give every tile all "
-                f"of it, pass stacked_remat.shared({name})."
+                f"of it (of a random key: the same numbers), pass stacked_remat.shared({name})."
             )
     if not sizes:
         raise ValueError(

@@ -33,12 +33,10 @@ def split(tree: PyTree, prefix: Any, what: str) -> PyTree:
             )
         if not is_node(leaf):
             return nnx.NodeStates.from_split(None, leaf, metadata=axis)
-        graphdef, *states = context.split(
-            leaf, *(axis.filters if isinstance(axis, nnx.StateAxes) else (...,))
-        )
+        by_state = axis if isinstance(axis, nnx.StateAxes) else nnx.StateAxes({...: axis})
+        graphdef, *states = context.split(leaf, *by_state.filters)
         states = jax.tree.map(lambda value: value if hasattr(value, "shape") else jnp.asarray(value), states)
-        axes = tuple(axis.axes) if isinstance(axis, nnx.StateAxes) else (axis,)
-        return nnx.NodeStates.from_split(graphdef, *states, metadata=axes)
+        return nnx.NodeStates.from_split(graphdef, *states, metadata=tuple(by_state.axes))
 
     return nnx.to_tree(tree, prefix=prefix, split_fn=part, map_non_graph_nodes=True, ctxtag=TAG)
 
@@ -80,6 +78,6 @@ def change_metadata(tree: PyTree, change: Callable[..., Any], metadata: Mapping[
             change(state, axis, metadata) if isinstance(axis, int) else state
             for state, axis in zip(part.states, axes, strict=True)
         ]
-        return nnx.NodeStates.from_split(part.graphdef, *states, metadata=axes)
+        return part.replace(states=tuple(states))
 
     return jax.tree.map(changed, tree, is_leaf=_is_part)

@@ -79,14 +79,13 @@ def remat_scan(
         raise ValueError(f"length={length} is negative. Give the number of layers.")
 
     def decorated(f: Callable[..., Any]) -> Callable[..., Any]:
-        if not callable(f):
-            raise TypeError(f"remat_scan takes a function; got a {type(f).__name__}.")
+        signature = inspect.signature(f)
         # Refuses axes that contradict each other, and bound methods.
         nnx_scan(f, in_axes=in_axes, out_axes=out_axes, graph=True, graph_updates=True)
 
         @functools.wraps(f)
         def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            names, given = _positional(f, args, kwargs, in_axes)
+            names, given = _positional(signature, args, kwargs, in_axes)
             run = f if isinstance(out_axes, tuple) else lambda *args: (f(*args),)
             with nnx.update_context(TAG):
                 results = _run(run, names, given, axes, length, options)
@@ -118,10 +117,10 @@ def _replaced(values: tuple[PyTree, ...], index: int, value: PyTree) -> tuple[Py
 
 
 def _positional(
-    f: Callable[..., Any], args: tuple[PyTree, ...], kwargs: Mapping[str, Any], in_axes: Any
+    signature: inspect.Signature, args: tuple[PyTree, ...], kwargs: Mapping[str, Any], in_axes: Any
 ) -> tuple[list[str], tuple[PyTree, ...]]:
     """Names and values of the arguments."""
-    bound = inspect.signature(f).bind(*args, **kwargs)
+    bound = signature.bind(*args, **kwargs)
     entries = (in_axes,) if in_axes is nnx.Carry else in_axes
     if isinstance(entries, tuple) and len(bound.args) < len(entries):
         bound.apply_defaults()
@@ -135,11 +134,9 @@ def _positional(
         is_variadic = bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
         names += [f"{name}[{i}]" for i in range(len(value))] if is_variadic else [name]
     if isinstance(entries, tuple) and len(entries) != len(names):
-        shown = "Carry" if in_axes is nnx.Carry else repr(in_axes)
-        count = "one argument" if len(entries) == 1 else f"{len(entries)} arguments"
         raise ValueError(
-            f"When in_axes={shown}, the function must take exactly {count}; it was given "
-            f"{', '.join(names) or 'none'}. Write a tuple with an entry for each."
+            f"in_axes has {len(entries)} entries, {in_axes!r}, and the function was given "
+            f"{', '.join(names) or 'nothing'}. Write a tuple with one for each."
         )
     return names, bound.args
 

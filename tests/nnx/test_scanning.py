@@ -208,7 +208,7 @@ REFUSED = {
     "axes of one": (
         dict(in_axes=(nnx.Carry,)),
         (X, L),
-        "must take exactly one argument; it was given x, layer",
+        "in_axes has 1 entries.*was given x, layer",
     ),
     "a nested carry": (dict(in_axes=({"a": nnx.Carry}, 0)), (X, L), "Carry must at the top-level"),
     "one carry": (dict(out_axes=(0, 0)), (X, L), "the other must also have Carry"),
@@ -238,13 +238,13 @@ def test_what_is_refused_is_named_with_the_fix(name):
 def test_functions_that_are_refused():
     with pytest.raises(ValueError, match="does not support bound methods"):
         remat_scan(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__)
-    with pytest.raises(TypeError, match="takes a function; got a list"):
+    with pytest.raises(TypeError, match="\\[\\] is not a callable object"):
         remat_scan([])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Unknown remat policy 'nests'"):
         remat_scan(remat="nests")
     with pytest.raises(TypeError, match="can't pass flag by keyword"):
         remat_scan(lambda x, layer, *, flag: (x, layer))(X, L, flag=True)
-    with pytest.raises(ValueError, match="must take exactly one argument; it was given x, layer"):
+    with pytest.raises(ValueError, match="in_axes has 1 entries.*was given x, layer"):
         remat_scan(line, in_axes=nnx.Carry, out_axes=nnx.Carry, length=2)(X, L)
     with pytest.raises(ValueError, match="references must be the same between iterations: carry is another"):
         remat_scan(lambda n, x: (nnx.Variable(n[...] + x), x))(nnx.Variable(jnp.float32(0)), jnp.ones(3))

@@ -119,8 +119,17 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
 
     def moved(name: str, stack: Stacked) -> Stacked:
         def field(path: Any, leaf: Any) -> Any:
-            is_matrix = _is_matrix(f"{name}.stacked{jtu.keystr(path)}", leaf, stack.Layers)
-            return jax.tree.map(_to_host, leaf) if is_matrix and where(raw_array(leaf)) else leaf
+            if not is_split(leaf, stack.Layers):
+                return leaf
+            if is_named(leaf) and leaf.axes[0].name != stack.Layers.name:
+                raise ValueError(
+                    f"{name}.stacked{jtu.keystr(path)} ({axes_text(leaf.axes)}) has its layers not in front, "
+                    "so that a layer can't be moved by itself. Rearrange it: "
+                    f"array.rearrange(({stack.Layers.name!r}, ...))."
+                )
+            array = raw_array(leaf)
+            is_moved = moves_to_host(array.shape[1:], array.dtype) and where(array)
+            return jax.tree.map(_to_host, leaf) if is_moved else leaf
 
         return changed(stack, stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named))
 
@@ -146,19 +155,6 @@ def _to_host(array: Any) -> Any:
             "their compiler knows no host memory. Size one device, or use a TPU target."
         )
     return array.update(sharding=sharding)
-
-
-def _is_matrix(name: str, leaf: Any, Layers: Axis) -> bool:
-    """Whether a field has matrices, one for each layer, which can be moved one by one."""
-    if not is_split(leaf, Layers):
-        return False
-    if is_named(leaf) and leaf.axes[0].name != Layers.name:
-        raise ValueError(
-            f"{name} ({axes_text(leaf.axes)}) has its layers not in front, so that a layer can't be moved by "
-            f"itself. Rearrange it: array.rearrange(({Layers.name!r}, ...))."
-        )
-    array = raw_array(leaf)
-    return moves_to_host(array.shape[1:], array.dtype)
 
 
 def to_device(model: T) -> T:

@@ -70,8 +70,6 @@ Tree: TypeAlias = "int | tuple[Tree, ...]"
 class Schedule:
     """A cut of `length` layers, executed by the sweep; build one with a function of this module.
 
-    `forward`, `runs`, `replays` and `tree` take time for many layers, and are computed when they are read.
-
     Attributes:
         length: number of layers.
         slots: layer inputs held at once, at the most; the one being visited is among them.
@@ -159,8 +157,7 @@ def shrinking(length: int) -> Schedule:
     it fill `j` slots and its own inputs the rest. So `S * (S + 1) / 2 >= length`, about `sqrt(2 * length)`
     carries. This is binomial checkpointing for one replay.
     """
-    slots = (math.isqrt(8 * length + 1) - 1) // 2
-    slots += slots * (slots + 1) // 2 < length
+    slots = (math.isqrt(8 * length - 7) + 1) // 2
     sizes, rest = [], length
     while rest:
         sizes.append(min(slots - len(sizes), rest))

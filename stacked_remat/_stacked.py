@@ -25,7 +25,7 @@ from ._scan.checks import axis_or_name, layers_axis
 from ._scan.layer_axis import layer_getter, split_tree
 from ._scan.layer_state import arrays_in_indices, marked_alike, part_of
 from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
-from ._scan.marks import applied, changed, check_unmarked, is_array, is_named, is_split, per_kind, stored
+from ._scan.marks import Marked, applied, changed, check_unmarked, is_array, is_named, is_split, per_kind
 from ._scan.stacking import name_stacked, stack_layers, take_rows
 from ._scan.step import Verb
 from ._scan.sweep_back import SweepBack, sweep_forward
@@ -88,8 +88,8 @@ class StackedKinds(BlockFoldable[M]):
         loop = loop_over(self, f"{verb}_vjp", verb, **options)
         check_unmarked(init)
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
-        arguments = (self._blocks(stored), *args), kwargs
-        template = eqx.filter(self, is_array, inverse=True)
+        blocks = self._per_kind(lambda _, stack: Marked(stack.stacked, "stored"))
+        arguments, template = ((blocks, *args), kwargs), eqx.filter(self, is_array, inverse=True)
         return sweep_forward(loop, init, arguments, lambda blocks: template._with_blocks(blocks))
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
@@ -127,7 +127,7 @@ class StackedKinds(BlockFoldable[M]):
 
     def _mapped(self, fn: Callable[..., Any], *given: "StackedKinds") -> Self:
         def of_kind(name: str, stack: "Stacked[M]") -> M:
-            blocks = [stored(each._stacks[name].stacked) for each in given]
+            blocks = [Marked(each._stacks[name].stacked, "stored") for each in given]
             return map_layers(fn, *split_tree((blocks, {}), stack.Layers, Caller(fn.__name__)), fn.__name__)
 
         return self._with_blocks(self._per_kind(of_kind))
@@ -150,15 +150,17 @@ class StackedKinds(BlockFoldable[M]):
     def _kinds(self) -> list[M]:
         return [stack.stacked for stack in self._stacks.values()]
 
-    def _blocks(self, how: Callable[[PyTree], PyTree]) -> PyTree:
-        return self._per_kind(lambda _, stack: how(stack.stacked))
-
     def _own_part(self, state: State, what: str) -> PyTree:
         return self._per_kind(lambda _, stack: part_of(state, stack.stacked, what))
 
     def _run(self, loop: Loop, init: PyTree, args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree]:
-        run, how = (layers_at_once, stored) if loop.call.verb == "map" else (scan_layers, applied)
-        return run(loop, init, ((self._blocks(how), *args), kwargs))
+        is_map = loop.call.verb == "map"
+
+        def blocks(_: str, stack: "Stacked[M]") -> Marked:
+            return Marked(stack.stacked, "stored") if is_map else applied(stack.stacked)
+
+        run = layers_at_once if is_map else scan_layers
+        return run(loop, init, ((self._per_kind(blocks), *args), kwargs))
 
 
 def layer_types(stack: "Stacked[M]") -> M:
@@ -166,7 +168,7 @@ def layer_types(stack: "Stacked[M]") -> M:
 
     def first(stack: "Stacked") -> PyTree:
         caller = Caller(type(stack).__name__, name_in_stack)
-        layout, arrays, shared = split_tree(stored(stack.stacked), stack.Layers, caller)
+        layout, arrays, shared = split_tree(Marked(stack.stacked, "stored"), stack.Layers, caller)
         return on_device(layout.layer([at_least_one(array)[0] for array in arrays], shared))
 
     return eqx.filter_eval_shape(first, stack)
@@ -292,7 +294,8 @@ class Stacked(StackedKinds[M]):
         return changed(self, stacked=blocks)
 
     def _layer_getter(self) -> Callable[[Any], M]:
-        return layer_getter(stored(self.stacked), self.Layers, Caller(type(self).__name__, name_in_stack))
+        caller = Caller(type(self).__name__, name_in_stack)
+        return layer_getter(Marked(self.stacked, "stored"), self.Layers, caller)
 
 
 # Haliax's maps of trees, quantization and state dicts go layer by layer through what is such a stack for

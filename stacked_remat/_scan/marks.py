@@ -88,12 +88,7 @@ def applied(blocks: PyTree) -> Marked:
         is_sliced = has_host_arrays(field) or on_several_devices(field) or is_noting()
         return field if is_sliced else Marked(field, "unsliced")
 
-    return stored(map_unsliced(mark, blocks))
-
-
-def stored(blocks: PyTree) -> Marked:
-    """The arrays of a stack among the arguments of a scan."""
-    return Marked(blocks, "stored")
+    return Marked(map_unsliced(mark, blocks), "stored")
 
 
 def shared(x: T) -> T:

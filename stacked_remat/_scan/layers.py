@@ -104,9 +104,7 @@ class Loop:
 
     def outputs(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """The outputs of each kind by name, or of the only one."""
-        if self.pattern is None:
-            return of_kinds[0]
-        return dict(zip(self.pattern.names, of_kinds, strict=True))
+        return dict(zip(self.pattern.names, of_kinds, strict=True)) if self.pattern else of_kinds[0]
 
 
 def scan_unrolled(

@@ -67,8 +67,7 @@ class Call:
                 "scan and scan_vjp take a function (or a block) that returns a pair (carry, output); it "
                 f"returned {describe(result)}. For one that returns only the carry use fold or fold_vjp."
             )
-        carry, y = result
-        return carry, y
+        return result[0], result[1]
 
     def result(self, carry: PyTree, outputs: PyTree) -> PyTree:
         """What a loop of such calls returns."""

@@ -13,14 +13,18 @@ from ._flops import Flops as Flops, count_flops as count_flops
 from ._plan import (
     CANDIDATES as CANDIDATES,
     BudgetError as BudgetError,
-    Comparison as Comparison,
     Plan as Plan,
     compare as compare,
     parse_bytes as parse_bytes,
     plan as plan,
 )
-from ._report import HostBytes as HostBytes, MemoryReport as MemoryReport, TimeBound as TimeBound
-from ._search import Trial as Trial
+from ._report import (
+    Comparison as Comparison,
+    HostBytes as HostBytes,
+    MemoryReport as MemoryReport,
+    TimeBound as TimeBound,
+    Trial as Trial,
+)
 from ._table import readable_bytes as readable_bytes
 from ._targets import (
     TARGETS as TARGETS,

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -29,6 +29,9 @@ from ._compiled_text import Buffer, largest_buffers, sent_bytes
 from ._flops import Flops, count_flops
 from ._report import HostBytes, MemoryReport, TimeBound
 from ._targets import Target, TargetError, find_target, target_of_device
+
+Call: TypeAlias = tuple[Callable[..., Any], Sequence[PyTree], dict[str, PyTree]]
+"""A function, its arguments, and its keyword arguments."""
 
 _KINDS = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
 
@@ -119,17 +122,12 @@ def report(
 
     Cost: tracing and one full compilation; no memory for arguments or results.
     """
-    return trace_call(fn, args, kwargs, target, donate).report(cache)
+    return trace_call((fn, args, kwargs), target, donate).report(cache)
 
 
-def trace_call(
-    fn: Callable[..., Any],
-    args: Sequence[PyTree],
-    kwargs: dict[str, PyTree],
-    target: str | Target,
-    donate: str | Sequence[str],
-) -> TracedCall:
-    """Trace `fn(*args, **kwargs)` as `report` compiles it."""
+def trace_call(call: Call, target: str | Target, donate: str | Sequence[str]) -> TracedCall:
+    """Trace a call as `report` compiles it."""
+    fn, _, _ = call
     if not callable(fn):
         raise TypeError(
             f"report takes a function and then its arguments; got {type(fn).__name__}. plan and compare take "
@@ -140,15 +138,14 @@ def trace_call(
             "report compiles the function that it is given; got one in a jit. Give it the function itself, "
             "and say what is donated: report(fn, *args, donate=...)."
         )
-    target, given = find_target(target), (fn, args, kwargs)
-    mesh = _mesh_of(target, given)
-    placed = _placed(target, mesh, given)
+    target = find_target(target)
+    mesh = _mesh_of(target, call)
+    placed = _placed(target, mesh, call)
     arrays, static = eqx.partition(placed, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    is_made = jax.tree.map(
-        lambda leaf: not target.sizes_host_arguments and _host_memory(leaf) is not None, given
+    to_make, arrays = eqx.partition(
+        arrays, lambda leaf: not target.sizes_host_arguments and bool(_host_memory(leaf))
     )
-    to_make, arrays = eqx.partition(arrays, is_made)
-    donated, kept = eqx.partition(arrays, _donated_of(fn, args, kwargs, donate))
+    donated, kept = eqx.partition(arrays, _donated_of(call, donate))
     shapes, structure = jax.tree.flatten(to_make)
 
     def run(donated: PyTree, kept: PyTree) -> PyTree:
@@ -169,7 +166,7 @@ def trace_call(
     return TracedCall(target, mesh.size, traced, flops + Flops(bytes_to_host=-of_made))
 
 
-def _mesh_of(target: Target, call: PyTree) -> Mesh:
+def _mesh_of(target: Target, call: Call) -> Mesh:
     """The mesh that a call's arguments lie on, of the target's devices; without axes for one device."""
     meshes = {}
     for leaf in jax.tree.leaves(call):
@@ -189,7 +186,7 @@ def _mesh_of(target: Target, call: PyTree) -> Mesh:
     return Mesh(np.asarray(target.devices()[0], dtype=object), ())
 
 
-def _placed(target: Target, mesh: Mesh, call: PyTree) -> PyTree:
+def _placed(target: Target, mesh: Mesh, call: Call) -> PyTree:
     """A call with shapes on the mesh in the place of arrays."""
 
     def shape(path: Any, leaf: Any) -> Any:
@@ -216,12 +213,11 @@ def _host_memory(leaf: Any) -> str | None:
     return kind if kind is not None and "host" in kind else None
 
 
-def _donated_of(
-    fn: Callable, args: Sequence[PyTree], kwargs: dict[str, PyTree], donate: str | Sequence[str]
-) -> PyTree:
-    """Which of `(fn, args, kwargs)` are donated, as a prefix tree of booleans."""
+def _donated_of(call: Call, donate: str | Sequence[str]) -> PyTree:
+    """What of a call is donated, as a prefix tree of booleans."""
     if donate == "all" or not donate:
         return bool(donate)
+    fn, args, kwargs = call
     names = {donate} if isinstance(donate, str) else {*donate}
     # The arguments after the last parameter are its own: `*args`.
     parameters = [*inspect.signature(fn).parameters]
@@ -258,7 +254,7 @@ def _key(lowered: Any, target: Target, devices: int) -> str:
     compiler = getattr(getattr(device, "client", None), "platform_version", "")
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     versions = sorted(f"{each.name} {each.version}" for each in importlib.metadata.distributions())
-    parts = [repr(target), str(devices), compiler, device.device_kind, *flags]
-    parts += [each for each in versions if each.startswith(("jax", "libtpu"))]
-    parts.append(inspect.getsource(_compiled_text))
-    return hashlib.sha256("\0".join([*parts, lowered.as_text()]).encode()).hexdigest()
+    versions = [each for each in versions if each.startswith(("jax", "libtpu"))]
+    texts = inspect.getsource(_compiled_text), lowered.as_text()
+    parts = repr(target), str(devices), compiler, device.device_kind, *flags, *versions, *texts
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

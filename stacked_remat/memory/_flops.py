@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -104,7 +104,6 @@ class _Counter:
 
     def __init__(self) -> None:
         self.run = functools.cache(self._run)
-        self._live = functools.cache(_without_dead_code)
         self._expansion = functools.cache(_expansion)
 
     def _run(self, jaxpr: Any, active: tuple[bool, ...] = (), products: int | None = None) -> Flops:
@@ -112,22 +111,19 @@ class _Counter:
 
         `active` tells of its inputs which depend on what is trained, `products` the FLOPs of each kernel.
         """
-        live, cost = self._live(jaxpr), Flops()
+        live, cost = _without_dead_code(jaxpr), Flops()
         known = active_variables(live, itertools.compress(live.invars, active))
         atoms = [*live.outvars, *(atom for eqn in live.eqns for atom in eqn.invars)]
         read = {atom for atom in atoms if not isinstance(atom, Literal)}
         for eqn in live.eqns:
-            scopes = str(eqn.source_info.name_stack)
-            active_inputs = tuple(is_in(atom, known) for atom in eqn.invars)
-            cost += self._eqn(eqn, scopes, active_inputs, products_in(scopes) or products, read)
+            cost += self._eqn(eqn, tuple(is_in(atom, known) for atom in eqn.invars), products, read)
         return cost
 
-    def _eqn(
-        self, eqn: Any, scopes: str, active: tuple[bool, ...], products: int | None, read: set[Any]
-    ) -> Flops:
-        name, params = eqn.primitive.name, eqn.params
+    def _eqn(self, eqn: Any, active: tuple[bool, ...], products: int | None, read: set[Any]) -> Flops:
+        name, params, scopes = eqn.primitive.name, eqn.params, str(eqn.source_info.name_stack)
+        products = products_in(scopes) or products
         if name == "scan":
-            inside = self._in_loop(params["jaxpr"], active, *_scan_parts(eqn))
+            inside = _active_in_loop(params["jaxpr"], active, *_scan_parts(eqn))
             return self.run(params["jaxpr"], inside, products) * params["length"]
         if name == "while":
             return self._while(eqn, scopes, active, products)
@@ -169,7 +165,7 @@ class _Counter:
 
     def _leaf(self, eqn: Any, products: int | None) -> Flops:
         """The cost of an equation that calls nothing with its own operands."""
-        name = eqn.primitive.name
+        name = eqn.primitive.name.removesuffix("_wrapper")
         if name == "device_put":
             return _transfers(eqn)
         if name in _MATMULS:
@@ -183,7 +179,7 @@ class _Counter:
     def _while(self, eqn: Any, scopes: str, active: tuple[bool, ...], products: int | None) -> Flops:
         params, num_carry = eqn.params, len(eqn.outvars)
         body, state = params["body_jaxpr"], active[params["cond_nconsts"] :]
-        inside = self._in_loop(body, state, len(state) - num_carry, num_carry)
+        inside = _active_in_loop(body, state, len(state) - num_carry, num_carry)
         each, once = self.run(body, inside, products), self.run(params["cond_jaxpr"], (), products)
         trips, is_exact = trips_in(scopes)
         if is_exact and trips is not None:
@@ -192,13 +188,12 @@ class _Counter:
         reason = f"a while loop{_where(eqn)} whose trip count is not known in advance is counted {counted}"
         return (each + once) * (1 if trips is None else trips) + Flops(too_low=(reason,))
 
-    def _in_loop(
-        self, body: Any, active: tuple[bool, ...], num_consts: int, num_carry: int
-    ) -> tuple[bool, ...]:
-        """Which inputs of a loop's body are active on some trip."""
-        end = num_consts + num_carry
-        consts, carry, xs = active[:num_consts], active[num_consts:end], active[end:]
-        return (*consts, *active_carry([(self._live(body), consts, xs)], carry), *xs)
+
+def _active_in_loop(body: Any, active: tuple[bool, ...], num_consts: int, num_carry: int) -> tuple[bool, ...]:
+    """Which inputs of a loop's body are active on some trip."""
+    end = num_consts + num_carry
+    consts, carry, xs = active[:num_consts], active[num_consts:end], active[end:]
+    return (*consts, *active_carry([(_without_dead_code(body), consts, xs)], carry), *xs)
 
 
 def _without_dead_code(jaxpr: Any) -> Any:
@@ -207,7 +202,6 @@ def _without_dead_code(jaxpr: Any) -> Any:
 
 
 def _of_branches(eqn: Any, scopes: str, costs: Sequence[Flops]) -> Flops:
-    """The cost of a conditional from those of its branches."""
     shares, index = branches_in(scopes), eqn.invars[0]
     if isinstance(index, Literal):
         return costs[min(max(int(index.val), 0), len(costs) - 1)]
@@ -283,17 +277,14 @@ def _ragged_dot(eqn: Any) -> int:
     return 2 * _size(eqn.invars[0]) * free
 
 
-def _attention(products: int) -> Callable:
-    """Fused attention on (batch, sequence, heads, head size): `products` matmuls of T x S x H each."""
-
-    def count(eqn: Any) -> int:
-        (batch, queries, heads, head_size), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
-        mask, window = eqn.params.get("mask_type"), eqn.params.get("sliding_window_length")
-        is_causal = "CAUSAL" in str(getattr(mask, "name", mask)).upper()
-        pairs = min(queries * keys // (2 if is_causal else 1), queries * (window or keys))
-        return products * 2 * batch * heads * head_size * pairs
-
-    return count
+def _attention(eqn: Any) -> int:
+    """Fused attention on (batch, sequence, heads, head size): 2 products forward, 5 backward."""
+    (batch, queries, heads, head_size), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[1]
+    mask, window = eqn.params.get("mask_type"), eqn.params.get("sliding_window_length")
+    is_causal = "CAUSAL" in str(getattr(mask, "name", mask)).upper()
+    pairs = min(queries * keys // (2 if is_causal else 1), queries * (window or keys))
+    products = 5 if "bwd" in eqn.primitive.name else 2
+    return products * 2 * batch * heads * head_size * pairs
 
 
 _MATMULS = {
@@ -302,10 +293,8 @@ _MATMULS = {
     "conv_general_dilated": _conv,
     "conv": _conv,
     "ragged_dot_general": _ragged_dot,
-    "dot_product_attention_fwd": _attention(2),
-    "dot_product_attention_fwd_wrapper": _attention(2),
-    "dot_product_attention_bwd": _attention(5),
-    "dot_product_attention_bwd_wrapper": _attention(5),
+    "dot_product_attention_fwd": _attention,
+    "dot_product_attention_bwd": _attention,
 }
 
 _NOT_COUNTED = frozenset(

@@ -2,19 +2,23 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import jax
 
 from .._messages import parse_bytes
-from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from .._schedule import whole_number
 from .._static import PyTree
-from ._call import TracedCall, trace_call
-from ._report import MemoryReport
-from ._search import Search, Trial, check_compiled
-from ._table import as_table, common_unit, readable_bytes, readable_count
+from ._call import DoesNotFit, TracedCall, trace_call
+from ._report import Comparison, MemoryReport, Trial
+from ._table import readable_bytes
 from ._targets import Target
+
+_NEVER = (math.inf, math.inf)
+_OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy]
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
     False,
@@ -29,40 +33,6 @@ CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
 
 class BudgetError(RuntimeError):
     """No candidate fits; the message holds the table of what was tried."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Policies of one program side by side, in the order in which they were tried.
-
-    Attributes:
-        trials: one for each policy.
-        title: of the table.
-        notes: what stands below the table.
-    """
-
-    trials: tuple[Trial, ...]
-    title: str = "memory by policy"
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        found = [trial.report for trial in self.trials if trial.report is not None]
-        least = min((each.flops.matmul for each in found), default=0)
-        size, unit = common_unit(max(each.total, each.host.total, each.flops.moved) for each in found)
-        rows = [(trial.name, _row(trial.report, size, least)) for trial in self.trials]
-        headings = [name for name in _COLUMNS if any(name in row for _, row in rows)]
-        cells = [[name, *(row.get(heading, "") for heading in headings)] for name, row in rows]
-        notes = [
-            *([f"FLOPs / least: {readable_count(least)} FLOP in matrix products"] if least else []),
-            *sorted({f"?: {reason}" for each in found for reason in each.flops.reasons}),
-            *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
-            *(f"{one.name}: {str(one.failure).splitlines()[0]}" for one in self.trials if one.failure),
-        ]
-        figures = {(each.temporaries, each.flops.matmul, each.host.total) for each in found}
-        if len(found) > 1 and len(figures) == 1:
-            notes.append("every policy gives the same: is remat passed on to fold or scan?")
-        title = f"{self.title}; sizes in {unit}"
-        return as_table(title, [["policy", *headings], *cells], (*notes, *self.notes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +60,145 @@ class Plan:
         return str(dataclasses.replace(self.tried, title="plan", notes=(*self.tried.notes, note)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Traces and compiles policies of a program, and remembers what it compiled, in order."""
+
+    program: Callable[[ScanCheckpointSpec], TracedCall]
+    budget: float = math.inf
+    host_budget: float = math.inf
+    cache: str | Path | None = None
+    show: Callable[[Trial], None] = lambda _: None
+    streamed: bool = False
+    traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(default_factory=dict)
+    compiled: dict[ScanCheckpointPolicy, Trial] = dataclasses.field(default_factory=dict)
+
+    def fits(self, trial: Trial) -> bool:
+        found = trial.report
+        return found is not None and found.total <= self.budget and found.host.total <= self.host_budget
+
+    def trial(self, policy: ScanCheckpointSpec) -> Trial:
+        key, report, failure = resolve_policy(policy), None, None
+        if key in self.compiled:
+            return self.compiled[key]
+        try:
+            report = self._trace(policy).report(self.cache)
+        except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+            failure = error
+        found = self.compiled[key] = Trial(policy, report, failure, self.streamed)
+        if failure is not None:
+            failure.add_note(f"while compiling the policy {found.name}")
+        self.show(found)
+        return found
+
+    def least(self, candidates: Sequence[ScanCheckpointSpec], layers: int | None) -> Trial | None:
+        """The policy with the fewest FLOPs that fits, of the candidates and what is derived from them.
+
+        With wider limits the result never has more FLOPs: candidates are tried in an order that does not
+        depend on the limits, and `first_layers` and carries by bisection over counts that do not either.
+        """
+        plain: list[ScanCheckpointSpec] = [
+            one for one in candidates if (own := resolve_policy(one)).saves_everything and not own.is_nested
+        ]
+        first = self._first_to_fit(plain)
+        if first is not None or self._too_large():
+            return first
+        others = sorted((policy for policy in candidates if policy not in plain), key=self._cost)
+        first = self._first_to_fit(others)
+        if first is None or layers is None:
+            return first
+        for policy in others[others.index(first.policy) :]:
+            for of_count, low in self._families(resolve_policy(policy), layers):
+                self._try_counts(of_count, low, layers)
+        return self._best()
+
+    def _families(self, base: ScanCheckpointPolicy, layers: int) -> Iterator[tuple[_OfCount, int]]:
+        """Policies that have fewer FLOPs the larger a number is, and the number to start above."""
+        if not base.saves_everything and base.max_carries is None:
+            yield lambda count: dataclasses.replace(base, first_layers=count), base.first_layers
+        if base.nested is True and base.save_carries is True and not base.first_layers:
+            cut = dataclasses.replace(base, nested=False)
+            yield lambda count: dataclasses.replace(cut, max_carries=count), base.schedule(layers).slots
+            if of_count := self._cut_with_internals(base, layers):
+                yield of_count, -1
+
+    def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int) -> _OfCount | None:
+        """From a number of first layers to the cut of the others that needs least memory.
+
+        The internals of a segment are kept while it is reversed. The bytes of a carry and of a layer's
+        internals are what three policies differ in; where one of them can't be compiled, there is no cut.
+        """
+        kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
+        policies = ScanCheckpointPolicy(), dataclasses.replace(base, save_block_internals=False), kept
+        schedule = base.schedule(layers)
+        if schedule.slots == layers or _NEVER in map(self._cost, policies):
+            return None
+        found = [self.trial(policy).report for policy in policies]
+        totals = [report.total for report in found if report is not None]
+        if len(totals) < len(found):
+            return None
+        every_carry, cut, with_internals = totals
+        carry = max(0, every_carry - cut) / (layers - schedule.slots)
+        visited_at_once = max(run.visits for run in schedule.runs)
+        internals = max(0, with_internals - cut) / (visited_at_once - 1)
+
+        def of_count(first_layers: int) -> ScanCheckpointPolicy:
+            rest = layers - first_layers
+
+            def needs(longest: int) -> float:
+                return (-(-rest // longest) - 1 + longest) * carry + longest * internals
+
+            # Segments of one layer would be visited together, with the internals of all of them.
+            longest = min(range(min(2, rest), rest + 1), key=needs)
+            return dataclasses.replace(kept, nested=-(-rest // longest), first_layers=first_layers)
+
+        return of_count
+
+    def _best(self) -> Trial:
+        """The one with the fewest FLOPs of the compiled policies that fit, of which there is one."""
+        return min(filter(self.fits, self.compiled.values()), key=lambda trial: self._cost(trial.policy))
+
+    def _first_to_fit(self, policies: Sequence[ScanCheckpointSpec]) -> Trial | None:
+        for policy in policies:
+            if self.fits(trial := self.trial(policy)):
+                return trial
+            if self._too_large():
+                break
+        return None
+
+    def _too_large(self) -> bool:
+        """Whether the arguments, which are the same under every policy, don't fit."""
+        found = (trial.report for trial in self.compiled.values() if trial.report is not None)
+        return any(report.arguments > self.budget for report in found)
+
+    def _try_counts(self, of_count: _OfCount, low: int, high: int) -> None:
+        """Tries how many fit, above `low` and below `high`, while more can have fewer FLOPs."""
+        least = self._cost(self._best().policy)
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                most, policy = of_count(high - 1), of_count(middle)
+            except ValueError:  # of a policy that cannot have such a number
+                break
+            if self._cost(most) >= least:
+                break
+            low, high = (middle, high) if self.fits(self.trial(policy)) else (low, middle)
+
+    def _trace(self, policy: ScanCheckpointSpec) -> TracedCall:
+        key = resolve_policy(policy)
+        if key not in self.traced:
+            self.traced[key] = self.program(policy)
+        return self.traced[key]
+
+    def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float]:
+        """FLOPs and bytes moved; infinite where the program can't be traced under the policy."""
+        try:
+            flops = self._trace(policy).flops
+            return flops.matmul, flops.moved
+        except Exception:  # raised again where it is this policy's turn to be compiled
+            return _NEVER
+
+
 def compare(
     fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
     *args: PyTree,
@@ -107,10 +216,8 @@ def compare(
     Cost: one compilation a candidate.
     """
     _check_policies(candidates)
-    search = Search(lambda policy: trace_call(fn_of_policy(policy), args, kwargs, target, donate))
-    trials = tuple(map(search.trial, candidates))
-    check_compiled(trials)
-    return Comparison(trials)
+    search = Search(lambda policy: trace_call((fn_of_policy(policy), args, kwargs), target, donate))
+    return _compared(map(search.trial, candidates))
 
 
 def plan(
@@ -176,15 +283,14 @@ def plan(
 
     def search(given: Sequence[PyTree], is_streamed: bool) -> Search:
         def trace(policy: ScanCheckpointSpec) -> TracedCall:
-            return trace_call(fn_of_policy(policy), given, kwargs, target, donate)
+            return trace_call((fn_of_policy(policy), given, kwargs), target, donate)
 
         return Search(trace, most, on_host, cache, show, is_streamed)
 
     searches = [search(args, False), *([] if streamed is None else [search(streamed, True)])]
     chosen = next(filter(None, (each.least(candidates, layers) for each in searches)), None)
-    tried = Comparison(tuple(trial for each in searches for trial in each.compiled.values()))
+    tried = _compared(trial for each in searches for trial in each.compiled.values())
     if chosen is None:
-        check_compiled(tried.trials)
         raise BudgetError(_nothing_fits(tried, most, on_host))
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, tried, most, chosen.streamed)
@@ -198,30 +304,13 @@ def _check_policies(candidates: Any) -> None:
         raise ValueError("candidates has no policy. Leave it out for those that plan usually tries.")
 
 
-_COLUMNS = {
-    "total": "",
-    "temp.": "",
-    "host": "",
-    "moved": "moved: between device and host",
-    "sent": "sent: to other devices, by each",
-    "link": "link: seconds that it takes, or hidden behind compute",
-    "FLOPs": "",
-    "compiled": "compiled: in so many seconds",
-}
-"""The columns of a comparison, and what is said of them below it."""
-
-
-def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
-    if found is None:
-        return {"total": "refused"}
-    sizes = {"total": found.total, "temp.": found.temporaries, "host": found.host.total}
-    sizes |= {"moved": found.flops.moved, "sent": found.sent}
-    row = {name: f"{size / unit:.2f}" for name, size in sizes.items() if size or name == "temp."}
-    if (least := found.least_time) and least.transfer:
-        row["link"] = "hidden" if least.hidden else f"{least.transfer:.3g}"
-    if flops:
-        row["FLOPs"] = f"{found.flops.matmul / flops:.2f}{'' if found.flops.exact else ' ?'}"
-    return row | {"compiled": f"{found.compile_seconds:.1f}"}
+def _compared(trials: Iterable[Trial]) -> Comparison:
+    """The trials; what the compiler failed for, unless it took a policy, or memory is too small for all."""
+    found = Comparison(tuple(trials))
+    errors = [one.failure for one in found.trials if one.failure and not isinstance(one.failure, DoesNotFit)]
+    if errors and all(trial.report is None for trial in found.trials):
+        raise errors[-1]
+    return found
 
 
 def _nothing_fits(tried: Comparison, budget: int, host_budget: float) -> str:

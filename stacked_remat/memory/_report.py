@@ -1,10 +1,11 @@
-"""What a call of a program needs: memory, FLOPs, transfers and a bound on its time."""
+"""What a call of a program needs: memory, FLOPs, transfers and a bound on its time; and policies compared."""
 
 import dataclasses
 
+from .._policy import ScanCheckpointPolicy, ScanCheckpointSpec
 from ._compiled_text import Buffer
 from ._flops import Flops
-from ._table import as_table, readable_bytes, readable_count
+from ._table import as_table, common_unit, readable_bytes, readable_count
 from ._targets import Target
 
 
@@ -124,3 +125,90 @@ class MemoryReport:
             return sizes
         seconds = f"{least.transfer:.3g} s of transfers and {least.compute:.3g} s of compute"
         return f"{sizes}; at least {seconds}" + (" behind which they hide" if least.hidden else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One policy, compiled.
+
+    Attributes:
+        policy: the policy, as it was given.
+        report: its memory and FLOPs; None if the compiler refused it.
+        failure: the compiler's error, if it refused.
+        streamed: whether weights were on the host.
+        label: what tables call it; the policy by default.
+    """
+
+    policy: ScanCheckpointSpec
+    report: MemoryReport | None
+    failure: Exception | None = None
+    streamed: bool = False
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """What tables call it: `'nested'`, or its settings, as `nested=True, save_carries='offload'`."""
+        name = repr(self.policy)
+        if isinstance(self.policy, ScanCheckpointPolicy):
+            name = name.removeprefix("ScanCheckpointPolicy(").removesuffix(")") or name
+        return self.label or (f"{name}, streamed" if self.streamed else name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Policies of one program side by side, in the order in which they were tried.
+
+    Attributes:
+        trials: one for each policy.
+        title: of the table.
+        notes: what stands below the table.
+    """
+
+    trials: tuple[Trial, ...]
+    title: str = "memory by policy"
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        found = [trial.report for trial in self.trials if trial.report is not None]
+        least = min((each.flops.matmul for each in found), default=0)
+        size, unit = common_unit(max(each.total, each.host.total, each.flops.moved) for each in found)
+        rows = [(trial.name, _row(trial.report, size, least)) for trial in self.trials]
+        headings = [name for name in _COLUMNS if any(name in row for _, row in rows)]
+        cells = [[name, *(row.get(heading, "") for heading in headings)] for name, row in rows]
+        notes = [
+            *([f"FLOPs / least: {readable_count(least)} FLOP in matrix products"] if least else []),
+            *sorted({f"?: {reason}" for each in found for reason in each.flops.reasons}),
+            *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
+            *(f"{one.name}: {str(one.failure).splitlines()[0]}" for one in self.trials if one.failure),
+        ]
+        figures = {(each.temporaries, each.flops.matmul, each.host.total) for each in found}
+        if len(found) > 1 and len(figures) == 1:
+            notes.append("every policy gives the same: is remat passed on to fold or scan?")
+        title = f"{self.title}; sizes in {unit}"
+        return as_table(title, [["policy", *headings], *cells], (*notes, *self.notes))
+
+
+_COLUMNS = {
+    "total": "",
+    "temp.": "",
+    "host": "",
+    "moved": "moved: between device and host",
+    "sent": "sent: to other devices, by each",
+    "link": "link: seconds that it takes, or hidden behind compute",
+    "FLOPs": "",
+    "compiled": "compiled: in so many seconds",
+}
+"""The columns of a comparison, and what is said of them below it."""
+
+
+def _row(found: MemoryReport | None, unit: int, flops: int) -> dict[str, str]:
+    if found is None:
+        return {"total": "refused"}
+    sizes = {"total": found.total, "temp.": found.temporaries, "host": found.host.total}
+    sizes |= {"moved": found.flops.moved, "sent": found.sent}
+    row = {name: f"{size / unit:.2f}" for name, size in sizes.items() if size or name == "temp."}
+    if (least := found.least_time) and least.transfer:
+        row["link"] = "hidden" if least.hidden else f"{least.transfer:.3g}"
+    if flops:
+        row["FLOPs"] = f"{found.flops.matmul / flops:.2f}{'' if found.flops.exact else ' ?'}"
+    return row | {"compiled": f"{found.compile_seconds:.1f}"}

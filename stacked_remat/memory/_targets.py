@@ -168,8 +168,7 @@ class TpuTarget(Target):
         if jax.default_backend() != "tpu":
             for key, value in _NO_TPU.items():
                 os.environ.setdefault(key, value)
-        found = _topology(topology, "tpu")
-        return tuple(found.devices)[:count]
+        return tuple(_topology(topology, "tpu").devices)[:count]
 
 
 _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}

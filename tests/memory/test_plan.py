@@ -24,7 +24,7 @@ from stacked_remat.memory import (
     plan,
 )
 from stacked_remat.memory._call import TracedCall
-from stacked_remat.memory._search import Search
+from stacked_remat.memory._plan import Search
 
 from ..blocks import NamedBlock
 
@@ -60,10 +60,10 @@ def one_report_for_each_policy():
     """The tests of this file ask for reports of the same program: each policy is compiled once."""
     traced, reports, trace, report = {}, {}, _plan.trace_call, TracedCall.report
 
-    def trace_once(fn, args, *rest):
-        key = getattr(fn, "policy", fn), str(args), str(rest)
+    def trace_once(call, *rest):
+        key = getattr(call[0], "policy", call[0]), str(call[1]), str(rest)
         if key not in traced:
-            traced[key] = trace(fn, args, *rest)
+            traced[key] = trace(call, *rest)
         return traced[key]
 
     def report_once(call, cache=None):

@@ -9,7 +9,7 @@ from stacked_remat import ScanCheckpointPolicy
 from stacked_remat._policy import resolve_policy
 from stacked_remat._schedule import shrinking
 from stacked_remat.memory import CANDIDATES, Flops
-from stacked_remat.memory._search import Search
+from stacked_remat.memory._plan import Search
 
 LAYERS = 48
 

@@ -33,8 +33,6 @@ from ._targets import Target, TargetError, find_target, target_of_device
 Call: TypeAlias = tuple[Callable[..., Any], Sequence[PyTree], dict[str, PyTree]]
 """A function, its arguments, and its keyword arguments."""
 
-_KINDS = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
-
 
 class DoesNotFit(RuntimeError):
     """The compiler refused the program because device memory is too small (XLA:TPU does)."""
@@ -239,8 +237,9 @@ def _compiled(lowered: Any, target: Target, devices: int) -> dict[str, Any]:
         largest = f"\nThe largest buffers beside the arguments:{listed}" if listed else ""
         raise DoesNotFit(f"compiling for {target.name!r}: {compiled}{largest}") from compiled
     seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
+    kinds = {"arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias"}
     device, host = (
-        {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in _KINDS.items()}
+        {name: getattr(stats, f"{where}{kind}_size_in_bytes") for name, kind in kinds.items()}
         for where in ("", "host_")
     )
     sent = sent_bytes(text, devices) if devices > 1 else 0

@@ -97,20 +97,27 @@ class Search:
         With wider limits the result never has more FLOPs: candidates are tried in an order that does not
         depend on the limits, and `first_layers` and carries by bisection over counts that do not either.
         """
-        plain: list[ScanCheckpointSpec] = [
-            one for one in candidates if (own := resolve_policy(one)).saves_everything and not own.is_nested
-        ]
-        first = self._first_to_fit(plain)
-        if first is not None or self._too_large():
+        ordered = self._in_order(candidates)
+        for policy in ordered:
+            first = self.trial(policy)
+            if self.fits(first):
+                break
+            if first.report is not None and first.report.arguments > self.budget:  # as under every policy
+                return None
+        else:
+            return None
+        if layers is None or _recomputes_nothing(policy):
             return first
-        others = sorted((policy for policy in candidates if policy not in plain), key=self._cost)
-        first = self._first_to_fit(others)
-        if first is None or layers is None:
-            return first
-        for policy in others[others.index(first.policy) :]:
-            for of_count, low in self._families(resolve_policy(policy), layers):
+        for each in (policy, *ordered):
+            for of_count, low in self._families(resolve_policy(each), layers):
                 self._try_counts(of_count, low, layers)
         return self._best()
+
+    def _in_order(self, candidates: Sequence[ScanCheckpointSpec]) -> Iterator[ScanCheckpointSpec]:
+        """What recomputes nothing, and then the others by their FLOPs, for which all of them are traced."""
+        yield from filter(_recomputes_nothing, candidates)
+        others: list[ScanCheckpointSpec] = [one for one in candidates if not _recomputes_nothing(one)]
+        yield from sorted(others, key=self._cost)
 
     def _families(self, base: ScanCheckpointPolicy, layers: int) -> Iterator[tuple[_OfCount, int]]:
         """Policies that have fewer FLOPs the larger a number is, and the number to start above."""
@@ -158,19 +165,6 @@ class Search:
         """The one with the fewest FLOPs of the compiled policies that fit, of which there is one."""
         return min(filter(self.fits, self.compiled.values()), key=lambda trial: self._cost(trial.policy))
 
-    def _first_to_fit(self, policies: Sequence[ScanCheckpointSpec]) -> Trial | None:
-        for policy in policies:
-            if self.fits(trial := self.trial(policy)):
-                return trial
-            if self._too_large():
-                break
-        return None
-
-    def _too_large(self) -> bool:
-        """Whether the arguments, which are the same under every policy, don't fit."""
-        found = (trial.report for trial in self.compiled.values() if trial.report is not None)
-        return any(report.arguments > self.budget for report in found)
-
     def _try_counts(self, of_count: _OfCount, low: int, high: int) -> None:
         """Tries how many fit, above `low` and below `high`, while more can have fewer FLOPs."""
         least = self._cost(self._best().policy)
@@ -199,6 +193,11 @@ class Search:
             return _NEVER
 
 
+def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
+    own = resolve_policy(policy)
+    return own.saves_everything and not own.is_nested
+
+
 def compare(
     fn_of_policy: Callable[[ScanCheckpointSpec], Callable[..., Any]],
     *args: PyTree,
@@ -209,9 +208,8 @@ def compare(
 ) -> Comparison:
     """Compile a program under every policy and compare the reports. Nothing is executed.
 
-    The arguments are those of `plan`. There is a trial for each candidate, in their order, with the
-    compiler's error for one that it refuses. It raises that of the last if it refuses all for another reason
-    than memory.
+    The arguments, and errors but `BudgetError`, are those of `plan`. There is a trial for each candidate, in
+    their order, with the compiler's error for one that it refuses.
 
     Cost: one compilation a candidate.
     """
@@ -255,8 +253,7 @@ def plan(
         budget: memory of each device, arguments and results included: bytes, or text such as `"80GiB"` or
             `"80GB"`. The compiler does not count all (fragmentation, library workspaces, other programs):
             nine tenths of the device is a usual figure.
-        host_budget: the same for the host memory that one device uses; 0 to leave the host out, None for no
-            limit.
+        host_budget: the same for the host memory that one device uses; None for no limit.
         candidates: the policies, in any order.
         layers: how many layers the stack has, or steps the loop, to search for `first_layers` and cuts.
         streamed: the arguments with weights on the host, such as `(streaming.to_host(model), x)` of shapes.

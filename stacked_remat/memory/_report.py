@@ -102,29 +102,25 @@ class MemoryReport:
             (name, *(readable_bytes(sign * getattr(of, name)) for of in (self, self.host)))
             for name, sign in signs.items()
         ]
+        flops, least = self.flops, self.least_time
+        sizes = map(readable_bytes, (flops.bytes_from_host, flops.bytes_to_host))
+        moved = "{} from the host, {} to the host".format(*sizes)
+        if least is not None:
+            moved += f"; at least {least.transfer:.3g} s of transfers and {least.compute:.3g} s of compute"
+            moved += " behind which they hide" if least.hidden else ""
         notes = [
             f"one device has {readable_bytes(self.capacity)}" if self.capacity else "",
-            f"{readable_count(self.flops.matmul)} FLOP in matrix products",
-            self._of_transfers(),
+            f"{readable_count(flops.matmul)} FLOP in matrix products",
+            moved if flops.moved else "",
             f"{readable_bytes(self.sent)} sent by each device to others" if self.sent else "",
             f"compiled in {self.compile_seconds:.1f} s",
-            *self.flops.reasons,
+            *flops.reasons,
             "the largest buffers beside the arguments, not all of them alive at once:"
             if self.largest
             else "",
             *(f"  {each}" for each in self.largest),
         ]
         return as_table(f"memory on {where}", [("", "device", "host"), *rows], filter(None, notes))
-
-    def _of_transfers(self) -> str:
-        moved = self.flops.bytes_from_host, self.flops.bytes_to_host
-        if not any(moved):
-            return ""
-        sizes = "{} from the host, {} to the host".format(*map(readable_bytes, moved))
-        if (least := self.least_time) is None:
-            return sizes
-        seconds = f"{least.transfer:.3g} s of transfers and {least.compute:.3g} s of compute"
-        return f"{sizes}; at least {seconds}" + (" behind which they hide" if least.hidden else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,6 +136,10 @@ class ScanCheckpointPolicy:
         return self.nested is not False or self.max_carries is not None
 
     @property
+    def offloads(self) -> bool:
+        return self.save_carries == OFFLOAD or bool(self.offload_block_internals)
+
+    @property
     def saves_everything(self) -> bool:
         """Whether nothing inside a layer is recomputed."""
         return self.save_block_internals is True

@@ -138,23 +138,25 @@ def no_axis_mapping() -> Iterator[None]:
         yield
 
 
-def move_cotangents_back() -> None:
-    """Let cotangents of arrays that were moved to the host come back to where the arrays were.
+_transpose = ad.primitive_transposes[device_put_p]
+
+
+def _transpose_to_source(cotangents: Any, *operands: Any, srcs: Any, **params: Any) -> Any:
+    """Cotangents of arrays that were moved to the host come back to where the arrays were.
 
     JAX refuses them otherwise, so that offloaded residuals have no second derivatives.
     """
-    transpose = ad.primitive_transposes[device_put_p]
 
-    def transpose_to_source(cotangents: Any, *operands: Any, srcs: Any, **params: Any) -> Any:
-        def source(given: Any, operand: Any, cotangent: Any) -> Any:
-            space = getattr(getattr(cotangent, "aval", None), "memory_space", None)
-            is_moved = ad.is_undefined_primal(operand) and space == jax.memory.Space.Host
-            return operand.aval.memory_space if given is None and is_moved else given
+    def source(given: Any, operand: Any, cotangent: Any) -> Any:
+        space = getattr(getattr(cotangent, "aval", None), "memory_space", None)
+        is_moved = ad.is_undefined_primal(operand) and space == jax.memory.Space.Host
+        return operand.aval.memory_space if given is None and is_moved else given
 
-        srcs = tuple(map(source, srcs, operands, cotangents))
-        return transpose(cotangents, *operands, srcs=srcs, **params)
+    srcs = tuple(map(source, srcs, operands, cotangents))
+    return _transpose(cotangents, *operands, srcs=srcs, **params)
 
-    ad.primitive_transposes[device_put_p] = transpose_to_source
+
+ad.primitive_transposes[device_put_p] = _transpose_to_source
 
 
 def is_concrete(array: Any) -> bool:
@@ -205,40 +207,32 @@ def made_on_host(type_: Any, make: Callable[[Any], Any]) -> Any:
     return lax.scan(lambda _, __: (None, jax.device_put(entry, host)), None, None, length=type_.shape[0])[1]
 
 
-def make_zeros_in_memory() -> None:
-    """Let zero tangents and cotangents of arrays on the host be made there, where they have their type."""
-    zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
-
-    def zeros(aval: Any) -> Any:
-        if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
-            return zeros_like_aval(aval)
-        return made_on_host(aval, zeros_like_aval)
-
-    jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray] = zeros
+_zeros_like_aval = jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray]
 
 
-def round_kept_values() -> None:
-    """Let JAX leave what a `jax.checkpoint` keeps as it is if some is complex: its rounding refuses that."""
-    insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
-
-    def of_real_numbers(jaxpr: Any, count: int) -> Any:
-        kept = (getattr(out.aval, "dtype", bool) for out in jaxpr.outvars[len(jaxpr.outvars) - count :])
-        is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in kept)
-        return jaxpr if is_complex else insert_rounding(jaxpr, count)
-
-    jax._src.ad_checkpoint._insert_reduce_precision = of_real_numbers
+def _zeros(aval: Any) -> Any:
+    """Zero tangents and cotangents of arrays on the host are made there, where they have their type."""
+    if aval.memory_space != jax.memory.Space.Host or aval.dtype == jax.dtypes.float0:
+        return _zeros_like_aval(aval)
+    return made_on_host(aval, _zeros_like_aval)
 
 
-def _evaluated(*args: Any, call_jaxpr: Any) -> Any:
-    return jax.core.eval_jaxpr(call_jaxpr.jaxpr, call_jaxpr.consts, *args)
+jax._src.ad_util.aval_zeros_likers[jax.core.ShapedArray] = _zeros
+_insert_rounding: Any = jax._src.ad_checkpoint._insert_reduce_precision
 
 
+def _round_real_numbers(jaxpr: Any, count: int) -> Any:
+    """What a `jax.checkpoint` keeps stays as it is if some is complex: JAX's rounding refuses that."""
+    kept = (getattr(out.aval, "dtype", bool) for out in jaxpr.outvars[len(jaxpr.outvars) - count :])
+    is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in kept)
+    return jaxpr if is_complex else _insert_rounding(jaxpr, count)
+
+
+jax._src.ad_checkpoint._insert_reduce_precision = _round_real_numbers
 if jax.__version_info__ < (0, 12):  # it can't lower what its scans make of hijax in `jax.checkpoint`
-    jax._src.core.closed_call_p.to_lojax = _evaluated  # pyright: ignore[reportAttributeAccessIssue]
+    _closed_call: Any = jax._src.core.closed_call_p
+    _closed_call.to_lojax = lambda *args, call_jaxpr: jax.extend.core.jaxpr_as_fun(call_jaxpr)(*args)
 # `checkpoint_name` is the identity, and JAX cannot transpose it.
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 # Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export` is no int.
 jax.core.is_constant_dim = lambda dimension: isinstance(dimension, int)  # pyright: ignore[reportAttributeAccessIssue]
-move_cotangents_back()
-make_zeros_in_memory()
-round_kept_values()

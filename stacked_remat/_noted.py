@@ -32,10 +32,6 @@ class Notes:
 noting = jax.make_user_context(default_value=None)
 
 
-def is_noting() -> bool:
-    return noting.value is not None
-
-
 def noted(rule: Any, fn: Callable, otherwise: Callable | None = None) -> Callable:
     """`fn`, which within `noting` is traced as one `jit` equation that the notes know by its name.
 

@@ -139,7 +139,8 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
         return [cut.read(array, dim, start, length) for array, dim in zip(arrays, dims, strict=True)]
 
     def result(arrays: Sequence[PyTree]) -> tuple[PyTree, Static]:
-        args, kwargs = _resized(eqx.combine(jax.tree.unflatten(structure, arrays), static))
+        filled = eqx.combine(jax.tree.unflatten(structure, arrays), static)
+        args, kwargs = jax.tree.map(_resized, filled, is_leaf=is_named)
         with saving_internals(()):
             found, rest = eqx.partition(caller.fn(*args, **kwargs), is_array)
         return found, Static(rest)
@@ -175,15 +176,11 @@ def _trace(fn: Callable[..., tuple[PyTree, Static]], types: Sequence[PyTree]) ->
     return eqx.combine(found, rest.value), closed
 
 
-def _resized(tree: PyTree) -> PyTree:
-    """A tree whose named arrays have axes of the sizes of their arrays."""
-
-    def resized(leaf: Any) -> Any:
-        if not is_named(leaf):
-            return leaf
-        return NamedArray(leaf.array, tuple(map(Axis.resize, leaf.axes, leaf.array.shape)))
-
-    return jax.tree.map(resized, tree, is_leaf=is_named)
+def _resized(leaf: Any) -> Any:
+    """A named array with axes of the sizes of its array; anything else as it is."""
+    if not is_named(leaf):
+        return leaf
+    return NamedArray(leaf.array, tuple(map(Axis.resize, leaf.axes, leaf.array.shape)))
 
 
 def _common_size(caller: _Caller, entries: Sequence[Entry], dims: Sequence[int | None]) -> int:

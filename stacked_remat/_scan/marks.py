@@ -18,7 +18,7 @@ from haliax.axis import AxisSelector
 from jax import lax
 from jax.tree_util import KeyPath
 
-from .._noted import is_noting
+from .._noted import noting
 from .._placement import has_host_arrays, on_several_devices
 from .._static import PyTree
 
@@ -85,7 +85,7 @@ def applied(blocks: PyTree) -> Marked:
     """
 
     def mark(field: PyTree) -> PyTree:
-        is_sliced = has_host_arrays(field) or on_several_devices(field) or is_noting()
+        is_sliced = has_host_arrays(field) or on_several_devices(field) or noting.value
         return field if is_sliced else Marked(field, "unsliced")
 
     return Marked(map_unsliced(mark, blocks), "stored")

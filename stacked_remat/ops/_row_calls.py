@@ -12,7 +12,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._noted import is_noting
+from .._noted import noting
 
 
 def call_on_rows(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
@@ -21,7 +21,7 @@ def call_on_rows(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
     That is for one example of several, within `noting`; elsewhere a plain call. All are trees of arrays;
     those of `rows` and of the result have the rows in front.
     """
-    return _bind(fn, rows, shared) if is_noting() else fn(rows, shared)
+    return _bind(fn, rows, shared) if noting.value else fn(rows, shared)
 
 
 def _bind(fn: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:

@@ -70,7 +70,6 @@ def _check(device: Any) -> None:
 
 
 def _gradients(remat: ScanCheckpointSpec) -> np.ndarray:
-
     def layer(x: Array, weight: Array) -> Array:
         return x + jnp.sin(checkpoint_name(jnp.sin(x @ weight), "hidden"))
 

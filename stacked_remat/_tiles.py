@@ -21,7 +21,6 @@ from ._sweep.store import zeros_after
 from ._sweep.trace import kept
 
 Dims = tuple[int | None, ...]
-Start = Array | int
 Derived = tuple["Tiling", Arrays]  # a tiling, and its constants
 
 
@@ -33,14 +32,14 @@ class Cut:
     parts: int
     length: int
 
-    def read(self, array: Array, dim: int | None, start: Start, length: int) -> Array:
+    def read(self, array: Array, dim: int | None, start: Array | int, length: int) -> Array:
         """The tile of `length` positions of each device from `start` on; all of an array without the axis."""
         if dim is None:
             return array
         part = lax.dynamic_slice_in_dim(self._by_device(array, dim), start, length, dim + 1)
         return lax.collapse(part, dim, dim + 2)
 
-    def write(self, array: Array, dim: int | None, start: Start, tile: Array) -> Array:
+    def write(self, array: Array, dim: int | None, start: Array | int, tile: Array) -> Array:
         """`array` with this tile from `start` on; without the axis, their sum."""
         if dim is None:
             return array + tile.astype(array.dtype)

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from .._compat import without_constants
 from .._static import PyTree
@@ -42,7 +44,8 @@ class Kind:
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
         """Run one layer."""
-        outputs = eval_jaxpr(self.jaxpr, (), *self.constants, *shared, *carry, *x)
+        evaluate = _eval_with_seams if self.by_rules else eval_jaxpr
+        outputs = evaluate(self.jaxpr, (), *self.constants, *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
     def write(self, stacks: OfKinds, row: Index, entry: Arrays) -> OfKinds:
@@ -53,6 +56,29 @@ class Kind:
     def evaluated(self) -> "Kind":
         """The same, whose `layer` is for values and not for derivatives."""
         return self.by_rules or self
+
+
+def _eval_with_seams(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
+    """`eval_jaxpr`, where the tangent of a product, a sum of two, is there before what reads it.
+
+    Otherwise XLA for GPUs holds the parts of all such sums at once.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in jaxpr.eqns:
+        seam = _seam if equation.primitive.name == "dot_general" else lambda x: x
+        own = [*{var: None for var in equation.invars if isinstance(var, Var)}]
+        one = jaxpr.replace(invars=own, eqns=[equation], outvars=equation.outvars)
+        found = eval_jaxpr(one, (), *(seam(known[var]) for var in own))
+        known |= zip(equation.outvars, map(seam, found), strict=True)
+    return [known[out] if isinstance(out, Var) else out.val for out in jaxpr.outvars]
+
+
+@jax.custom_jvp
+def _seam(x: Any) -> Any:
+    return x
+
+
+_seam.defjvp(lambda primals, tangents: (_seam(*primals), lax.optimization_barrier(*tangents)))
 
 
 @dataclass(frozen=True)

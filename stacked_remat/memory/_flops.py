@@ -23,7 +23,6 @@ from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
 
 _KERNELS = "pallas_call", "mpmd_map"
-_EXPANDED = "call_hi_primitive"  # what `jax.experimental.hijax` makes of a primitive that expands into others
 _MOST_GRADIENTS = 2  # of one product, which has two factors; fused attention has more operands
 
 
@@ -144,7 +143,7 @@ class _Counter:
 
     def _called(self, eqn: Any, read: set[Any]) -> Any:
         """The jaxpr that an equation calls with its own operands; None for any other equation."""
-        if eqn.primitive.name == _EXPANDED:
+        if eqn.primitive.name == "call_hi_primitive":  # of `jax.experimental.hijax`
             return self._expansion(eqn, tuple(out in read for out in eqn.outvars))
         for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
             found = eqn.params.get(key)

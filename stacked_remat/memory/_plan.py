@@ -234,9 +234,8 @@ def plan(
 ) -> Plan:
     """Find the policy with the fewest FLOPs among those that fit in a budget. Nothing is executed.
 
-    FLOPs are those of matrix products, found by tracing; of equals, the policy that moves fewer bytes
-    between device and host comes first. A larger budget never plans more of them, for the same place of the
-    weights.
+    FLOPs are those of matrix products; of equals, the policy that moves fewer bytes between device and host
+    comes first. A larger budget never plans more of them, for the same place of the weights.
 
     With `layers`, also every candidate but `max_carries` with as many `first_layers` as fit is considered;
     and, for one with `nested=True`, as many `max_carries` as fit, and cuts that keep the internals of a
@@ -265,8 +264,7 @@ def plan(
         BudgetError: no candidate fits; shows all of them and the smallest.
         jax.errors.JaxRuntimeError: the compiler takes no candidate, and fails at one of them for another
             reason than memory; a note names the policy.
-        ValueError, TypeError, TargetError: as `report`; for a budget that cannot be read, no candidates or
-            one policy in their place, and what is no number of layers.
+        ValueError, TypeError, TargetError: as `report`; for a wrong `budget`, `candidates` or `layers`.
 
     Cost: one compilation if a policy fits that recomputes nothing. Otherwise one tracing for each candidate,
     and a compilation for each with fewer FLOPs than the first that fits; with `streamed` at most twice

@@ -166,8 +166,7 @@ class TpuTarget(Target):
         # An attached backend starts first, because it may need the metadata server. Without a TPU, libtpu
         # would wait minutes for that server to tell what these variables say.
         if jax.default_backend() != "tpu":
-            for key, value in _NO_TPU.items():
-                os.environ.setdefault(key, value)
+            os.environ.update(_NO_TPU | os.environ)
         return tuple(_topology(topology, "tpu").devices)[:count]
 
 

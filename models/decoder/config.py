@@ -197,8 +197,7 @@ class LayerSpec:
     """What a layer is; layers with equal specs form one stack. The defaults are the most common ones.
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        num_heads, num_kv_heads: as in `DecoderConfig`.
         head_dim: width of a head of queries and keys.
         window: how many positions a query sees, itself included; None for all up to itself.
         rotary: the rotary position embedding.
@@ -267,7 +266,8 @@ class DecoderConfig(draccus.ChoiceRegistry):
         embedding_scale: factor of the embedded tokens; None for none.
         hidden_dim: width of the residual stream.
         num_layers: decoder layers.
-        num_heads, num_kv_heads: as in `LayerSpec`.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
         attention: width of a head, biases, window, kernel.
         mlp_dim: inner width of the MLP of a dense layer; `3 * hidden_dim` if not given.
         rotary: the rotary position embedding.

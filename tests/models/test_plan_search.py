@@ -46,10 +46,9 @@ def compiled(monkeypatch):
     def report(step):
         asked.append(step)
         data, devices, policy = step.config.data, step.devices or 1, step.config.policy
-        offloads = policy.save_carries == "offload"
-        a_token = 10 if offloads and policy.is_nested else 20 if policy.max_carries else 40
+        a_token = 10 if policy.offloads and policy.is_nested else 20 if policy.max_carries else 40
         total = (WEIGHTS + a_token * data.batch_size * data.seq_len) // devices
-        host = HostBytes(temporaries=7 if offloads else 0)
+        host = HostBytes(temporaries=7 if policy.offloads else 0)
         return MemoryReport("local", total, 0, 0, 0, host, Flops(1), 0.0, devices=devices)
 
     monkeypatch.setattr(Candidate, "report", report)

@@ -45,16 +45,13 @@ def perturbed_vjp(
         flags, residuals = residuals
         if all(isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(cotangent)):
             return None, None
-        cotangent = jax.tree.map(_instantiated, cotangent)
+        cotangent = jax.tree.map(
+            lambda ct: ct if eqx.is_array(ct) else jnp.zeros(ct.shape, ct.dtype), cotangent
+        )
         return backward(static, tuple(map(bool, flags.shape[1:])), residuals, cotangent), None
 
     found.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return found
-
-
-def _instantiated(cotangent: Any) -> Any:
-    is_zero = isinstance(cotangent, SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent  # pyright: ignore[reportArgumentType]
 
 
 def vjp_of_part(fn: Callable[[T], Any], inputs: T, wanted: Any) -> tuple[Any, Callable[[Any], tuple[T]]]:

@@ -4,8 +4,7 @@
     python -m models.eval_lm --model Qwen/Qwen3-0.6B --tasks gsm8k --apply_chat_template --output_path scores
 
 Other options are those of lm-eval's own command (`lm-eval run --help`). Texts are scored and continued in
-batches, with a cache, and divided over devices with `--mesh`. Scores are those of its own `hf` model, up to
-rounding.
+batches, with a cache, and over devices with `--mesh`. Scores are those of its `hf` model, up to rounding.
 """
 
 import functools
@@ -153,8 +152,8 @@ class ModelToEvaluate:
                 raise ConfigError(
                     f"--max_length {self.max_length} has no room for a prompt before {most} new tokens."
                 )
-            kept = slice(most - self.max_length, None)
-            prompts = {at: np.asarray(self.tok_encode(requests[at].args[0])[kept]) for at in members}
+            kept, one = slice(most - self.max_length, None), [self.prefix_token_id]
+            prompts = {at: np.asarray((self.tok_encode(requests[at].args[0]) or one)[kept]) for at in members}
             members.sort(key=lambda at: -len(prompts[at]))
             with self._partitioning.active():
                 for piece in generate_text(
@@ -175,14 +174,16 @@ class ModelToEvaluate:
 def _generation(options: Mapping[str, Any]) -> tuple[int, Sampling, list[str]]:
     """The most new tokens, how they are drawn, and the texts that end one, by lm-eval's `gen_kwargs`."""
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    most = next((int(options[name]) for name in names if options.get(name) is not None), 256)
-    temperature, until = float(options.get("temperature", 0.0)), options.get("until") or []
-    sampling = Sampling(0.0)
-    if options.get("do_sample", temperature > 0):
-        try:
+    sampling, until = Sampling(0.0), options.get("until") or []
+    try:
+        most = next((int(options[name]) for name in names if options.get(name) is not None), 256)
+        if most < 1:
+            raise ValueError(f"{most} new tokens are none.")
+        temperature = float(options.get("temperature", 0.0))
+        if options.get("do_sample", temperature > 0):
             sampling = Sampling(temperature or 1.0, options.get("top_k") or None, options.get("top_p"))
-        except ValueError as error:
-            raise ConfigError(f"The gen_kwargs of a task can't be used: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"The gen_kwargs of a task can't be used: {error}") from error
     return most, sampling, [until] if isinstance(until, str) else until
 
 
@@ -225,7 +226,7 @@ def _evaluate(arguments: Sequence[str]) -> int:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--max_length", type=int, help="most tokens of a row; what the model was made for if not given")
-    add("--batch_size", "-b", type=int, help="rows of a batch (default 16, or that of the file of --config)")
+    add("--batch_size", "-b", type=int, help="rows of a batch (default 16; with --config the file's, or 1)")
     add("--mesh", help="axes of devices, as trainer.mesh.axes has them: '{data: 8}'; one if not given")
     options, others = parser.parse_known_args(arguments)
     for name in ("max_length", "batch_size"):

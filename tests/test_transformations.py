@@ -227,3 +227,42 @@ def test_every_order_of_transformations(name, cases):
 
     for case, (found, expected) in zip(cases, quick_jit(lambda: list(results()))(), strict=True):
         assert_close_to_scale(found, expected, name=case)
+
+
+class Product(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.weight)
+
+
+def test_hessian_products_where_internals_are_kept():
+    """What is kept of a layer is the same for values and tangents, in which products have seams."""
+    x, w = jnp.linspace(-1, 1, WIDTH)[None], INPUTS["w"]
+    order, pattern = [0, 2, 3, 1], tuple("abba")
+
+    def of_pattern(w):
+        kinds = {"a": Stacked(Product(w[:2]), 2), "b": Stacked(Product(w[2:]), 2)}
+        return StackedPattern(kinds, pattern, LENGTH).fold(x, remat=False)
+
+    def plain(order):
+        return lambda w: functools.reduce(lambda x, i: Product(w[i])(x), order, x)
+
+    folds = {
+        name: lambda w, policy=policy: Stacked(Product(w), LENGTH).fold(x, remat=policy)
+        for name, policy in POLICIES.items()
+    }
+    folds["until"] = lambda w: sr.fold(lambda x, w: Product(w)(x), LENGTH, until=lambda x: x.sum() > 99)(x, w)
+
+    def product(fold):
+        return jax.jvp(jax.grad(lambda w: jnp.sum(fold(w) ** 2)), (w,), (jnp.cos(w),))[1]
+
+    @quick_jit
+    def found():
+        own = {name: product(fold) for name, fold in folds.items()}
+        return own, product(of_pattern), product(plain(range(LENGTH))), product(plain(order))
+
+    own, pattern_product, expected, in_order = found()
+    for name, result in own.items():
+        assert_close_to_scale(result, expected, name=name)
+    assert_close_to_scale(pattern_product, in_order, name="pattern")

@@ -17,8 +17,7 @@ class Sampling:
     Attributes:
         temperature: logits are divided by it; 0 for the likeliest token each time.
         top_k: how many of the likeliest tokens remain; None for all.
-        top_p: of the tokens that `top_k` leaves, the fewest remain whose probabilities reach this; None for
-            all.
+        top_p: of the tokens that `top_k` leaves, the fewest whose probabilities reach this; None for all.
     """
 
     temperature: float = 1.0

@@ -126,9 +126,11 @@ class LayerPullback:
     def with_residuals(self, inputs: LayerInputs, checkpoint: Checkpoint) -> "LayerPullback":
         """Save what a checkpoint keeps, but for inputs and what depends on `x` and `shared` alone."""
         structure: list[Any] = []
+        # With the seams of tangents other residuals would be found than without them.
+        plain = replace(self, kind=replace(self.kind, by_rules=None))
 
         def forward(*inputs: Any) -> Arrays:
-            results, pullback = self._linearize(inputs, checkpoint)
+            results, pullback = plain._linearize(inputs, checkpoint)
             leaves, tree = jax.tree.flatten(pullback)
             structure[:] = [tree]
             return [*results[0], *results[1], *leaves]

@@ -275,6 +275,11 @@ def plan(
         what = "the number of layers of the stack or steps of the loop"
         whole_number("layers", layers, what, "Leave it out if not known.")
     _check_policies(candidates)
+    if streamed is not None and (not isinstance(streamed, tuple | list) or len(streamed) != len(args)):
+        raise TypeError(
+            f"streamed is the {len(args)} arguments in order, with weights on the host, as in "
+            f"(streaming.to_host(model), x); got {type(streamed).__name__}."
+        )
 
     def search(given: Sequence[PyTree], is_streamed: bool) -> Search:
         def trace(policy: ScanCheckpointSpec) -> TracedCall:
@@ -293,8 +298,8 @@ def plan(
 
 def _check_policies(candidates: Any) -> None:
     """Refuse none, and a policy in place of several."""
-    if not isinstance(candidates, Sequence) or isinstance(candidates, str):
-        raise TypeError(f"candidates={candidates!r} is one policy. Write a list: [{candidates!r}].")
+    if not isinstance(candidates, list | tuple):
+        raise TypeError(f"candidates is a list of policies; got {candidates!r}. For one write [policy].")
     if not candidates:
         raise ValueError("candidates has no policy. Leave it out for those that plan usually tries.")
 

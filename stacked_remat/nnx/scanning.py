@@ -134,9 +134,11 @@ def _positional(
         is_variadic = bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
         names += [f"{name}[{i}]" for i in range(len(value))] if is_variadic else [name]
     if isinstance(entries, tuple) and len(entries) != len(names):
+        shown = "Carry" if in_axes is nnx.Carry else repr(in_axes)
+        count = "one argument" if len(entries) == 1 else f"{len(entries)} arguments"
         raise ValueError(
-            f"in_axes has {len(entries)} entries, {in_axes!r}, and the function was given "
-            f"{', '.join(names) or 'nothing'}. Write a tuple with one for each."
+            f"When in_axes={shown}, the function must take exactly {count}; it was given "
+            f"{', '.join(names) or 'none'}. Write a tuple with an entry for each."
         )
     return names, bound.args
 

@@ -218,7 +218,7 @@ def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compile
 def test_what_makes_no_function_of_a_policy_and_a_policy_in_place_of_a_list(search):
     with pytest.raises(TypeError, match="got bool. plan and compare take what makes it of a policy"):
         search(lambda remat: remat, *blocks_and_input(), candidates=[True])
-    with pytest.raises(TypeError, match=r"is one policy. Write a list: \['nested'\]"):
+    with pytest.raises(TypeError, match=r"list of policies; got 'nested'. For one write \[policy\]"):
         search(Counting(), *blocks_and_input(), candidates="nested")
 
 

@@ -140,9 +140,9 @@ def trace_call(call: Call, target: str | Target, donate: str | Sequence[str]) ->
     mesh = _mesh_of(target, call)
     placed = _placed(target, mesh, call)
     arrays, static = eqx.partition(placed, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    to_make, arrays = eqx.partition(
-        arrays, lambda leaf: not target.sizes_host_arguments and bool(_host_memory(leaf))
-    )
+    # By the arguments as given: devices that are not attached may know no host memory.
+    is_made = jax.tree.map(lambda leaf: not target.sizes_host_arguments and bool(_host_memory(leaf)), call)
+    to_make, arrays = eqx.partition(arrays, is_made)
     donated, kept = eqx.partition(arrays, _donated_of(call, donate))
     shapes, structure = jax.tree.flatten(to_make)
 

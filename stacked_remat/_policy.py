@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
+from ._messages import shown
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
 from ._schedule import Schedule, bounded, equal, shrinking, whole_number
 
@@ -189,7 +190,7 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     if not isinstance(spec, bool | str):
         raise TypeError(
             "remat is a ScanCheckpointPolicy of stacked_remat, a bool, an alias or one of "
-            f"jax.checkpoint_policies; got {spec!r:.60}. For names write "
+            f"jax.checkpoint_policies; got {shown(spec)}. For names write "
             "ScanCheckpointPolicy(save_block_internals=[...]), for a number of segments nested=k."
         )
     if spec not in ALIASES:

@@ -34,7 +34,7 @@ def perturbed_vjp(
         wanted = [leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in leaves]
         # Without data, in its shape: JAX gives a rule with symbolic zeros, differentiated by several sets of
         # inputs in turn, residuals of one in the structure of another.
-        flags = np.zeros((0, *map(int, wanted)))
+        flags = np.zeros((0, len(wanted), *np.packbits(wanted).tolist()))
         inputs, constants = jax.tree.map(lambda leaf: leaf.value, (inputs, constants))
         if forward is None:  # not `run`: of a second derivative this is a part of what is differentiated
             return found(static, inputs, constants), (flags, (inputs, constants))
@@ -42,13 +42,14 @@ def perturbed_vjp(
         return out, (flags, residuals)
 
     def backward_rule(static: Any, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-        flags, residuals = residuals
+        (_, count, *packed), residuals = residuals[0].shape, residuals[1]
+        wanted = np.unpackbits(np.asarray(packed, np.uint8), count=count).tolist()
         if all(isinstance(leaf, SymbolicZero) for leaf in jax.tree.leaves(cotangent)):
             return None, None
         cotangent = jax.tree.map(
             lambda ct: ct if eqx.is_array(ct) else jnp.zeros(ct.shape, ct.dtype), cotangent
         )
-        return backward(static, tuple(map(bool, flags.shape[1:])), residuals, cotangent), None
+        return backward(static, tuple(map(bool, wanted)), residuals, cotangent), None
 
     found.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return found

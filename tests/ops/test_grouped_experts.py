@@ -288,6 +288,20 @@ def test_arguments_are_checked(change, message):
         grouped_experts(**(arguments | change))
 
 
+def test_weights_may_have_more_arrays_than_an_array_has_dimensions():
+    Experts, weights = Axis("experts", 2), [jnp.full((2, 1, 3), float(k)) for k in range(70)]
+    x, gates, choices = jnp.ones((4, 3)), jnp.ones((4, 1)), jnp.zeros((4, 1), int)
+
+    def total(x):
+        return jnp.sum(
+            grouped_experts(
+                lambda w, rows, g: rows * sum(w) * g[:, None], weights, Experts, x, choices, gates
+            )
+        )
+
+    np.testing.assert_allclose(jax.grad(total)(x), sum(range(70)))
+
+
 @pytest.mark.target("cuda")
 def test_memory_at_65536_tokens_and_128_experts():
     tokens, embed, inner, half = 65_536, 2_048, 768, jnp.bfloat16

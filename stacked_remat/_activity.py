@@ -34,14 +34,16 @@ def has_tangent(var: core.Var) -> bool:
 
 
 def active_carry(
-    layers: Sequence[tuple[core.Jaxpr, Sequence[bool], Sequence[bool]]], init: Sequence[bool]
+    layers: Sequence[tuple[core.Jaxpr, Sequence[bool], Sequence[bool]]],
+    init: Sequence[bool],
+    counts: Callable[[core.Var], bool] = has_tangent,
 ) -> list[bool]:
     """Find the carry leaves that are active in a layer `(shared, carry, x) -> (carry, y)` of some kind."""
     carry = list(init)
     while True:
         grown = carry
         for jaxpr, shared, xs in layers:
-            outputs = active_outputs(jaxpr, [*shared, *carry, *xs])[: len(carry)]
+            outputs = active_outputs(jaxpr, [*shared, *carry, *xs], counts)[: len(carry)]
             grown = [old or new for old, new in zip(grown, outputs, strict=True)]
         if grown == carry:
             return carry

@@ -66,7 +66,7 @@ assert_close = functools.partial(blocks.assert_close, rtol=1e-4, atol=1e-5)
 
 def test_values_outputs_and_gradients_are_those_of_the_masked_loop_wherever_it_stops():
     scans = {name: stopped(remat) for name, remat in POLICIES.items()}
-    scans |= {"unroll": stopped("nested", unroll=3), "masked": masked}
+    scans |= {"unroll": stopped("nested", unroll=True), "masked": masked}
 
     @quick_jit
     def of_all(last, *args):

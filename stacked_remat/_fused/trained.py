@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 from haliax.util import is_named_array
 from jaxtyping import DTypeLike
 
-from .._activity import active_variables
+from .._activity import active_carry, active_outputs
 from .._messages import shortened
 from .._scan.checks import describe
 from .._scan.marks import is_split, raw_array
@@ -174,28 +174,25 @@ def coupling(optimizer: Any, params: PyTree, owners: Sequence[Any], dtype: DType
     """
     gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype), params)
     state = jax.eval_shape(optimizer.init, params)
-    trace = jax.make_jaxpr(optimizer.update, return_shape=True)
-    closed, (updates, after) = trace(gradients, state, params)
+
+    def step(given: Sequence[PyTree], state: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = optimizer.update(given[0], state, given[1])
+        return state, updates
+
+    closed, (after, updates) = jax.make_jaxpr(step, return_shape=True)((gradients, params), state)
     _check_types(state, after)
-    jaxpr = closed.jaxpr
-    count, states = len(owners), len(jax.tree.leaves(state))
-    invars, outvars = list(jaxpr.invars), list(jaxpr.outvars)
-    state_in, state_out = invars[count : count + states], outvars[-states:] if states else []
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(params)]
-    if len(jax.tree.leaves(updates)) != count:
+    if len(jax.tree.leaves(updates)) != len(owners):
         return None  # optax has the error message for it
+    jaxpr, counts = closed.jaxpr, lambda _: True
+    constants, states = [False] * len(closed.consts), [False] * len(jax.tree.leaves(state))
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(params)]
     for owner in sorted(set(owners)):
-        own = [i for i in range(count) if owners[i] == owner]
-        reached = {invars[i] for i in own} | {invars[count + states + i] for i in own}
-        while True:
-            found = active_variables(jaxpr, reached, counts=lambda _: True)
-            later = {before for before, after in zip(state_in, state_out, strict=True) if after in found}
-            if later <= reached:
-                break
-            reached |= later
-        coupled = [i for i in range(count) if owners[i] != owner and outvars[i] in found]
+        own = [other == owner for other in owners]
+        later = active_carry([(jaxpr, [*constants, *own, *own], ())], states, counts)
+        found = active_outputs(jaxpr, [*constants, *own, *own, *later], counts)[len(states) :]
+        coupled = [i for i, is_ in enumerate(found) if is_ and not own[i]]
         if coupled:
-            updated, read = paths[coupled[0]], paths[own[0]]
+            updated, read = paths[coupled[0]], paths[own.index(True)]
             return (
                 f"The optimizer's update of {updated} depends on the gradient of {read}, and a fused update "
                 "has no two layers' gradients at once. Of the transformations of optax, clip_by_global_norm "

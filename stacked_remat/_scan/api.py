@@ -57,7 +57,8 @@ def scan(
             named `layers`.
         remat: what the backward pass keeps, offloads and recomputes; `ScanCheckpointPolicy` says the costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
-        unroll: how many layers one iteration of the loop runs; `True` for all.
+        unroll: how many layers one iteration of the loop runs; `True` for all. Where layers are cut, and with
+            `until`, only `True` counts.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
         until: takes a carry and returns one bool; the scan stops at the first carry for which it is True.
             Outputs of layers that did not run are zeros. Memory is that of all layers. Time is that of those

@@ -91,6 +91,10 @@ class Loop:
         given = {name: option for name, option in options.items() if option is not None}
         return cls(call, axis_or_name(axis, call.caller.what), resolve_policy(remat), pattern, **given)
 
+    def unroll_of(self, length: int) -> int:
+        """How many of so many layers one iteration runs."""
+        return max(1, length if self.unroll is True else int(self.unroll))
+
     def split(self, arguments: PyTree) -> tuple[list[Layers], Join, Axis]:
         """The layers of each kind with their parts of the arguments, as of `split_kinds`, and their axis."""
         caller = self.call.caller
@@ -166,7 +170,7 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
     if not is_swept or (remat.carries is None and not pattern):
-        is_rolled = loop.unroll is not True and loop.unroll < axis.size
+        is_rolled = loop.unroll_of(axis.size) < axis.size
         plain = Bound("checkpointed", _checkpointed, (remat, _carry_name(axis), is_rolled))
     if stops and (remat.offloads or plain is not None):
         raise ValueError(
@@ -187,7 +191,7 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
             remat=remat.swept() if plain is None else remat,
             pattern=pattern,
             reverse=loop.reverse,
-            unroll=loop.unroll,
+            unroll=loop.unroll_of(axis.size),
             stops=stops,
         )
         carry, ys = _replayed_whole(run, remat)(traced[0].init, xs)

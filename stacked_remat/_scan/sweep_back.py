@@ -349,7 +349,7 @@ def sweep_forward(
     xs, shared = [kind.arrays for kind in kinds], [layer.shared for layer in traced]
     of_kinds = kinds_of(traced, [[False] * len(own) for own in xs])
     parts, first = [*zip(kinds, of_kinds, traced, strict=True)], traced[0]
-    options: Any = {"reverse": loop.reverse, "unroll": loop.unroll, "pattern": loop.pattern}
+    options: Any = {"reverse": loop.reverse, "unroll": loop.unroll_of(axis.size), "pattern": loop.pattern}
     spec = SweepSpec(of_kinds, remat.swept(), **options)
     of_shared = [[False] * layer.constants + [*floats(layer.shared[layer.constants :])] for layer in traced]
     of_ys = [floats(kind.output_types) for kind in of_kinds]

@@ -14,16 +14,7 @@ from .._schedule import Schedule
 from .._static import PyTree
 from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
-from .slots import (
-    Carry,
-    Checkpoints,
-    Index,
-    OfKinds,
-    entry_at,
-    repeat,
-    run_layers,
-    trip_count,
-)
+from .slots import Carry, Checkpoints, Index, OfKinds, entry_at, trip_count
 from .spec import SweepSpec
 from .store import empty_stack, on_mesh, read_before_writes, settle, write
 
@@ -35,7 +26,7 @@ def primal(spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[
     if not spec.length or not (spec.pattern or spec.stops or has_host_arrays(xs)):
         return spec.plain(None, init, xs, shared)
     step = _forward_step(spec, xs, shared, [range(spec.length)])
-    (carry, ys, *_), _ = run_layers(spec.length, step, _start(spec, init, xs), spec.unroll, spec.stops)
+    (carry, ys, *_), _ = spec.run(spec.length, step, _start(spec, init, xs))
     return carry, ys
 
 
@@ -96,7 +87,7 @@ def forward(
 
         (carry, ys, _, fetched), residuals = state, spec.room(pullbacks, [range(first)])
         loop = carry, ys, residuals, fetched, carries
-        (*state, residuals, fetched, carries), ran = run_layers(first, layer, loop, spec.unroll, spec.stops)
+        (*state, residuals, fetched, carries), ran = spec.run(first, layer, loop)
         state, kept = (*state, [], fetched), Checkpoints([], None, carries, residuals, ran=ran)
     if schedule is not None:
         step = _forward_step(spec, xs, shared)
@@ -121,7 +112,7 @@ def _layers_in_slots(
     if not spec.stops:  # a scan over the table: where a loop looks it up, XLA for TPUs holds more
         at = jnp.arange(schedule.length), jnp.asarray(slot_of)
         (slots, state), _ = lax.scan(
-            lambda loop, at: (layer(*loop, *at), None), (slots, state), at, unroll=spec.unroll
+            lambda loop, at: (layer(*loop, *at), None), (slots, state), at, unroll=spec.unrolled
         )
         return state, kept._replace(slots=slots)
 
@@ -130,7 +121,7 @@ def _layers_in_slots(
         slots, state = layer(slots, tuple(state), number, entry_at(slot_of, number))
         return (*state, slots)
 
-    (*state, slots), ran = run_layers(schedule.length, one, (*state, slots), spec.unroll, True)
+    (*state, slots), ran = spec.run(schedule.length, one, (*state, slots))
     return tuple(state), kept._replace(slots=slots, ran=kept.ran + ran)
 
 
@@ -145,7 +136,7 @@ def _segments_on_host(
     def segment(state: PyTree, at: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         boundary = to_host(state[0])
         trips = trip_count(sizes, at[1])
-        state = repeat(trips, lambda k, state: step(at[0] + k, state), state, spec.unroll, max(sizes))
+        state = spec.repeat(trips, lambda k, state: step(at[0] + k, state), state)
         return state, boundary
 
     state, boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))

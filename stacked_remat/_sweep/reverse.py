@@ -30,7 +30,7 @@ from .gradient import (
     zero_gradients,
 )
 from .kinds import Kind
-from .slots import Arrays, Carry, Checkpoints, OfKinds, TripsOf, entry_at, repeat, trip_count
+from .slots import Arrays, Carry, Checkpoints, OfKinds, TripsOf, entry_at, trip_count
 from .spec import SweepSpec
 from .store import Index, apart_from_transfers, empty_stack, read, read_before_writes, settle, write
 
@@ -186,8 +186,7 @@ def _visit_scheduled(
         loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
         before, left = plan.skipped, len(runs) - plan.skipped
         trips = left if isinstance(left, int) else TripsOf(None, left)
-        unroll = layers.spec.unroll is True
-        loop = repeat(trips, lambda r, loop: run(before + r, loop), loop, unroll, len(runs))
+        loop = layers.spec.repeat(trips, lambda r, loop: run(before + r, loop), loop)
         return loop.cotangent, loop.state
 
     def fetch_and_run(loop: _Loop, at: tuple[PyTree, Carry]) -> tuple[_Loop, None]:
@@ -266,7 +265,7 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
         return loop
     inner = (loop.slots, read(loop.slots, slot), loop.fetched, None if plan.holds_all else jnp.int32(0))
     trips = trip_count(plan.advances, r)
-    slots, _, fetched, _ = repeat(trips, layer, inner, layers.spec.unroll, plan.most_advances)
+    slots, _, fetched, _ = layers.spec.repeat(trips, layer, inner)
     return loop._replace(slots=slots, fetched=fetched)
 
 
@@ -283,7 +282,7 @@ def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 
     inner = (loop.slots, loop.saved, read(loop.slots, bottom_slot), loop.fetched)
     trips = trip_count(plan.visits, r)
-    slots, saved, _, fetched = repeat(trips, layer, inner, layers.spec.unroll, plan.most_visits)
+    slots, saved, _, fetched = layers.spec.repeat(trips, layer, inner)
     return loop._replace(slots=slots, saved=saved, fetched=fetched)
 
 
@@ -301,7 +300,7 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
         return ahead, *layers.visit(index, bottom, carry, loop.saved, fetched, (cotangent, state))
 
     inner = (loop.fetched, loop.cotangent, loop.state)
-    fetched, cotangent, state = repeat(trips, layer, inner, layers.spec.unroll, plan.most_visits)
+    fetched, cotangent, state = layers.spec.repeat(trips, layer, inner)
     return loop._replace(fetched=fetched, cotangent=cotangent, state=state)
 
 
@@ -318,4 +317,4 @@ def _visit_first(
     if checkpoints.ran is not None:
         last = jnp.minimum(unvmap_max(checkpoints.ran), last)
         trips = TripsOf(None, last)
-    return repeat(trips, one, (carry_ct, state), spec.unroll, spec.remat.first_layers)
+    return spec.repeat(trips, one, (carry_ct, state))

@@ -1,25 +1,20 @@
-"""Carries kept in numbered slots, and rolled loops whose trip counts come from a schedule's tables."""
+"""Carries kept in numbered slots, and trip counts and other entries of a schedule's tables."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from equinox.internal import unvmap_all
 from jax import lax
 from jaxtyping import Array
 
-from .._static import PyTree
-from .._trips import known_trips
 from .store import Index, write, zeros_of
 
 Arrays = list[Array]
 Carry = Arrays
 OfKinds = list[Arrays]  # a list for each kind of layers
 Mask = tuple[bool, ...]
-T = TypeVar("T")
 
 
 class Checkpoints(NamedTuple):
@@ -59,66 +54,6 @@ class TripsOf(NamedTuple):
 
     table: np.ndarray | None
     number: Index
-
-
-def repeat(trips: int | TripsOf, body: Callable[[Index, T], T], state: T, unroll: int | bool, most: int) -> T:
-    """Run `for k in range(trips): state = body(k, state)`; `most` is a static bound of `trips`."""
-    if unroll is True and isinstance(trips, int):
-        for k in range(trips):
-            state = body(k, state)
-        return state
-
-    def one(k: Index, state: T) -> T:
-        return body(lax.convert_element_type(k, jnp.int32), state)
-
-    if isinstance(trips, int):
-        return lax.fori_loop(0, trips, one, state, unroll=max(1, min(int(unroll), trips)))
-    step = most if unroll is True else max(1, min(int(unroll), most))
-
-    table, number = trips
-
-    def loop(first: Index, last: Index, counts: Any, body: Callable[[Index, T], T], state: T) -> T:
-        total, entered = (None, 1) if counts is None else (int(counts.sum()), len(counts))
-        with known_trips(total, entered):
-            return lax.fori_loop(first, last, body, state)
-
-    if step == 1:
-        return loop(0, number, table, one, state)
-    blocks, left = (None, None) if table is None else divmod(table, step)
-
-    def several(block: Index, state: T) -> T:
-        for k in range(step):
-            state = one(block * step + k, state)
-        return state
-
-    state = loop(0, number // step, blocks, several, state)
-    return loop(number // step * step, number, left, one, state)
-
-
-def run_layers(
-    length: int, layer: Callable[[Index, T], T], state: T, unroll: int | bool, stops: bool
-) -> tuple[T, Index | None]:
-    """`repeat` a layer, if it `stops` until all carries begin with True; how many ran, None for all."""
-    if not stops:
-        return repeat(length, layer, state, unroll, length), None
-
-    def run(step: int, loop: tuple[Index, T]) -> tuple[Index, T]:
-        def goes_on(loop: PyTree) -> Array:
-            return (loop[0] + step <= length) & ~unvmap_all(loop[1][0][0])
-
-        def several(loop: tuple[Index, T]) -> tuple[Index, T]:
-            k, state = loop
-            for i in range(step):
-                state = layer(k + i, state)
-            return k + step, state
-
-        return lax.while_loop(goes_on, several, loop)
-
-    step = length if unroll is True else max(1, min(int(unroll), length))
-    ran, state = run(step, (jnp.int32(0), state))
-    if step > 1:
-        ran, state = run(1, (ran, state))
-    return state, ran
 
 
 def trip_count(table: Any, r: Index) -> int | TripsOf:

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from equinox.internal import unvmap_all
 from jax import lax
 from jaxtyping import Array
 
@@ -20,8 +21,10 @@ from .._trips import known_branches, known_trips
 from .gradient import Checkpoint, LayerPullback, Perturbed, merge, pick
 from .kinds import Kind, Pattern
 from .rules import primal_of
-from .slots import Arrays, Carry, OfKinds, T, entry_at
+from .slots import Arrays, Carry, OfKinds, TripsOf, entry_at
 from .store import Index, at_least_one, empty_stack, read_ahead, read_layer, zeros_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,19 @@ class SweepSpec:
     kinds: tuple[Kind, ...]
     remat: Remat
     reverse: bool = False
-    unroll: int | bool = 1
+    unroll: int = 1
     pattern: Pattern | None = None
     stops: bool = False
-    _unrolls_all: bool = field(init=False, repr=False)  # of equal specs one is compiled, and True == 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_unrolls_all", self.unroll is True)
 
     @property
     def length(self) -> int:
         """The number of layers."""
         return self.remat.length
+
+    @property
+    def unrolled(self) -> bool:
+        """Whether loops of a sweep are: several layers an iteration take it more memory and more time."""
+        return self.unroll >= self.length > 1
 
     def layer_index(self, number: Index) -> Any:
         """The index on the axis of the layer that runs as `number`."""
@@ -84,6 +88,36 @@ class SweepSpec:
                     0, trips, lambda i, state, k=k: run(self.kinds[k], row + i, state), state
                 )
         return state
+
+    def repeat(self, trips: int | TripsOf, body: Callable[[Index, T], T], state: T) -> T:
+        """Run `for k in range(trips): state = body(k, state)`."""
+        if self.unrolled and isinstance(trips, int):
+            for k in range(trips):
+                state = body(k, state)
+            return state
+
+        def one(k: Index, state: T) -> T:
+            return body(lax.convert_element_type(k, jnp.int32), state)
+
+        table, number = trips if isinstance(trips, TripsOf) else (None, trips)
+        total, entered = (None, 1) if table is None else (int(table.sum()), len(table))
+        with known_trips(total, entered):
+            return lax.fori_loop(0, number, one, state)
+
+    def run(self, length: int, layer: Callable[[Index, T], T], state: T) -> tuple[T, Index | None]:
+        """`repeat` a layer, if it `stops` until all carries begin with True; how many ran, None for all."""
+        if not self.stops:
+            return self.repeat(length, layer, state), None
+
+        def goes_on(loop: PyTree) -> Array:
+            return (loop[0] < length) & ~unvmap_all(loop[1][0][0])
+
+        def one(loop: tuple[Index, T]) -> tuple[Index, T]:
+            k, state = loop
+            return k + 1, layer(k, state)
+
+        ran, state = lax.while_loop(goes_on, one, (jnp.int32(0), state))
+        return state, ran
 
     def rows(self, kind: Kind) -> int:
         """The number of layers of this kind."""

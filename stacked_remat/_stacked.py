@@ -51,8 +51,7 @@ class StackedKinds(BlockFoldable[M]):
 
         ```python
         y, sweep_back = blocks.fold_vjp(x)
-        result = sweep_back(y_cotangent)                      # result.layers: the gradients of the blocks
-        result = sweep_back(y_cotangent, visitor, state)      # calls visitor(visit, state) for every layer
+        result = sweep_back(y_cotangent, visitor, state)  # calls visitor(visit, state) for every layer
         ```
 
         Arguments as in `fold`. A visitor is traced once for each kind of layers: `visit.layer` is a block of
@@ -61,8 +60,8 @@ class StackedKinds(BlockFoldable[M]):
         Raises:
             ValueError: as `fold`; and for policies that drop carries (`"recompute"`).
 
-        Cost: the forward pass keeps what the policy says. `sweep_back` replays as the policy says, and holds
-        the gradients of all layers only where it is given no visitor.
+        Cost: the forward pass keeps what the policy says. `sweep_back` replays as the policy says, and never
+        holds the gradients of all layers.
         """
         return self._vjp("fold", init, args, kwargs, remat=remat, unroll=unroll, reverse=reverse)
 

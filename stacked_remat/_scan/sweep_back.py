@@ -12,8 +12,8 @@ from jax import lax
 
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree
-from .._sweep.gradient import LayerPullback, LeafVisit, scatter_leaves
-from .._sweep.primitive import sweep_backward, sweep_forward as keeping_sweep
+from .._sweep.gradient import LayerPullback, LeafVisit
+from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.reverse import sweep_back
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
@@ -52,7 +52,7 @@ class SweepBack(eqx.Module):
     def __call__(
         self,
         cotangent: PyTree,
-        visitor: Visitor | None = None,
+        visitor: Visitor,
         state: PyTree = None,
         layer_state: PyTree = None,
     ) -> SweepResult:
@@ -61,8 +61,6 @@ class SweepBack(eqx.Module):
         Args:
             cotangent: of what the forward sweep returned, in the same structure, shapes and dtypes.
             visitor: `(visit, state) -> LayerResult`, traced once for each loop and once for its types.
-                Without one the result has the gradients of the layers, the initial carry and the arguments,
-                as `jax.vjp` of the fold.
             state: the visitor's, any tree of arrays whose shapes and dtypes stay as they are.
             layer_state: a state for each layer, a tree of arrays stacked over the layers' axis as the layers
                 are: the visitor sees a slice of it, and what it returns replaces that slice. `per_kind` gives
@@ -78,7 +76,7 @@ class SweepBack(eqx.Module):
 
         Cost: that of the policy's backward pass, and the visitor's own work for each layer.
         """
-        if visitor is not None and not callable(visitor):
+        if not callable(visitor):
             raise TypeError(
                 "A visitor is a function (visit, state) -> LayerResult; got "
                 f"{describe(visitor)}. Write sweep_back(cotangent, visitor, state)."
@@ -89,17 +87,8 @@ class SweepBack(eqx.Module):
                 f"layer_state holds no arrays; got {describe(layer_state)}. Stack a state for each layer "
                 "(jnp.zeros(Layers.size)), or pass what goes from layer to layer as state."
             )
-        if visitor is None and not (state is None and layer_state is None):
-            raise ValueError(
-                "state and layer_state are for a visitor, and sweep_back was given none. Write "
-                "sweep_back(cotangent, visitor, state)."
-            )
-        cotangents = _cotangents(self._types, cotangent)
-        if visitor is None:
-            found = _gradients(self, cotangents)
-        else:
-            found = _visited(self, cotangents, visitor, state, layer_state)
-            found = jax.tree.map(_without_derivatives, found)
+        found = _visited(self, _cotangents(self._types, cotangent), visitor, state, layer_state)
+        found = jax.tree.map(_without_derivatives, found)
         return found._replace(layers=self._with_layers(found.layers))
 
 
@@ -118,18 +107,6 @@ def _cotangents(types: SweepTypes, cotangent: PyTree) -> _Cotangents:
     of_ys = iter(cotangent_leaves(ys_ct, ys, sum(masks.ys, ()), "the outputs", source))
     of_kinds = [[next(of_ys) for _ in range(sum(mask))] for mask in masks.ys]
     return cotangent_leaves(carry_ct, carry, masks.carry, "the carry", source), of_kinds
-
-
-def _gradients(sweep: SweepBack, cotangents: _Cotangents) -> SweepResult:
-    types, kept = sweep._types, (sweep._checkpoints, sweep._xs, sweep._shared)
-    found = sweep_backward(types.spec, types.perturbed, *kept, *cotangents)
-    tree = jax.tree.structure((sweep._checkpoints.first(), sweep._xs, sweep._shared))
-    init, xs, shared = tree.unflatten(scatter_leaves(found, types.perturbed.inputs))
-    carry = jtu.tree_unflatten(types.carry_tree, init)
-    of_kinds = zip(types.kinds, xs, shared, strict=True)
-    trees = [kind.stacked(*own, cotangents=True) for kind, *own in of_kinds]
-    (layers, *args), kwargs = types.join(trees)
-    return SweepResult(carry, layers, tuple(args), kwargs)
 
 
 class _Part(NamedTuple):
@@ -162,8 +139,8 @@ def _without_derivatives(leaf: Any) -> Any:
 
 
 _NO_DERIVATIVES = (
-    "the results of a sweep with a visitor have no derivatives; differentiate those of "
-    "sweep_back(cotangent), or use jax.lax.stop_gradient on these"
+    "the results of a sweep with a visitor have no derivatives; differentiate those of jax.vjp of the fold, "
+    "or use jax.lax.stop_gradient on these"
 )
 
 

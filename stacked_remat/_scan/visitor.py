@@ -50,8 +50,7 @@ class SweepResult(NamedTuple):
 
     Attributes:
         carry: the cotangent of the initial carry.
-        layers: without a visitor, the gradients of the layers; with one, the layers with the arrays that it
-            returned, or as they were.
+        layers: the layers with the arrays that the visitor returned, or as they were.
         args: the cotangents of the further arguments, where the visitor returns them.
         kwargs: the cotangents of the keyword arguments.
         state: the visitor's last state.

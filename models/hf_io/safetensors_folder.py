@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from models.hf_io import quantized
 from models.hf_io.quantized import BLOCKS, FP8, FP8_SCALES, SCALES
-from stacked_remat._files import read_json_fields, replaced_whole, unique_keys, written_safetensors
+from stacked_remat._files import read_json_fields, replaced_whole, written_safetensors
 from stacked_remat._messages import shortened, shown
 
 INDEX = "model.safetensors.index.json"
@@ -134,7 +134,7 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
         start = end = 8 + int.from_bytes(mapped[:8], "little")
         if start > min(len(mapped), _LONGEST_HEADER):
             raise ValueError("its header is too long")
-        header = json.loads(mapped[8:start], object_pairs_hook=unique_keys)
+        header = json.loads(mapped[8:start])
         header.pop("__metadata__", None)
         for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             shape, dtype, (first, last) = tuple(one["shape"]), one["dtype"], one["data_offsets"]

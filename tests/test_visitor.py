@@ -405,8 +405,8 @@ class TestRefused:
             sweep_back(visitor, jnp.zeros(()), jnp.zeros(N))
 
     def test_what_sweep_back_is_given(self, sweep_back):
-        with pytest.raises(ValueError, match="layer_state holds no arrays; got a value of type float"):
-            sweep_back(sgd, layer_state=0.0)
+        with pytest.raises(ValueError, match="The layer_state is 0.0, the same for all layers"):
+            sweep_back(result(layer_state=1.0), layer_state=0.0)
         states = {"sum": shared(jnp.zeros(3)), "own": jnp.zeros(N)}
         with pytest.raises(ValueError, match="The layer_state\\['sum'\\] is shared by all layers"):
             sweep_back(

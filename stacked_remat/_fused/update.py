@@ -188,12 +188,7 @@ class FusedUpdate:
         """`params` after an update by their gradients, and the next state."""
         gradients = jax.tree.unflatten(jax.tree.structure(params), gradients)
         updates, state = self.optimizer.update(gradients, state, params)
-        return jax.tree.map(_added, params, updates), state
-
-
-def _added(leaf: Any, step: Any) -> Any:
-    dtype = jnp.promote_types(leaf.dtype, step.dtype)
-    return (leaf.astype(dtype) + step.astype(dtype)).astype(leaf.dtype)
+        return jax.tree.map(lambda leaf, step: (leaf + step).astype(leaf.dtype), params, updates), state
 
 
 def _sum_of_squares(leaves: list[Array]) -> Array:

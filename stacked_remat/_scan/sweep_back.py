@@ -81,12 +81,6 @@ class SweepBack(eqx.Module):
                 "A visitor is a function (visit, state) -> LayerResult; got "
                 f"{describe(visitor)}. Write sweep_back(cotangent, visitor, state)."
             )
-        leaves = jax.tree.leaves(layer_state, is_leaf=is_named)
-        if leaves and not any(map(is_array, map(raw_array, leaves))):
-            raise ValueError(
-                f"layer_state holds no arrays; got {describe(layer_state)}. Stack a state for each layer "
-                "(jnp.zeros(Layers.size)), or pass what goes from layer to layer as state."
-            )
         found = _visited(self, _cotangents(self._types, cotangent), visitor, state, layer_state)
         found = jax.tree.map(_without_derivatives, found)
         return found._replace(layers=self._with_layers(found.layers))

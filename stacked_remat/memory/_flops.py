@@ -22,7 +22,6 @@ from .._activity import active_carry, active_variables, expansion, is_in
 from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
 
-_KERNELS = "pallas_call", "mpmd_map"
 _MOST_GRADIENTS = 2  # of one product, which has two factors; fused attention has more operands
 
 
@@ -133,7 +132,7 @@ class _Counter:
             shape, manual = params["mesh"].shape, params.get("manual_axes")
             body = self.run(params["jaxpr"], active, products)
             return body * math.prod(shape[axis] for axis in (manual or shape))
-        if name in _KERNELS:
+        if name in ("pallas_call", "mpmd_map"):
             cost = self._kernel(eqn, products)
         elif called := self._called(eqn, read):
             return self.run(called, active, products)

@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,6 @@ from .. import ScanCheckpointSpec, per_layer, scan, shared
 from .._static import PyTree
 from .parts import TAG, change_metadata, is_node, merged, named_leaves, split
 
-_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
-
 
 def remat_scan(
     f: Callable[..., Any] | None = None,
@@ -29,7 +26,7 @@ def remat_scan(
     unroll: int | bool = 1,
     in_axes: Any = (nnx.Carry, 0),
     out_axes: Any = (nnx.Carry, 0),
-    transform_metadata: Mapping[str, Any] = _NO_METADATA,
+    transform_metadata: Mapping[str, Any] | None = None,
 ) -> PyTree:
     """`flax.nnx.scan`, with a choice of what the backward pass keeps.
 
@@ -74,7 +71,7 @@ def remat_scan(
     """
     options: dict[str, Any] = {"remat": remat, "reverse": reverse, "unroll": unroll}
     scan(_split_results, Axis("layers", 1), **options)  # refuses an unknown policy
-    axes = _Axes(in_axes, out_axes if isinstance(out_axes, tuple) else (out_axes,), transform_metadata)
+    axes = _Axes(in_axes, out_axes if isinstance(out_axes, tuple) else (out_axes,), transform_metadata or {})
     if length is not None and length < 0:
         raise ValueError(f"length={length} is negative. Give the number of layers.")
 

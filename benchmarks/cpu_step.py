@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,10 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-import models.architectures  # noqa: F401 (registers what read_hf_config reads)
-from models.hf_io.decoder_weights import read_decoder
-from models.hf_io.formats import read_hf_config
 from models.lm import next_token_loss
+from models.run_config import find_model
+from models.run_state import Placement
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -123,9 +121,9 @@ def step(sizes: Sizes, experts: bool, remat: str | bool) -> Pair:
     model = their_model(sizes, experts)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        config, vocab = read_hf_config(Path(folder))
-        policy = remat_policy(remat, config.remat_presets)
-        decoder = read_decoder(Path(folder), config, Axis("vocab", vocab), remat=policy)
+        found = find_model(folder)
+        policy = remat_policy(remat, found.config.remat_presets)
+        decoder = Placement.of(None, remat=policy).load_model(found, "float32")
     tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.batch, sizes.positions))
     name = f"step, {sizes.experts} experts" if experts else "step, dense"
     theirs = their_step(model, torch.tensor(tokens), recomputed=remat is True)

@@ -27,7 +27,8 @@ from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import generate_text
-from models.loading import FoundModel, add_model_arguments, model_of_arguments
+from models.loading import add_model_arguments, load_model, model_of_arguments, rows_that_fit
+from models.run_config import FoundModel
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -243,9 +244,9 @@ def _evaluate(arguments: Sequence[str]) -> int:
             raise ConfigError("model_args and max_batch_size have no effect; give --dtype and --batch_size.")
         found = model_of_arguments(options)
         if partitioning is None:
-            found.rows_that_fit(1)
+            rows_that_fit(found, 1)
         sizes = {"batch_size": int(settings["batch_size"]), "max_length": options.max_length}
-        return evaluated(found, found.load(partitioning), partitioning=partitioning, **sizes)
+        return evaluated(found, load_model(found, partitioning), partitioning=partitioning, **sizes)
 
     evaluated.create_from_arg_obj = make
     lm_eval.api.registry.register_model("stacked_remat")(evaluated)

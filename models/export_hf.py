@@ -21,9 +21,11 @@ from models.command import command_parser, escaped, local_path, run_command, sho
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.formats import GENERATION_CONFIG
-from models.hf_io.hub import REPOSITORY, push_folder
-from models.hf_io.safetensors_folder import WeightsError, check_new_folder
-from models.loading import FoundModel, add_model_arguments, model_of_arguments
+from models.hf_io.hub import ADAPTER_CONFIG, REPOSITORY, push_folder
+from models.hf_io.safetensors_folder import WeightsError, check_new_folder, read_json
+from models.loading import add_model_arguments, model_of_arguments
+from models.run_config import FoundModel
+from models.run_state import Placement
 from stacked_remat.lora import merge_lora
 from stacked_remat.training import ConfigError, config_as_dict, read_tokenizer_files
 from stacked_remat.training.errors import without_credentials
@@ -33,16 +35,15 @@ from stacked_remat.training.progress import lasting_console
 def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
     """Writes a model, or its adapters alone, to a new folder, with a model card.
 
-    Cost: that of `FoundModel.read`, and the host memory of one file; adapters are merged in place.
+    Cost: that of reading it, and the host memory of one file; adapters are merged in place.
     """
-    check_new_folder(out)
     if adapters and (found.run.lora is None if found.run else found.base is None):
         raise WeightsError("There are no adapters. Export the whole model, without --adapters.")
     texts, fields = ({}, {}) if adapters else generation_files(found)
-    model = found.read(None)
+    model = Placement.of(found.run).read_model(found, found.config.compute_dtype)
     card = model_card(found, out.name, "adapter" if adapters else "finetune")
     if adapters:
-        save_adapters(out, model, base_model=found.base)
+        save_adapters(out, model, base_model=found.base_name)
         (out / "README.md").write_text(card, encoding="utf-8")
     else:
         write_decoder(out, merge_lora(model, donate=True), fields=fields, texts={**texts, "README.md": card})
@@ -50,8 +51,8 @@ def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
 
 def generation_files(found: FoundModel) -> tuple[dict[str, str], dict[str, Any]]:
     """Texts of files, and fields of `config.json`, that generation with the model needs."""
-    texts, file = read_tokenizer_files(found.tokenizer_name), found.root and found.root / GENERATION_CONFIG
-    if file is not None and file.is_file():
+    texts, root = read_tokenizer_files(found.tokenizer_name), found.published
+    if root is not None and (file := root / GENERATION_CONFIG).is_file():
         texts[file.name] = file.read_text(encoding="utf-8")
     return texts, {"eos_token_id": found.ends[0] if len(found.ends) == 1 else [*found.ends]}
 
@@ -60,22 +61,24 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
     """The text of a `README.md`: the base, the data, the config and the losses."""
     fields: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": ["stacked_remat"]}
     fields["library_name"] = "peft" if relation == "adapter" else "transformers"
-    base = found.base or "none, from random weights"
-    if found.base is not None and _is_local(found.base):
-        base = f"a local folder, {Path(found.base).name}"
-    elif found.base is not None:
-        fields |= {"base_model": found.base.partition("@")[0], "base_model_relation": relation}
+    base = found.base_name or "none, from random weights"
+    if found.base_name is not None and _is_local(found.base_name):
+        base = f"a local folder, {Path(found.base_name).name}"
+    elif found.base_name is not None:
+        fields |= {"base_model": found.base_name.partition("@")[0], "base_model_relation": relation}
     lines = ["---", yaml.safe_dump(fields).rstrip(), "---", f"# {title}", "", f"- base: {base}"]
-    if found.run is None:
+    run, result = found.run, found.root / "result.json"
+    if run is None:
         return "\n".join([*lines, ""])
-    config = config_as_dict(found.run)
+    config = config_as_dict(run)
     local = [("trainer", "run_dir"), ("data", "cache_dir"), ("data", "sources")]
-    for section, key in [*local, ("data", "tokenizer")] if _is_local(found.run.data.tokenizer) else local:
+    for section, key in [*local, ("data", "tokenizer")] if _is_local(run.data.tokenizer) else local:
         config.get(section, {}).pop(key, None)
-    if base != found.base:
+    if base != found.base_name:
         config.pop("initialize_from_hf", None)
-    lines += [f"- data: {', '.join(found.run.data.sources) or 'the default text'}"]
-    lines += [f"- {name}: {json.dumps(value)}" for name, value in found.figures.items()]
+    lines += [f"- data: {', '.join(run.data.sources) or 'the default text'}"]
+    if found.step is None and result.is_file():
+        lines += [f"- {name}: {json.dumps(value)}" for name, value in read_json(result).items()]
     lines += ["", "Trained with stacked_remat by this config:", "", "```yaml"]
     return without_credentials("\n".join([*lines, yaml.safe_dump(config, sort_keys=False) + "```", ""]))
 
@@ -102,8 +105,16 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
         if name is not None and (not REPOSITORY.fullmatch(name) or "--" in name or ".." in name):
             raise ConfigError(f"--push_to_hub {name!r} is no OWNER/NAME of the Hub.")
         check_new_folder(options.out)
-        export(model_of_arguments(options), options.out, adapters=options.adapters)
+        found = model_of_arguments(options)
+        export(found, options.out, adapters=options.adapters)
         show(escaped(f"wrote {options.out}"))
+        if options.adapters and found.base is not None and found.base.root != found.base.published:
+            show(
+                escaped(
+                    f"PEFT does not read their base, {found.base.name}: write it with models.export_hf "
+                    f"--model {found.base.name} --out BASE, and name BASE in {options.out / ADAPTER_CONFIG}"
+                )
+            )
         if name is not None:
             show(escaped(f"pushed {push_folder(options.out, name, private=options.private)}"))
         return 0

@@ -12,6 +12,7 @@ conversation: each line of the standard input is what the user says next.
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 
 from models.command import command_parser, encodable, escaped, local_path, run_command, shown_on
-from models.decoder.decoder import Decoder
 from models.generation.decoding import padded_length
 from models.generation.sampling import Sampling
 from models.generation.text_generation import (
@@ -35,7 +35,8 @@ from models.generation.text_generation import (
     generate_text,
     in_order,
 )
-from models.loading import FoundModel, add_model_arguments, model_of_arguments
+from models.loading import add_model_arguments, load_model, model_of_arguments, rows_that_fit
+from models.run_config import FoundModel
 from stacked_remat.training import ChatTemplateError, ConfigError
 
 
@@ -51,19 +52,17 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     texts, write = _texts(options), _writer(console)
     begun, variables = _chat_beginning(options), _mapping(options.chat_template_kwargs)
     sampling, found = _sampling(options), model_of_arguments(options)
-    model: Decoder | None = None
+    load = functools.cache(lambda: load_model(found))
     stops = [(end,) for end in found.ends]
     if options.chat:
         with _template_errors(found):
             stops = [*stops, end_of_turn(found.tokenizer)]
 
     def pieces(prompts: Sequence[Tokens]) -> Iterator[Piece]:
-        nonlocal model
-        fitting = found.rows_that_fit(padded_length(max(map(len, prompts))) + options.max_new_tokens)
-        model = found.load() if model is None else model
+        fitting = rows_that_fit(found, padded_length(max(map(len, prompts))) + options.max_new_tokens)
         return in_order(
             generate_text(
-                model,
+                load(),
                 found.tokenizer,
                 prompts,
                 max_new_tokens=options.max_new_tokens,

@@ -25,9 +25,8 @@ from rich.console import Console
 
 from models.command import command_parser, local_path, run_command, shown_on
 from models.lm import auxiliary_of_sums, example_losses, next_token_loss
-from models.loading import read_run_config, restored_state
-from models.run_config import LmRunConfig
-from models.run_state import run_optimizer
+from models.run_config import LmRunConfig, read_run_config
+from models.run_state import restored_state, run_optimizer
 from stacked_remat import ghost
 from stacked_remat.training import (
     BATCH_AXIS,

@@ -1,9 +1,15 @@
-"""The config of a language-model run: read by every command, and resolved once into what is trained."""
+"""The config of a language-model run, resolved once into what is trained; and models by name.
 
+A run may begin with the model of another run, whose config says what that is.
+"""
+
+import contextlib
 import dataclasses
+import datetime
 import functools
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from haliax import Axis
@@ -11,8 +17,16 @@ from haliax import Axis
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.remat_presets import check_remat_names
-from models.hf_io.formats import differing_fields, pretrained_config, says_nothing, written_out
-from models.hf_io.hub import model_folder
+from models.hf_io.formats import (
+    differing_fields,
+    end_tokens,
+    pretrained_config,
+    read_hf_config,
+    says_nothing,
+    written_out,
+)
+from models.hf_io.hub import adapted_model, model_folder
+from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.lm import next_token_loss
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
@@ -23,12 +37,18 @@ from stacked_remat.training import (
     GhostConfig,
     LossFunction,
     OptimizerConfig,
+    Tokenizer,
     TrainerConfig,
     check_remat,
+    checkpoint_run,
     config_as_dict,
     learning_rate_schedule,
     load_tokenizer,
 )
+from stacked_remat.training.config_file import decode_config
+
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in that of a run."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +61,9 @@ class LmRunConfig:
 
     Attributes:
         model: the architecture, by `type`.
-        initialize_from_hf: weights to begin with, a folder in Hugging Face's format or a name on its Hub
-            (`owner/model`, `owner/model@revision`); null for random ones. The architecture is the folder's
+        initialize_from_hf: the model to begin with: a folder in Hugging Face's format or a name on its Hub
+            (`owner/model`, `owner/model@revision`), a run folder, whose latest checkpoint is read, or
+            adapters of PEFT. Adapters are merged. null for random weights. The architecture is that model's
             where `model` says nothing of it, and has to be equal otherwise.
         vocab_size: rows of the embedding; if null, those in that folder, or one for each of the tokenizer's.
         lora: adapters to train instead of the model's own weights, which then get neither gradients nor
@@ -177,14 +198,18 @@ class LmRunConfig:
         model, rows = self.model, self.vocab_size
         of_folder = says_nothing(model)
         if self.initialize_from_hf is not None and (check_folder or of_folder):
-            root = model_folder(self.initialize_from_hf, weights=False)
-            found, found_rows = pretrained_config(model, root)
+            begun, run_dir = find_model(self.initialize_from_hf), self.trainer.run_dir
+            if run_dir is not None and Path(run_dir).expanduser().resolve() == begun.root.resolve():
+                raise ConfigError(
+                    f"{run_dir} is trainer.run_dir and initialize_from_hf. Give this run another folder."
+                )
+            found, found_rows = pretrained_config(model, begun.config), begun.Vocab.size
             differing = [] if of_folder else differing_fields("model", written_out(model), written_out(found))
             if rows is not None and rows != found_rows:
                 differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
             if differing:
                 raise ConfigError(
-                    f"The model of the config is not the one in {root}:\n  "
+                    f"The model of the config is not the one in {begun.root}:\n  "
                     + "\n  ".join(differing)
                     + "\nCorrect it, or leave out all of `model` that a folder has, to take the folder's."
                 )
@@ -198,3 +223,112 @@ class LmRunConfig:
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
         return dataclasses.replace(self, model=model, vocab_size=rows)
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model before its weights are read.
+
+    Attributes:
+        name: of its folder, or on the Hub.
+        root: that folder: in Hugging Face's format, of adapters, or of a run. Weights of the Hub come later.
+        config: its architecture, with the dtype in which to compute.
+        tokenizer_name: names its tokenizer; empty if it has none.
+        published: the folder in Hugging Face's format that it is, or began with; None if there is none.
+        base_name: names the model that it began with or adapts; None if there is none.
+        base: that model, if its weights are read with adapters.
+        run: the config of the run that trained it, if one did.
+        step: of the run's checkpoint; the latest if None.
+    """
+
+    name: str
+    root: Path
+    config: DecoderConfig
+    Vocab: Axis
+    tokenizer_name: str
+    published: Path | None
+    base_name: str | None = None
+    base: "FoundModel | None" = None
+    run: LmRunConfig | None = None
+    step: int | None = None
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer, with the date of the run, or of today, in chats."""
+        if not self.tokenizer_name:
+            raise FileNotFoundError(
+                f"There is no tokenizer.json in {self.root}. Name a tokenizer with --tokenizer: a folder, a "
+                f"file, a name on the Hugging Face Hub, or byte for UTF-8 bytes."
+            )
+        date = self.run and self.run.data.chat_date
+        found = load_tokenizer(self.tokenizer_name, date or str(datetime.date.today()))
+        if found.vocab_size > self.Vocab.size:
+            raise ConfigError(
+                f"The tokenizer has {found.vocab_size} tokens, and the model's embedding {self.Vocab.size} "
+                f"rows. Name the model's own with --tokenizer."
+            )
+        return found
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text: the tokenizer's, then others that the folder of a chat model names."""
+        found = () if self.published is None else end_tokens(self.published, self.Vocab.size)
+        return (self.tokenizer.end, *sorted({*found} - {self.tokenizer.end}))
+
+
+def find_model(
+    name: str, step: int | None = None, dtype: str | None = None, tokenizer: str | None = None
+) -> FoundModel:
+    """The model that a name stands for, of which no weights are read.
+
+    Args:
+        name: a run folder, a folder in Hugging Face's format or of PEFT's adapters, or a name on the Hub.
+        step: of the run's checkpoint; the latest if not given.
+        dtype: in which to compute; the one that the run or the folder's `config.json` names if not given.
+        tokenizer: replaces the model's own.
+    """
+    found = _found(name, step, ())
+    config = found.config if dtype is None else dataclasses.replace(found.config, compute_dtype=dtype)
+    return dataclasses.replace(found, config=config, tokenizer_name=tokenizer or found.tokenizer_name)
+
+
+def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
+    """What the name stands for in the models of these folders, which begin with it."""
+    root = model_folder(name, weights=False)
+    if root in within:
+        raise WeightsError(f"The model in {root} begins with itself. Name another base there.")
+    within, base = (*within, root), None
+    if (root / CHECKPOINTS).is_dir():
+        run = read_run_config(root, step)
+        if (begun := run.initialize_from_hf) is not None:
+            with contextlib.suppress(*([] if run.lora else [OSError, ValueError])):  # it may be gone
+                base = _found(begun, None, within)
+        own = (name, root, run.model, run.Vocab, run.data.tokenizer, base and base.published, begun)
+        return FoundModel(*own, base=base if run.lora else None, run=run, step=step)
+    if step is not None:
+        raise ConfigError(f"--step has no effect with {name}, which is no run folder. Leave it out.")
+    tokenizer = str(root) if (root / "tokenizer.json").is_file() else ""
+    if (adapted := adapted_model(root)) is not None:
+        base = _found(adapted, None, within)
+        tokenizer = tokenizer or base.tokenizer_name
+        return FoundModel(name, root, base.config, base.Vocab, tokenizer, base.published, adapted, base)
+    (config, rows), fields = read_hf_config(root), read_json(root / "config.json")
+    is_bfloat16 = "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype"))
+    config = dataclasses.replace(config, compute_dtype="bfloat16" if is_bfloat16 else "float32")
+    return FoundModel(name, root, config, Axis("vocab", rows), tokenizer, root)
+
+
+def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:
+    """The resolved config of the run that wrote a checkpoint."""
+    folder = run_dir / CHECKPOINTS
+    saved = checkpoint_run(folder, step=step)["config"]
+    try:
+        config = decode_config(LmRunConfig, saved, "there")
+        if config.vocab_size is None:
+            raise ConfigError("it has no vocab_size")
+    except Exception as error:  # a damaged checkpoint may raise anything
+        raise ConfigError(
+            f"The config in the checkpoint {folder} can't be used: {str(error).rstrip('.')}. It is damaged, "
+            f"or of another version: choose another with --step, or train again."
+        ) from error
+    return config

@@ -1,8 +1,9 @@
-"""The state that a run begins with: its model, adapters and optimizer state, and the shapes of all three."""
+"""The state that a run begins with: its model, adapters and optimizer state; and models that are found."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -10,17 +11,18 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
-from haliax import Axis, NamedArray
-from jax.sharding import Sharding
+from haliax import Axis
 from jaxtyping import PRNGKeyArray
 
+from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
 from models.decoder.experts import SparseExperts
+from models.hf_io.adapters import load_adapters
 from models.hf_io.decoder_weights import read_decoder
 from models.hf_io.hub import model_folder
-from models.run_config import LmRunConfig
+from models.run_config import CHECKPOINTS, FoundModel, LmRunConfig, find_model
 from stacked_remat import ScanCheckpointSpec, Stacked, streaming
-from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter
+from stacked_remat.lora import LoraConfig, LoraLinear, apply_lora, lora_filter, merge_lora
 from stacked_remat.training import (
     BATCH_AXIS,
     POSITION_AXIS,
@@ -33,7 +35,10 @@ from stacked_remat.training import (
     TrainState,
     build_optimizer,
     cast_parameters,
+    load_checkpoint,
 )
+from stacked_remat.training.checkpoint import check_unsaved
+from stacked_remat.training.trainer_config import FloatName
 
 
 def run_optimizer(
@@ -78,56 +83,87 @@ def with_adapters(model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray)
     return adapted, lora_filter(adapted)
 
 
-def initial_state(
-    config: LmRunConfig,
-    partitioning: Partitioning | None = None,
-    *,
-    remat: ScanCheckpointSpec | None = None,
-    read_weights: bool = True,
-) -> TrainState:
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a model is made or read, and under which policy.
+
+    Attributes:
+        streamed: whether its layers are made on the host, one after the other.
+    """
+
+    partitioning: Partitioning
+    remat: ScanCheckpointSpec
+    streamed: bool
+
+    @staticmethod
+    def of(
+        run: LmRunConfig | None,
+        partitioning: Partitioning | None = None,
+        remat: ScanCheckpointSpec | None = True,
+    ) -> "Placement":
+        """On the first device if no other are given; layers on the host if they are there in the run."""
+        assert remat is not None, "remat: auto has to be resolved first"
+        streamed = run is not None and run.trainer.streaming
+        return Placement(partitioning or Partitioning.one_device(), remat, streamed)
+
+    def random(self, config: DecoderConfig, Vocab: Axis, dtype: FloatName, key: PRNGKeyArray) -> Decoder:
+        """A model with random weights."""
+
+        def init_stack(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec) -> Callable[..., Stacked]:
+            def init(*args: Any, **kwargs: Any) -> Any:
+                return cast_parameters(Block.init(*args, **kwargs), dtype)
+
+            return (streaming if self.streamed else Stacked).init(Layers, init, remat=remat)
+
+        model = Decoder.init(config, Vocab, remat=self.remat, init_stack=init_stack, key=key)
+        return cast_parameters(model, dtype)
+
+    def shapes(self, found: FoundModel, dtype: FloatName) -> Decoder:
+        """The shapes of its weights in this dtype, with their shardings."""
+        make = functools.partial(self.random, found.config, found.Vocab, dtype, jax.random.key(0))
+        return self.partitioning.shapes_of(make)
+
+    def load_model(self, found: FoundModel, dtype: FloatName) -> Decoder:
+        """The model with its adapters merged, its weights in this dtype."""
+        model = merge_lora(self.read_model(found, dtype), donate=True)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf.astype(dtype), leaf.sharding), model)
+
+    def read_model(self, found: FoundModel, dtype: FloatName) -> Decoder:
+        """The model with its adapters; weights of a run in the run's own dtype, others in this one."""
+        base = found.base and dataclasses.replace(found.base, config=found.config)
+        if found.run is not None:
+            return self._read_run(found, found.run, base)
+        if base is not None:
+            return load_adapters(self.load_model(base, dtype), model_folder(found.name))
+        return read_decoder(model_folder(found.name), self.shapes(found, dtype))
+
+    def _read_run(self, found: FoundModel, run: LmRunConfig, base: FoundModel | None) -> Decoder:
+        folder, dtype, key = found.root / CHECKPOINTS, run.trainer.precision.parameters, _model_key(run)
+        if run.lora is None:
+            return load_checkpoint(folder, self.shapes(found, dtype), step=found.step, part="trained")
+        if base is not None:
+            weights = self.load_model(base, dtype)
+        else:
+            weights = self.partitioning.init_sharded(self.random, found.config, found.Vocab, dtype, key)
+        adapted, trainable = with_adapters(weights, run.lora, key=key)
+        trained, frozen = eqx.partition(self.partitioning.shard_weights(adapted), trainable)
+        check_unsaved(folder, {"frozen": frozen}, step=found.step)
+        return eqx.combine(load_checkpoint(folder, trained, step=found.step, part="trained"), frozen)
+
+
+def initial_state(config: LmRunConfig, partitioning: Partitioning | None = None) -> TrainState:
     """The state before the first step.
 
     Args:
         partitioning: where the arrays are made, none of them whole on a device; on the first device if not
             given. With `trainer.streaming`, the layers are made on the host, one after the other.
-        read_weights: whether to read the weights of `initialize_from_hf`; if not, all of them are random.
     """
-    model_key = jax.random.split(jax.random.key(config.trainer.seed))[0]
-    dtype = config.trainer.precision.parameters
-    if remat is None:
-        remat = config.policy
-        assert remat is not None, "remat: auto has to be resolved first"
-
-    partitioning, streamed = partitioning or Partitioning.one_device(), config.trainer.streaming
-
-    def begin(weights: Decoder) -> TrainState:
-        adapted, trainable = with_adapters(weights, config.lora, key=model_key)
-        if streamed and config.trainer.update.fused:  # adapters too
-            adapted = streaming.to_host(adapted)
-        return TrainState.init(adapted, run_optimizer(config), trainable)
-
-    def init_stack(Layers: Axis, Block: Any, *, remat: ScanCheckpointSpec) -> Callable[..., Stacked]:
-        def init(*args: Any, **kwargs: Any) -> Any:
-            return cast_parameters(Block.init(*args, **kwargs), dtype)
-
-        return (streaming if streamed else Stacked).init(Layers, init, remat=remat)
-
-    def begin_at_random() -> TrainState:
-        make = functools.partial(Decoder.init, config.model, config.Vocab, init_stack=init_stack)
-        return begin(cast_parameters(make(remat=remat, key=model_key), dtype))
-
-    if config.initialize_from_hf is None or not read_weights:
-        return partitioning.init_sharded(begin_at_random)
-    streamed_axis = config.model.Layers.name if streamed else None
-
-    def sharding(weight: NamedArray) -> Sharding:
-        of_layer = [axis.size for axis in weight.axes if axis.name != streamed_axis]
-        is_moved = len(of_layer) < len(weight.axes) and streaming.moves_to_host(of_layer, weight.dtype)
-        return partitioning.weight_sharding(weight, on_host=is_moved)
-
-    options: Any = {"remat": remat, "dtype": dtype, "sharding": sharding}
-    weights = read_decoder(model_folder(config.initialize_from_hf), config.model, config.Vocab, **options)
-    return partitioning.init_sharded(begin, weights)
+    placement = Placement.of(config, partitioning, config.policy)
+    begin, init = functools.partial(_begun, config, placement), placement.partitioning.init_sharded
+    if config.initialize_from_hf is None:
+        return init(begin)
+    found = dataclasses.replace(find_model(config.initialize_from_hf), config=config.model)
+    return init(begin, placement.load_model(found, config.trainer.precision.parameters))
 
 
 def state_shapes(
@@ -136,9 +172,32 @@ def state_shapes(
     *,
     remat: ScanCheckpointSpec | None = None,
 ) -> TrainState:
-    """The shapes of `initial_state`, with their shardings; costs no memory."""
-    make = functools.partial(initial_state, config, remat=remat, read_weights=False)
-    return (partitioning or Partitioning.one_device()).shapes_of(make)
+    """The shapes of `initial_state`, with their shardings, under another policy if given; costs no memory."""
+    placement = Placement.of(config, partitioning, config.policy if remat is None else remat)
+    return placement.partitioning.shapes_of(functools.partial(_begun, config, placement))
+
+
+def restored_state(run_dir: Path, config: LmRunConfig, step: int | None = None) -> TrainState:
+    """The state of a run's checkpoint; the weights under adapters are read or made again."""
+    like = (state_shapes if config.lora is None else initial_state)(config)
+    saved, rest = eqx.partition(like, saved_arrays(like))
+    check_unsaved(run_dir / CHECKPOINTS, rest, step=step)
+    return eqx.combine(load_checkpoint(run_dir / CHECKPOINTS, saved, step=step), rest)
+
+
+def _begun(config: LmRunConfig, placement: Placement, weights: Decoder | None = None) -> TrainState:
+    """The state before the first step with these weights, or with random ones."""
+    key, dtype = _model_key(config), config.trainer.precision.parameters
+    if weights is None:
+        weights = placement.random(config.model, config.Vocab, dtype, key)
+    adapted, trainable = with_adapters(weights, config.lora, key=key)
+    if placement.streamed and config.trainer.update.fused:  # adapters too
+        adapted = streaming.to_host(adapted)
+    return TrainState.init(adapted, run_optimizer(config), trainable)
+
+
+def _model_key(run: LmRunConfig) -> PRNGKeyArray:
+    return jax.random.split(jax.random.key(run.trainer.seed))[0]
 
 
 def batch_shapes(data: DataConfig, partitioning: Partitioning) -> TokenBatch:

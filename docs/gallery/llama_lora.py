@@ -18,10 +18,11 @@ import optax
 
 from models.decoder.decoder import Decoder
 from models.hf_io.adapters import load_adapters, save_adapters
-from models.hf_io.decoder_weights import read_decoder, write_decoder
-from models.hf_io.formats import read_hf_config
+from models.hf_io.decoder_weights import write_decoder
 from models.llama import LlamaConfig
 from models.lm import next_token_loss
+from models.loading import load_model
+from models.run_config import find_model
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch
 
@@ -40,8 +41,7 @@ print("written:", ", ".join(sorted(path.name for path in (folder / "base").iterd
 # gradients and optimizer state.
 
 # %%
-config, rows = read_hf_config(folder / "base")
-base = read_decoder(folder / "base", config, hax.Axis("vocab", rows), remat="nested")
+base = load_model(find_model(str(folder / "base")))
 lora = LoraConfig(rank=8, alpha=16, targets=("*.attention.*", "*.mlp.*"))
 model = apply_lora(base, lora, key=jax.random.key(1))
 trained, frozen = eqx.partition(model, lora_filter(model))

@@ -371,9 +371,3 @@ def router_losses(statistics: RouterStatistics, config: SparseDecoderConfig) -> 
     busiest = hax.max(statistics.load, config.Experts).array / config.experts.experts_per_token
     metrics["busiest_expert_per_layer"] = busiest * config.experts.num_experts
     return AuxiliaryLoss(loss, jax.lax.stop_gradient(metrics), statistics)
-
-
-def num_weights(config: DecoderConfig, vocab_size: int) -> int:
-    """How many numbers a decoder has, computed without making it."""
-    shapes = eqx.filter_eval_shape(Decoder.init, config, Axis("vocab", vocab_size), key=jax.random.key(0))
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -8,19 +8,17 @@ axes for them, where its tensor has a single one.
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import equinox as eqx
 import haliax.nn as hnn
 import jax
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from haliax.util import ensure_tuple, is_named_array
-from jax.sharding import Sharding, SingleDeviceSharding
-from jaxtyping import DTypeLike
+from jax.sharding import SingleDeviceSharding
 
 from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
@@ -28,40 +26,25 @@ from models.decoder.layers import Norm
 from models.hf_io.formats import HfFormat, config_to_hf, format_of
 from models.hf_io.safetensors_folder import SafetensorsFolder, write_safetensors
 from models.hf_io.stacked_weights import ExpertsTensor, TensorMap, check_tensors, pending_tensors, read_array
-from stacked_remat import ScanCheckpointSpec, StackedPattern
+from stacked_remat import StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
 
 
-def read_decoder(
-    root: Path,
-    config: DecoderConfig,
-    Vocab: Axis,
-    *,
-    remat: ScanCheckpointSpec = True,
-    dtype: DTypeLike = "float32",
-    sharding: Callable[[NamedArray], Sharding] | None = None,
-) -> Decoder:
-    """Reads a checkpoint into a decoder, a tensor at a time.
-
-    Args:
-        config: the architecture, as `read_hf_config` reads it from the folder's `config.json`.
-        Vocab: axis of the embedding's rows, as many as the checkpoint has.
-        sharding: where an array of the decoder, given as its shape, is to be; None for the default device.
+def read_decoder(root: Path, like: Decoder) -> Decoder:
+    """Reads a checkpoint into a decoder of these shapes, in their dtypes and shardings, a tensor at a time.
 
     Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """
-    folder = _without_unused(SafetensorsFolder.open(root), config)
-    shapes = eqx.filter_eval_shape(Decoder.init, config, Vocab, remat=remat, key=jax.random.key(0))
-    maps = tensor_maps(shapes)
+    folder, maps = _without_unused(SafetensorsFolder.open(root), like.config), tensor_maps(like)
     check_tensors([*maps.values()], folder)
     default = SingleDeviceSharding(jax.devices()[0])
 
     def read(path: Any, shape: NamedArray) -> NamedArray:
-        own = default if sharding is None else sharding(shape)
-        array = read_array(maps[jax.tree_util.keystr(path)], folder.read, dtype, own)
+        sharding = getattr(shape.array, "sharding", None) or default
+        array = read_array(maps[jax.tree_util.keystr(path)], folder.read, shape.dtype, sharding)
         return NamedArray(array, shape.axes)
 
-    return jax.tree_util.tree_map_with_path(read, shapes, is_leaf=is_named_array)
+    return jax.tree_util.tree_map_with_path(read, like, is_leaf=is_named_array)
 
 
 def write_decoder(

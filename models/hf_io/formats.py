@@ -90,8 +90,8 @@ def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
     path = root / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no config.json in {root}; it describes the weights beside it. If the folder is a run "
-            f"or adapters, export it first with models.export_hf."
+            f"There is no config.json in {root}, which would describe the weights beside it. Nor is it a run "
+            f"folder, which has checkpoints/ in it, or a folder of adapters, which has adapter_config.json."
         )
     document = read_json(path)
     try:
@@ -196,17 +196,13 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(config, attention=attention, mlp_dim=config.Mlp.size if has_mlp else None)
 
 
-def pretrained_config(config: DecoderConfig, root: Path) -> tuple[DecoderConfig, int]:
-    """The architecture of the folder and the size of its vocabulary.
-
-    `config` takes precedence in what a run decides (`OF_RUN`) and in a longer context.
-    """
-    found, vocab_size = read_hf_config(root)
+def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderConfig:
+    """The architecture found, with what a run decides (`OF_RUN`) and a longer context of `config`."""
     found = _with_fields_of_run(found, config)
     if config.rotary.scaling is not None:  # a longer context than the folder was made for
         rotary = dataclasses.replace(config.rotary, theta=found.rotary.theta)
         found = dataclasses.replace(found, rotary=rotary)
-    return found, vocab_size
+    return found
 
 
 def _with_fields_of_run(found: Any, config: object) -> Any:

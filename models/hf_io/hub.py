@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.hf_io.safetensors_folder import WeightsError, weight_files
+from models.hf_io.safetensors_folder import WeightsError, read_json, weight_files
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 REPOSITORY = re.compile(r"(?![.-])[\w.-]+/[\w.-]+")
@@ -15,8 +15,8 @@ _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.jinja")
 def model_folder(name: str, *, weights: bool = True) -> Path:
     """The folder of a model: `name` itself where there is one, else the Hub's, downloaded or from its cache.
 
-    On the Hub a name may end in `@revision`. Without `weights` only JSON files are fetched. Other formats of
-    the weights, and folders in the folder, are not.
+    On the Hub a name may end in `@revision`. Without `weights` only JSON and texts are fetched. Other formats
+    of the weights, and folders in the folder, are not.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -27,12 +27,22 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
             f"There is no folder {name}, and it is not a name on the Hugging Face Hub, which would be "
             f"owner/model."
         )
+    found = _fetched(name, repository, revision)
     if not weights:
-        return _fetched(name, repository, revision, _BESIDE_WEIGHTS[:1])
-    found = _fetched(name, repository, revision, _BESIDE_WEIGHTS)
-    is_adapter = (found / ADAPTER_CONFIG).is_file() and not (found / "config.json").is_file()
-    files = [ADAPTERS] if is_adapter else [glob.escape(file) for file in weight_files(found)]
-    return _fetched(name, repository, revision, _BESIDE_WEIGHTS, files)
+        return found
+    files = [ADAPTERS] if _has_adapters(found) else [glob.escape(file) for file in weight_files(found)]
+    return _fetched(name, repository, revision, files)
+
+
+def adapted_model(root: Path) -> str | None:
+    """The name of the model that a folder's adapters are for; None for a folder of another kind."""
+    if not _has_adapters(root):
+        return None
+    settings = read_json(root / ADAPTER_CONFIG)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(base, str):
+        raise WeightsError(f"{root / ADAPTER_CONFIG} has no base_model_name_or_path: name the model there.")
+    return base if revision is None or Path(base).expanduser().is_dir() else f"{base}@{revision}"
 
 
 def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:
@@ -52,18 +62,20 @@ def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:
     return str(found)
 
 
-def _fetched(
-    name: str, repository: str, revision: str, patterns: Sequence[str], files: Sequence[str] = ()
-) -> Path:
-    """The folder, with the files at its top that match patterns, and with other files."""
+def _has_adapters(root: Path) -> bool:
+    return (root / ADAPTER_CONFIG).is_file() and not (root / "config.json").is_file()
+
+
+def _fetched(name: str, repository: str, revision: str, files: Sequence[str] = ()) -> Path:
+    """The folder, with what is beside weights at its top, and with these files."""
     from huggingface_hub import errors, snapshot_download
 
     try:
         found = snapshot_download(
             repository,
             revision=revision or None,
-            allow_patterns=[*patterns, *files],
-            ignore_patterns=[f"*/{pattern}" for pattern in patterns],
+            allow_patterns=[*_BESIDE_WEIGHTS, *files],
+            ignore_patterns=[f"*/{pattern}" for pattern in _BESIDE_WEIGHTS],
         )
     except (errors.HFValidationError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise WeightsError(

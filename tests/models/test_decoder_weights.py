@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from haliax.util import is_named_array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -20,6 +21,8 @@ from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import pretrained_config, read_hf_config
 from models.hf_io.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, WeightsError
 from models.qwen3 import Qwen3MoeConfig
+from models.run_config import find_model
+from models.run_state import Placement
 from stacked_remat import ScanCheckpointPolicy
 
 from ..blocks import assert_equal
@@ -48,8 +51,8 @@ def folder(decoder, tmp_path):
 
 
 def test_weights_round_trip(decoder, folder):
-    config, vocab_size = read_hf_config(folder)
-    again = read_decoder(folder, config, Axis("vocab", vocab_size), remat="nested")
+    found = find_model(str(folder))
+    again = Placement.of(None, remat="nested").load_model(found, "float32")
     assert_equal(again, decoder)
     assert again.layers.remat == ScanCheckpointPolicy(nested=True)
 
@@ -65,32 +68,27 @@ def test_tensors_have_the_numbers_of_layers_in_the_model(decoder, folder):
     assert tensors.shapes["model.layers.1.self_attn.k_proj.bias"] == (4,)
 
 
-def test_arrays_have_the_requested_dtype(decoder, folder):
-    half = read_decoder(folder, CONFIG, Vocab, dtype="bfloat16")
-    assert_equal(half, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder))
-    write_decoder(folder.parent / "half", half)
-    assert_equal(read_decoder(folder.parent / "half", CONFIG, Vocab, dtype="bfloat16"), half)
-
-
-def test_arrays_are_made_with_their_sharding(decoder, folder):
+def test_arrays_are_made_with_their_dtype_and_sharding(decoder, folder):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("expert", "data"))
     axes = {"experts": "expert", "embed": "data", "layers": None}
 
-    def sharding(named):
-        return NamedSharding(mesh, PartitionSpec(*(axes.get(axis.name) for axis in named.axes)))
+    def divided(named):
+        sharding = NamedSharding(mesh, PartitionSpec(*(axes.get(axis.name) for axis in named.axes)))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=sharding), named)
 
+    like = jax.tree.map(divided, decoder, is_leaf=is_named_array)
     with jax.set_mesh(mesh):
-        spread = read_decoder(folder, CONFIG, Vocab, sharding=sharding)
-    assert_equal(spread, decoder)
+        spread = read_decoder(folder, like)
+    assert_equal(spread, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), decoder))
     layers: Any = spread.layers
     up = layers.stacks["sparse"].stacked.mlp.experts.stacked.up_proj.weight
     assert up.array.sharding.spec == PartitionSpec(None, "expert", None, "data")
     assert up.array.addressable_shards[0].data.shape == (2, 2, 6, 4)
     write_decoder(folder.parent / "spread", spread)
-    assert_equal(read_decoder(folder.parent / "spread", CONFIG, Vocab), decoder)
+    assert_equal(read_decoder(folder.parent / "spread", spread), spread)
 
 
-def test_tensors_do_not_accumulate_on_the_host(folder, monkeypatch):
+def test_tensors_do_not_accumulate_on_the_host(decoder, folder, monkeypatch):
     alive = 0
     original = SafetensorsFolder.read
 
@@ -107,7 +105,7 @@ def test_tensors_do_not_accumulate_on_the_host(folder, monkeypatch):
         return tensor
 
     monkeypatch.setattr(SafetensorsFolder, "read", read)
-    read_decoder(folder, CONFIG, Vocab)
+    read_decoder(folder, decoder)
 
 
 def test_all_differences_are_named_and_nothing_is_read(decoder, folder, monkeypatch):
@@ -120,8 +118,9 @@ def test_all_differences_are_named_and_nothing_is_read(decoder, folder, monkeypa
     (folder / INDEX).write_text(json.dumps(index))
     monkeypatch.setattr(SafetensorsFolder, "read", None)
     narrow = dataclasses.replace(CONFIG, mlp_dim=5)
+    like = eqx.filter_eval_shape(Decoder.init, narrow, Axis("vocab", 10), key=jax.random.key(0))
     with pytest.raises(WeightsError) as caught:
-        read_decoder(folder, narrow, Axis("vocab", 10))
+        read_decoder(folder, like)
     lines = str(caught.value).splitlines()
     assert "5 differ" in lines[0]
     assert "  missing: model.embed_tokens.weight [10, 8]" in lines
@@ -138,7 +137,7 @@ def test_tensors_that_transformers_does_not_use_are_left_out(decoder, tmp_path):
     path = tmp_path / "weights" / SINGLE
     unused = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
     save_file({**load_file(path), **dict.fromkeys(unused, np.zeros(9, np.float32))}, path)
-    assert_equal(read_decoder(tmp_path / "weights", tied.config, Vocab), tied)
+    assert_equal(read_decoder(tmp_path / "weights", tied), tied)
 
 
 def test_quantized_tensors_are_named_and_not_cast(decoder, tmp_path, monkeypatch):
@@ -148,7 +147,7 @@ def test_quantized_tensors_are_named_and_not_cast(decoder, tmp_path, monkeypatch
     save_file({**tensors, "model.norm.weight": np.ones(8, np.int8)}, path)
     monkeypatch.setattr(SafetensorsFolder, "read", None)
     with pytest.raises(WeightsError, match="not a float: model.norm.weight is I8, expected one of F64, F32"):
-        read_decoder(tmp_path / "weights", CONFIG, Vocab)
+        read_decoder(tmp_path / "weights", decoder)
 
 
 def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_one(folder):
@@ -156,6 +155,6 @@ def test_the_auxiliary_loss_has_the_weight_of_the_folder_unless_the_config_has_o
     path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.25}))
     said = dataclasses.replace(CONFIG.experts, load_balance_weight=0.5, load_balance_loss="pooled")
     for experts, weight in ((CONFIG.experts, 0.25), (said, 0.5)):
-        found, _ = pretrained_config(dataclasses.replace(CONFIG, experts=experts), folder)
+        found = pretrained_config(dataclasses.replace(CONFIG, experts=experts), read_hf_config(folder)[0])
         assert isinstance(found, Qwen3MoeConfig)
         assert found.experts == dataclasses.replace(experts, load_balance_weight=weight)

@@ -17,11 +17,11 @@ from safetensors.numpy import load_file, save_file
 from models.decoder.config import ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
-from models.hf_io.decoder_weights import read_decoder, write_decoder
-from models.hf_io.formats import read_hf_config
+from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SINGLE, SafetensorsFolder
 from models.lm import next_token_loss
-from models.run_config import LmRunConfig
+from models.loading import load_model
+from models.run_config import LmRunConfig, find_model
 from models.run_state import initial_state, run_optimizer
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import SgdConfig, TokenBatch, TrainerConfig, UpdateConfig
@@ -65,11 +65,9 @@ def change(folder, **fields):
 
 
 def test_files_in_8_bits_are_read(folder):
-    config, rows = read_hf_config(folder / "published")
-    assert rows == 10 and config.num_layers == 2
-    found = read_decoder(folder / "published", config, Vocab)
-    expected = read_decoder(folder / "plain", config, Vocab)
-    assert_equal(found, expected)
+    found, expected = (find_model(str(folder / name)) for name in ("published", "plain"))
+    assert found.Vocab == Vocab and found.config.num_layers == 2
+    assert_equal(load_model(found), load_model(expected))
 
 
 def test_scales_of_other_blocks_are_not_taken_for_these(tmp_path):

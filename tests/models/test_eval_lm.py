@@ -19,7 +19,8 @@ from models.decoder.decoder import Decoder
 from models.eval_lm import ModelToEvaluate, lm_class, main
 from models.gpt_oss import GptOssConfig
 from models.hf_io.decoder_weights import write_decoder
-from models.loading import find_model
+from models.loading import load_model
+from models.run_config import find_model
 from stacked_remat.training import ConfigError, MeshConfig, Partitioning
 from stacked_remat.training.data.chat_template import ChatTemplate
 
@@ -69,8 +70,8 @@ def requests(arguments):
 def test_a_mesh_gives_the_scores_and_texts_of_one_device(folder):
     found = find_model(str(folder))
     partitioning = Partitioning.of(MeshConfig({"data": 4}))
-    one = ModelToEvaluate(found, found.load(), batch_size=2)
-    many = ModelToEvaluate(found, found.load(partitioning), batch_size=2, partitioning=partitioning)
+    one = ModelToEvaluate(found, load_model(found), batch_size=2)
+    many = ModelToEvaluate(found, load_model(found, partitioning), batch_size=2, partitioning=partitioning)
     assert many.batch_size == 4
     texts = requests((text,) for text in TEXTS)
     np.testing.assert_allclose(one.loglikelihood_rolling(texts), many.loglikelihood_rolling(texts), rtol=1e-5)
@@ -108,7 +109,7 @@ def test_options_that_cannot_be_used_are_named(monkeypatch, option, message):
 
 def test_a_chat_may_end_within_its_last_message(folder):
     found = find_model(str(folder))
-    model = ModelToEvaluate(found, found.load())
+    model = ModelToEvaluate(found, load_model(found))
     model.tokenizer = cast("Any", SimpleNamespace())
     model.tokenizer.chat_template = ChatTemplate("<s>{{ messages[-1].content | trim }}</s>", {})
     chat = [{"role": "user", "content": "hello "}]
@@ -125,7 +126,7 @@ def test_scores_are_those_of_its_own_model(folder):
 
         theirs = HFLM(str(folder), dtype="float32", device="cpu", batch_size=2, max_length=LENGTH)
         found = find_model(str(folder))
-        ours = lm_class()(found, found.load(), batch_size=2)
+        ours = lm_class()(found, load_model(found), batch_size=2)
         assert ours.max_length == LENGTH
         for name, arguments in (("loglikelihood", PAIRS), ("loglikelihood_rolling", [(t,) for t in TEXTS])):
             expected = getattr(theirs, name)(requests(arguments))
@@ -157,7 +158,7 @@ def test_a_task_is_evaluated(folder, tmp_path, capsys, monkeypatch):
     (written,) = tmp_path.glob("out*.json")
     found = json.loads(written.read_text())["results"]["own"]["word_perplexity,none"]
     model = find_model(str(folder))
-    own = ModelToEvaluate(model, model.load()).loglikelihood_rolling(requests((text,) for text in TEXTS))
+    own = ModelToEvaluate(model, load_model(model)).loglikelihood_rolling(requests((text,) for text in TEXTS))
     words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
     np.testing.assert_allclose(found, np.exp(-sum(own) / words), rtol=1e-4)
     assert "word_perplexity" in capsys.readouterr().out

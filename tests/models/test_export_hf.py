@@ -5,10 +5,11 @@ import http.server
 import json
 import shutil
 import threading
-from typing import Any
+from dataclasses import replace
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,15 +19,22 @@ from safetensors.numpy import load_file, save_file
 
 from models.decoder.decoder import Decoder
 from models.export_hf import generation_files, main as export_hf
-from models.hf_io.adapters import load_adapters
-from models.hf_io.decoder_weights import read_decoder, write_decoder
-from models.hf_io.formats import read_hf_config
-from models.loading import find_model, read_run_config
+from models.hf_io.decoder_weights import write_decoder
+from models.loading import load_model
 from models.qwen3 import Qwen3MoeConfig
-from models.run_config import LmRunConfig
+from models.run_config import LmRunConfig, find_model, read_run_config
+from models.run_state import Placement, initial_state, state_shapes
 from stacked_remat.lora import merge_lora
-from stacked_remat.training import parse_config
+from stacked_remat.training import (
+    ConfigError,
+    PrecisionConfig,
+    TrainerConfig,
+    UpdateConfig,
+    cast_parameters,
+    parse_config,
+)
 
+from ..blocks import assert_equal
 from ..training.data import word_tokenizer
 from . import tiny_run
 from .random_weights import random_weights
@@ -56,7 +64,8 @@ def train(workplace, run, *more):
 
 
 def model_of(run):
-    return find_model(str(run)).read(None), read_run_config(run)
+    found = find_model(str(run))
+    return Placement.of(found.run).read_model(found, "float32"), read_run_config(run)
 
 
 def export(*arguments):
@@ -85,13 +94,10 @@ def adapted(workplace):
 def test_a_trained_model_is_exported_and_read_again(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert export("--run_dir", finished, "--out", "~/exported")[0] == 0
-    config, rows = read_hf_config(tmp_path / "exported")
-    assert rows == 260
+    exported = find_model(str(tmp_path / "exported"))
     assert json.loads((tmp_path / "exported/config.json").read_text())["eos_token_id"] == 256
     expected, _ = model_of(finished)
-    np.testing.assert_array_equal(
-        logits(read_decoder(tmp_path / "exported", config, Vocab)), logits(expected)
-    )
+    np.testing.assert_array_equal(logits(load_model(exported)), logits(expected))
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path):
@@ -111,16 +117,38 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
     assert json.loads((workplace / "merged/config.json").read_text())["eos_token_id"] == [256, 7]
     assert "[7, 256]" in (workplace / "merged/generation_config.json").read_text()
-    merged = read_decoder(workplace / "merged", config.model, Vocab)
+    merged = load_model(find_model(str(workplace / "merged")))
     np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
     found = find_model(str(adapted))
-    np.testing.assert_array_equal(logits(found.load()), logits(merged))
+    np.testing.assert_array_equal(logits(load_model(found)), logits(merged))
     assert found.ends == (256, 7)
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     card = (workplace / "alone/README.md").read_text()
     assert "- base: a local folder, base\n" in card and str(workplace) not in card
-    base: Any = read_decoder(workplace / "base", config.model, Vocab)
-    np.testing.assert_allclose(logits(load_adapters(base, workplace / "alone")), logits(model), atol=1e-5)
+    alone = load_model(find_model(str(workplace / "alone"), tokenizer="byte"))
+    np.testing.assert_allclose(logits(alone), logits(model), atol=1e-5)
+
+
+@pytest.mark.deep
+def test_a_run_begins_with_a_run_or_with_adapters(workplace, adapted, finished):
+    assert export("--run_dir", adapted, "--out", workplace / "first", "--adapters")[0] == 0
+    begun = replace(read_run_config(adapted), initialize_from_hf=str(adapted), lora=None)
+    with pytest.raises(ConfigError, match="adapted is trainer.run_dir and initialize_from_hf"):
+        begun.resolved()
+    for name, dtype in ((finished, "bfloat16"), (adapted, "bfloat16"), (workplace / "first", "float32")):
+        options = {"precision": PrecisionConfig(parameters=dtype), "update": UpdateConfig(fused=True)}
+        trainer = TrainerConfig(streaming=True, **options)
+        config = replace(begun, initialize_from_hf=str(name), trainer=trainer).resolved()
+        state, shapes = initial_state(config), state_shapes(config)
+        assert_equal(state.model, cast_parameters(load_model(find_model(str(name), tokenizer="byte")), dtype))
+        kinds = [[leaf.sharding.memory_kind for leaf in jax.tree.leaves(one)] for one in (state, shapes)]
+        assert kinds[0] == kinds[1]
+    assert train(workplace, "again", "--initialize_from_hf", str(adapted), "--lora.rank", "2") == 0
+    status, shown = export("--run_dir", workplace / "again", "--out", workplace / "second", "--adapters")
+    assert status == 0 and "PEFT does not read their base" in shown
+    found, again = (find_model(str(workplace / name), tokenizer="byte") for name in ("second", "again"))
+    assert found.base_name == again.base_name == str(adapted)
+    np.testing.assert_allclose(logits(load_model(found)), logits(load_model(again)), atol=1e-6)
 
 
 @pytest.mark.deep
@@ -155,7 +183,7 @@ def test_a_model_other_than_that_of_the_folder_is_refused(workplace, capsys, mor
 
 def test_what_cannot_be_exported_is_named(workplace, tmp_path):
     status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
-    assert status == 1 and "is not a run folder" in shown
+    assert status == 1 and "Nor is it a run folder, which has checkpoints/" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
     status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out", "--push_to_hub", "me/a/b")
@@ -180,7 +208,9 @@ def test_end_tokens_of_the_config_are_exported(workplace, tmp_path):
 def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     for saved in ({"vocab_size": 9, "model": {"type": "qwen9"}}, {"vocab_size": 9, "later": 1}, {}, [], None):
-        monkeypatch.setattr("models.loading.checkpoint_run", lambda *_, saved=saved, **__: {"config": saved})
+        monkeypatch.setattr(
+            "models.run_config.checkpoint_run", lambda *_, saved=saved, **__: {"config": saved}
+        )
         status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
         assert status == 1 and ".. It is damaged" not in shown
         assert f"The config in the checkpoint {tmp_path / 'checkpoints'} can't be used" in shown

@@ -18,6 +18,8 @@ from models.hf_io.config_fields import DECODER_FIELDS, full_every, windows
 from models.hf_io.decoder_weights import read_decoder, write_decoder
 from models.hf_io.formats import HfFormat, read_hf_config
 from models.hf_io.safetensors_folder import SINGLE, WeightsError
+from models.loading import load_model
+from models.run_config import find_model
 from stacked_remat.lora import LoraConfig, apply_lora
 
 from ..blocks import assert_equal
@@ -54,9 +56,8 @@ def test_a_second_architecture_brings_a_config_and_its_names(other, tmp_path):
     with safe_open(tmp_path / "model" / SINGLE, framework="np") as tensors:
         names = set(tensors.keys())
     assert {"net.tokens.weight", "net.h.1.ffn.up_proj.weight", "net.ln.weight", "out.weight"} <= names
-    config, rows = read_hf_config(tmp_path / "model")
-    assert config == other and rows == Vocab.size
-    assert_equal(read_decoder(tmp_path / "model", config, Vocab), decoder)
+    assert read_hf_config(tmp_path / "model") == (other, Vocab.size)
+    assert_equal(read_decoder(tmp_path / "model", decoder), decoder)
     adapted = apply_lora(decoder, LoraConfig(rank=2), key=jax.random.key(1))
     save_adapters(tmp_path / "adapters", adapted)
     loaded = load_adapters(decoder, tmp_path / "adapters")
@@ -82,7 +83,7 @@ def test_linear_maps_with_one_name_are_in_one_tensor(other, tmp_path):
         assert not any("q_proj" in name or "up_proj" in name for name in tensors.keys())
     np.testing.assert_array_equal(stored, np.vstack([part.weight.array.reshape(-1, 8) for part in parts]))
     np.testing.assert_array_equal(bias, np.concatenate([part.bias.array.reshape(-1) for part in parts]))
-    assert_equal(read_decoder(tmp_path / "model", read_hf_config(tmp_path / "model")[0], Vocab), decoder)
+    assert_equal(load_model(find_model(str(tmp_path / "model"))), decoder)
 
 
 def test_an_architecture_that_is_not_registered_is_named(tmp_path):

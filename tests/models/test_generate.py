@@ -15,7 +15,7 @@ from haliax import Axis
 from rich.console import Console
 
 import models.generate as command
-from models.decoder.decoder import Decoder, num_weights
+from models.decoder.decoder import Decoder
 from models.export_hf import main as export_hf
 from models.generate import main
 from models.generation.sampling import Sampling
@@ -23,8 +23,10 @@ from models.generation.text_generation import Piece, chat_prompt, end_of_turn
 from models.hf_io.adapters import save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
-from models.loading import find_model, read_run_config
+from models.loading import load_model, rows_that_fit
 from models.qwen3 import Qwen3Config
+from models.run_config import find_model, read_run_config
+from models.run_state import Placement
 from stacked_remat._placement import is_on_host
 from stacked_remat.lora import LoraConfig, merge_lora
 from stacked_remat.training import ConfigError, MeshConfig, UpdateConfig, load_tokenizer
@@ -112,18 +114,8 @@ def test_variables_of_the_template_are_given(folders, asked):
     assert "hello" in find_model(str(folders["thinking"])).tokenizer.decode(prompt)
 
 
-def test_adapters_are_found_with_their_base(spoken, tmp_path):
-    base = find_model(str(spoken), dtype="float32").load()
-    adapted = with_trained_adapters(base, LoraConfig(2))
-    save_adapters(tmp_path / "adapters", adapted, base_model=str(spoken))
-    found = find_model(str(tmp_path / "adapters"), dtype="float32")
-    assert found.base == str(spoken) and found.tokenizer_name == str(spoken)
-    for one, other in zip(jax.tree.leaves(found.load()), jax.tree.leaves(merge_lora(adapted)), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-
-
 def test_adapters_that_cannot_be_used_are_named(spoken, tmp_path):
-    adapted = with_trained_adapters(find_model(str(spoken), dtype="float32").load(), LoraConfig(2))
+    adapted = with_trained_adapters(load_model(find_model(str(spoken), dtype="float32")), LoraConfig(2))
     save_adapters(tmp_path, adapted, base_model=str(spoken))
     path = tmp_path / "adapter_config.json"
     fields = json.loads(path.read_text())
@@ -172,7 +164,7 @@ def test_text_is_escaped_for_terminals_alone(finished, monkeypatch, encoding):
 
 def test_a_cache_that_cannot_fit_is_refused_before_weights_are_read(exported, finished, monkeypatch):
     monkeypatch.setattr(SafetensorsFolder, "open", None)
-    monkeypatch.setattr("models.loading.load_checkpoint", None)
+    monkeypatch.setattr("models.run_state.load_checkpoint", None)
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: 2**30)
     model = ("--model", exported, "--tokenizer", "byte")
     for source in (model, ("--run_dir", finished)):
@@ -194,19 +186,20 @@ def test_layers_that_are_read_to_the_host_count_there(finished, monkeypatch, lor
     trained = read_run_config(finished)
     trainer = replace(trained.trainer, streaming=True, update=UpdateConfig(fused=not lora), mesh=MeshConfig())
     config = replace(trained, trainer=trainer, lora=LoraConfig(rank=2) if lora else None)
-    monkeypatch.setattr("models.loading.read_run_config", lambda *_: config)
+    monkeypatch.setattr("models.run_config.read_run_config", lambda *_: config)
     source = find_model(str(finished))
-    on_host = sum(4 * leaf.size for leaf in jax.tree.leaves(source.weights) if is_on_host(leaf))
-    on_device = 4 * num_weights(config.model, config.Vocab.size) - on_host
+    leaves = jax.tree.leaves(Placement.of(config).shapes(source, "float32"))
+    on_host = sum(4 * leaf.size for leaf in leaves if is_on_host(leaf))
+    on_device = sum(4 * leaf.size for leaf in leaves) - on_host
     assert 0 < on_host and 0 < on_device
     room = on_device + config.model.cache_bytes(1, 8)
     monkeypatch.setattr("models.loading.memory_bytes", lambda _: room)
-    assert source.rows_that_fit(8) == 1 and source.rows_that_fit(4) == 2
+    assert rows_that_fit(source, 8) == 1 and rows_that_fit(source, 4) == 2
     with pytest.raises(ConfigError, match="of 9 tokens"):
-        source.rows_that_fit(9)
+        rows_that_fit(source, 9)
     monkeypatch.setattr("stacked_remat.training.memory_check.available_host_bytes", lambda: on_host - 1)
     with pytest.raises(ConfigError, match="of host memory .*layers are read to the host. Give the process"):
-        source.rows_that_fit(8)
+        rows_that_fit(source, 8)
 
 
 @pytest.fixture(scope="module")
@@ -224,13 +217,13 @@ def spoken(tmp_path_factory):
 def test_dtype_tokenizer_and_end_tokens_are_read_from_the_folder(spoken):
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     found = find_model(str(spoken))
-    model = found.load()
+    model = load_model(found)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
     assert isinstance(model, Decoder) and model.config.compute_dtype == "bfloat16"
     assert found.ends == (found.tokenizer.end, 7, 9)
     (spoken / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     wide = find_model(str(spoken), dtype="float32")
-    model = wide.load()
+    model = load_model(wide)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
     assert isinstance(model, Decoder) and model.config.compute_dtype == "float32"
     assert wide.ends == (found.tokenizer.end, 7)
@@ -259,7 +252,7 @@ def described(spoken, tmp_path):
 def test_end_tokens_that_the_model_lacks_are_refused(described, file, ends):
     folder = described(file, eos_token_id=ends)
     with pytest.raises(WeightsError, match=f"{file}: eos_token_id is .*; the model has [0-9]+ tokens"):
-        find_model(str(folder))
+        assert find_model(str(folder)).ends
 
 
 @pytest.mark.parametrize("content", [b"", b"[]"])
@@ -292,7 +285,7 @@ def folders(finished, exported, spoken, tmp_path_factory):
 def test_chats_have_the_date_of_the_run(folders, monkeypatch):
     config = read_run_config(folders["run"])
     config = replace(config, data=replace(config.data, chat_date="2025-06-28"), vocab_size=300)
-    monkeypatch.setattr("models.loading.read_run_config", lambda *_: config)
+    monkeypatch.setattr("models.run_config.read_run_config", lambda *_: config)
     found = find_model(str(folders["run"]), tokenizer=str(folders["dated"])).tokenizer
     assert found.decode(chat_prompt(found, [{"role": "user", "content": "a"}])) == "28a"
 
@@ -301,7 +294,7 @@ def test_chats_have_the_date_of_the_run(folders, monkeypatch):
     ("arguments", "message"),
     [
         (("--run_dir", "{run}"), "give --prompt TEXT, or --prompts FILE"),
-        (("--run_dir", "nowhere", "--prompt", "a"), "nowhere is not a run folder: it has no checkpoints/"),
+        (("--run_dir", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is not"),
         (("--run_dir", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
         (
             ("--run_dir", "{run}", "--prompts", "nowhere.txt"),

@@ -18,10 +18,11 @@ from models.decoder.decoder import Decoder
 from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
 from models.hf_io.adapters import load_adapters, save_adapters
-from models.hf_io.decoder_weights import read_decoder, write_decoder
-from models.hf_io.formats import read_hf_config
+from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.safetensors_folder import SafetensorsFolder
 from models.lm import next_token_loss
+from models.loading import load_model
+from models.run_config import find_model
 from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 from stacked_remat.training import TokenBatch
 
@@ -73,9 +74,9 @@ def new_model(family: str, fields: dict):
 def decoder_from(model, folder) -> Decoder:
     """Ours, read from what transformers' model saves."""
     model.save_pretrained(folder, max_shard_size="20KB")
-    config, vocab_size = read_hf_config(folder)
-    assert vocab_size == Vocab.size
-    return read_decoder(folder, config, Vocab)
+    found = find_model(str(folder))
+    assert found.Vocab == Vocab
+    return load_model(found)
 
 
 @eqx.filter_jit

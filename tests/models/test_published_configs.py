@@ -2,10 +2,13 @@
 
 import json
 
+import equinox as eqx
+import jax
 import pytest
+from haliax import Axis
 
 import models.architectures as architectures
-from models.decoder.decoder import num_weights
+from models.decoder.decoder import Decoder
 from models.hf_io.formats import config_from_hf, config_to_hf, differing_fields
 from models.hf_io.safetensors_folder import WeightsError
 
@@ -117,6 +120,11 @@ GPT_OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096, "truncate"
 PUBLISHED["gpt-oss 20b"] = GPT_OSS | sizes(2880, 2880, 24, 64, 8, 201_088), 20_914_757_184
 PUBLISHED["OLMo 3 7B"][0]["rope_scaling"] |= {"rope_type": "yarn", "factor": 8.0}
 PUBLISHED["OLMo 3 7B"][0]["rope_scaling"] |= {"original_max_position_embeddings": 8192}
+
+
+def num_weights(config, rows):
+    shapes = eqx.filter_eval_shape(Decoder.init, config, Axis("vocab", rows), key=jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

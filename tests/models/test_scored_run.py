@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from models.loading import read_run_config, restored_state
+from models.run_config import read_run_config
+from models.run_state import restored_state
 from stacked_remat.ghost.log import read_scores
 
 from .test_train_lm import metrics_of

@@ -37,7 +37,7 @@ def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
 
     Cost: that of reading it, and the host memory of one file; adapters are merged in place.
     """
-    if adapters and (found.run.lora is None if found.run else found.base is None):
+    if adapters and not found.has_adapters:
         raise WeightsError("There are no adapters. Export the whole model, without --adapters.")
     texts, fields = ({}, {}) if adapters else generation_files(found)
     model = Placement.of(found.run).read_model(found, found.config.compute_dtype)
@@ -108,13 +108,9 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
         found = model_of_arguments(options)
         export(found, options.out, adapters=options.adapters)
         show(escaped(f"wrote {options.out}"))
-        if options.adapters and found.base is not None and found.base.root != found.base.published:
-            show(
-                escaped(
-                    f"PEFT does not read their base, {found.base.name}: write it with models.export_hf "
-                    f"--model {found.base.name} --out BASE, and name BASE in {options.out / ADAPTER_CONFIG}"
-                )
-            )
+        if options.adapters and found.base is not None and found.base.run is not None:
+            base = escaped(found.base.name)
+            show(f"PEFT reads no run: export {base} too, and name that folder in {ADAPTER_CONFIG}")
         if name is not None:
             show(escaped(f"pushed {push_folder(options.out, name, private=options.private)}"))
         return 0

@@ -63,8 +63,8 @@ class LmRunConfig:
         model: the architecture, by `type`.
         initialize_from_hf: the model to begin with: a folder in Hugging Face's format or a name on its Hub
             (`owner/model`, `owner/model@revision`), a run folder, whose latest checkpoint is read, or
-            adapters of PEFT. Adapters are merged. null for random weights. The architecture is that model's
-            where `model` says nothing of it, and has to be equal otherwise.
+            adapters of PEFT. Adapters are merged, and don't go with `lora`. null for random weights. The
+            architecture is that model's where `model` says nothing of it, and has to be equal otherwise.
         vocab_size: rows of the embedding; if null, those in that folder, or one for each of the tokenizer's.
         lora: adapters to train instead of the model's own weights, which then get neither gradients nor
             optimizer state; null to train these.
@@ -198,11 +198,8 @@ class LmRunConfig:
         model, rows = self.model, self.vocab_size
         of_folder = says_nothing(model)
         if self.initialize_from_hf is not None and (check_folder or of_folder):
-            begun, run_dir = find_model(self.initialize_from_hf), self.trainer.run_dir
-            if run_dir is not None and Path(run_dir).expanduser().resolve() == begun.root.resolve():
-                raise ConfigError(
-                    f"{run_dir} is trainer.run_dir and initialize_from_hf. Give this run another folder."
-                )
+            begun = find_model(self.initialize_from_hf)
+            self._check_begun(begun)
             found, found_rows = pretrained_config(model, begun.config), begun.Vocab.size
             differing = [] if of_folder else differing_fields("model", written_out(model), written_out(found))
             if rows is not None and rows != found_rows:
@@ -223,6 +220,19 @@ class LmRunConfig:
                     f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
                 )
         return dataclasses.replace(self, model=model, vocab_size=rows)
+
+    def _check_begun(self, begun: "FoundModel") -> None:
+        run_dir = self.trainer.run_dir
+        if run_dir is not None and Path(run_dir).expanduser().resolve() == begun.root.resolve():
+            raise ConfigError(
+                f"{run_dir} is trainer.run_dir and initialize_from_hf. Give this run another folder."
+            )
+        if self.lora is not None and begun.has_adapters:
+            # What is merged again on other devices has other last bits, and would not be the frozen weights.
+            raise ConfigError(
+                f"lora trains no adapters on top of those of initialize_from_hf ({begun.name}). Export that "
+                f"whole with models.export_hf, and begin with the export."
+            )
 
 
 @dataclass(frozen=True)
@@ -251,6 +261,11 @@ class FoundModel:
     base: "FoundModel | None" = None
     run: LmRunConfig | None = None
     step: int | None = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether its weights are those of another model with adapters."""
+        return (self.run.lora if self.run else self.base) is not None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

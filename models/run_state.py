@@ -85,26 +85,18 @@ def with_adapters(model: Decoder, lora: LoraConfig | None, *, key: PRNGKeyArray)
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a model is made or read, and under which policy.
-
-    Attributes:
-        streamed: whether its layers are made on the host, one after the other.
-    """
+    """Where a model is made or read, under which policy, and whether its layers are on the host."""
 
     partitioning: Partitioning
     remat: ScanCheckpointSpec
     streamed: bool
 
     @staticmethod
-    def of(
-        run: LmRunConfig | None,
-        partitioning: Partitioning | None = None,
-        remat: ScanCheckpointSpec | None = True,
-    ) -> "Placement":
-        """On the first device if no other are given; layers on the host if they are there in the run."""
+    def of(run: LmRunConfig | None, over: Partitioning | None = None, remat: Any = True) -> "Placement":
+        """On the first device if no others are given; layers on the host if they are there in the run."""
         assert remat is not None, "remat: auto has to be resolved first"
         streamed = run is not None and run.trainer.streaming
-        return Placement(partitioning or Partitioning.one_device(), remat, streamed)
+        return Placement(over or Partitioning.one_device(), remat, streamed)
 
     def random(self, config: DecoderConfig, Vocab: Axis, dtype: FloatName, key: PRNGKeyArray) -> Decoder:
         """A model with random weights."""

@@ -30,13 +30,13 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     found = _fetched(name, repository, revision)
     if not weights:
         return found
-    files = [ADAPTERS] if _has_adapters(found) else [glob.escape(file) for file in weight_files(found)]
+    files = [ADAPTERS] if adapted_model(found) else [glob.escape(file) for file in weight_files(found)]
     return _fetched(name, repository, revision, files)
 
 
 def adapted_model(root: Path) -> str | None:
     """The name of the model that a folder's adapters are for; None for a folder of another kind."""
-    if not _has_adapters(root):
+    if (root / "config.json").is_file() or not (root / ADAPTER_CONFIG).is_file():
         return None
     settings = read_json(root / ADAPTER_CONFIG)
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
@@ -60,10 +60,6 @@ def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:
             f"{repository} {folder}`."
         ) from error
     return str(found)
-
-
-def _has_adapters(root: Path) -> bool:
-    return (root / ADAPTER_CONFIG).is_file() and not (root / "config.json").is_file()
 
 
 def _fetched(name: str, repository: str, revision: str, files: Sequence[str] = ()) -> Path:

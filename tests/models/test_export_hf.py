@@ -132,22 +132,24 @@ def test_adapters_are_merged_or_written_alone(workplace, adapted):
 @pytest.mark.deep
 def test_a_run_begins_with_a_run_or_with_adapters(workplace, adapted, finished):
     assert export("--run_dir", adapted, "--out", workplace / "first", "--adapters")[0] == 0
-    begun = replace(read_run_config(adapted), initialize_from_hf=str(adapted), lora=None)
+    lora = replace(read_run_config(adapted), initialize_from_hf=str(adapted))
     with pytest.raises(ConfigError, match="adapted is trainer.run_dir and initialize_from_hf"):
-        begun.resolved()
+        lora.resolved()
+    with pytest.raises(ConfigError, match="lora trains no adapters on top of those"):
+        replace(lora, trainer=TrainerConfig()).resolved()
     for name, dtype in ((finished, "bfloat16"), (adapted, "bfloat16"), (workplace / "first", "float32")):
         options = {"precision": PrecisionConfig(parameters=dtype), "update": UpdateConfig(fused=True)}
         trainer = TrainerConfig(streaming=True, **options)
-        config = replace(begun, initialize_from_hf=str(name), trainer=trainer).resolved()
+        config = replace(lora, initialize_from_hf=str(name), lora=None, trainer=trainer).resolved()
         state, shapes = initial_state(config), state_shapes(config)
         assert_equal(state.model, cast_parameters(load_model(find_model(str(name), tokenizer="byte")), dtype))
         kinds = [[leaf.sharding.memory_kind for leaf in jax.tree.leaves(one)] for one in (state, shapes)]
         assert kinds[0] == kinds[1]
-    assert train(workplace, "again", "--initialize_from_hf", str(adapted), "--lora.rank", "2") == 0
+    assert train(workplace, "again", "--initialize_from_hf", str(finished), "--lora.rank", "2") == 0
     status, shown = export("--run_dir", workplace / "again", "--out", workplace / "second", "--adapters")
-    assert status == 0 and "PEFT does not read their base" in shown
+    assert status == 0 and "PEFT reads no run: export" in shown
     found, again = (find_model(str(workplace / name), tokenizer="byte") for name in ("second", "again"))
-    assert found.base_name == again.base_name == str(adapted)
+    assert found.base_name == again.base_name == str(finished)
     np.testing.assert_allclose(logits(load_model(found)), logits(load_model(again)), atol=1e-6)
 
 

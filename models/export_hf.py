@@ -109,8 +109,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
         export(found, options.out, adapters=options.adapters)
         show(escaped(f"wrote {options.out}"))
         if options.adapters and found.base is not None and found.base.run is not None:
-            base = escaped(found.base.name)
-            show(f"PEFT reads no run: export {base} too, and name that folder in {ADAPTER_CONFIG}")
+            show(escaped(f"for PEFT, export {found.base.name} too, and name that folder in {ADAPTER_CONFIG}"))
         if name is not None:
             show(escaped(f"pushed {push_folder(options.out, name, private=options.private)}"))
         return 0

@@ -23,8 +23,8 @@ from models.hf_io.decoder_weights import write_decoder
 from models.loading import load_model
 from models.qwen3 import Qwen3MoeConfig
 from models.run_config import LmRunConfig, find_model, read_run_config
-from models.run_state import Placement, initial_state, state_shapes
-from stacked_remat.lora import merge_lora
+from models.run_state import initial_state
+from stacked_remat.streaming import is_on_host
 from stacked_remat.training import (
     ConfigError,
     PrecisionConfig,
@@ -63,9 +63,8 @@ def train(workplace, run, *more):
         return tiny_run.train(workplace, "--trainer.num_steps", "3", *more, run=run)
 
 
-def model_of(run):
-    found = find_model(str(run))
-    return Placement.of(found.run).read_model(found, "float32"), read_run_config(run)
+def model_of(folder):
+    return load_model(find_model(str(folder)))
 
 
 def export(*arguments):
@@ -94,10 +93,9 @@ def adapted(workplace):
 def test_a_trained_model_is_exported_and_read_again(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert export("--run_dir", finished, "--out", "~/exported")[0] == 0
-    exported = find_model(str(tmp_path / "exported"))
     assert json.loads((tmp_path / "exported/config.json").read_text())["eos_token_id"] == 256
-    expected, _ = model_of(finished)
-    np.testing.assert_array_equal(logits(load_model(exported)), logits(expected))
+    exported, expected = model_of(tmp_path / "exported"), model_of(finished)
+    np.testing.assert_array_equal(logits(exported), logits(expected))
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path):
@@ -111,46 +109,34 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_written(finished, tmp_path
 
 
 @pytest.mark.deep
-def test_adapters_are_merged_or_written_alone(workplace, adapted):
-    model, config = model_of(adapted)
-    assert isinstance(model, Decoder) and isinstance(config.model, Qwen3MoeConfig)
+def test_adapters_are_merged_or_written_alone_and_begin_runs(workplace, adapted, finished):
     assert export("--run_dir", adapted, "--out", workplace / "merged")[0] == 0
     assert json.loads((workplace / "merged/config.json").read_text())["eos_token_id"] == [256, 7]
     assert "[7, 256]" in (workplace / "merged/generation_config.json").read_text()
-    merged = load_model(find_model(str(workplace / "merged")))
-    np.testing.assert_array_equal(logits(merged), logits(merge_lora(model)))
-    found = find_model(str(adapted))
-    np.testing.assert_array_equal(logits(load_model(found)), logits(merged))
-    assert found.ends == (256, 7)
+    merged = model_of(workplace / "merged")
+    np.testing.assert_array_equal(logits(model_of(adapted)), logits(merged))
+    assert find_model(str(adapted)).ends == (256, 7)
     assert export("--run_dir", adapted, "--out", workplace / "alone", "--adapters")[0] == 0
     card = (workplace / "alone/README.md").read_text()
     assert "- base: a local folder, base\n" in card and str(workplace) not in card
-    alone = load_model(find_model(str(workplace / "alone"), tokenizer="byte"))
-    np.testing.assert_allclose(logits(alone), logits(model), atol=1e-5)
-
-
-@pytest.mark.deep
-def test_a_run_begins_with_a_run_or_with_adapters(workplace, adapted, finished):
-    assert export("--run_dir", adapted, "--out", workplace / "first", "--adapters")[0] == 0
+    np.testing.assert_allclose(logits(model_of(workplace / "alone")), logits(merged), atol=1e-5)
     lora = replace(read_run_config(adapted), initialize_from_hf=str(adapted))
     with pytest.raises(ConfigError, match="adapted is trainer.run_dir and initialize_from_hf"):
         lora.resolved()
     with pytest.raises(ConfigError, match="lora trains no adapters on top of those"):
         replace(lora, trainer=TrainerConfig()).resolved()
-    for name, dtype in ((finished, "bfloat16"), (adapted, "bfloat16"), (workplace / "first", "float32")):
+    for name, dtype in ((finished, "bfloat16"), (adapted, "bfloat16"), (workplace / "alone", "float32")):
         options = {"precision": PrecisionConfig(parameters=dtype), "update": UpdateConfig(fused=True)}
         trainer = TrainerConfig(streaming=True, **options)
         config = replace(lora, initialize_from_hf=str(name), lora=None, trainer=trainer).resolved()
-        state, shapes = initial_state(config), state_shapes(config)
-        assert_equal(state.model, cast_parameters(load_model(find_model(str(name), tokenizer="byte")), dtype))
-        kinds = [[leaf.sharding.memory_kind for leaf in jax.tree.leaves(one)] for one in (state, shapes)]
-        assert kinds[0] == kinds[1]
+        state = initial_state(config)
+        assert_equal(state.model, cast_parameters(model_of(name), dtype))
+        assert any(map(is_on_host, jax.tree.leaves(state.model)))
     assert train(workplace, "again", "--initialize_from_hf", str(finished), "--lora.rank", "2") == 0
     status, shown = export("--run_dir", workplace / "again", "--out", workplace / "second", "--adapters")
-    assert status == 0 and "PEFT reads no run: export" in shown
-    found, again = (find_model(str(workplace / name), tokenizer="byte") for name in ("second", "again"))
-    assert found.base_name == again.base_name == str(finished)
-    np.testing.assert_allclose(logits(load_model(found)), logits(load_model(again)), atol=1e-6)
+    assert status == 0 and f"for PEFT, export {finished} too" in shown
+    second, again = (logits(model_of(workplace / name)) for name in ("second", "again"))
+    np.testing.assert_allclose(second, again, atol=1e-6)
 
 
 @pytest.mark.deep

@@ -212,13 +212,8 @@ class LmRunConfig:
                 )
             model, rows = written_out(found), found_rows
         if rows is None or check_folder or self.data.tokenizer == "byte":  # which needs no file
-            tokens = load_tokenizer(self.data.tokenizer).vocab_size
-            rows = tokens if rows is None else rows
-            if tokens > rows:
-                raise ConfigError(
-                    f"The tokenizer {self.data.tokenizer!r} has {tokens} tokens, and the model's embedding "
-                    f"{rows} rows. Use the model's own tokenizer, or a larger vocab_size."
-                )
+            tokens = load_tokenizer(self.data.tokenizer, rows=rows)
+            rows = tokens.vocab_size if rows is None else rows
         return dataclasses.replace(self, model=model, vocab_size=rows)
 
     def _check_begun(self, begun: "FoundModel") -> None:
@@ -275,14 +270,8 @@ class FoundModel:
                 f"There is no tokenizer.json in {self.root}. Name a tokenizer with --tokenizer: a folder, a "
                 f"file, a name on the Hugging Face Hub, or byte for UTF-8 bytes."
             )
-        date = self.run and self.run.data.chat_date
-        found = load_tokenizer(self.tokenizer_name, date or str(datetime.date.today()))
-        if found.vocab_size > self.Vocab.size:
-            raise ConfigError(
-                f"The tokenizer has {found.vocab_size} tokens, and the model's embedding {self.Vocab.size} "
-                f"rows. Name the model's own with --tokenizer."
-            )
-        return found
+        date = (self.run and self.run.data.chat_date) or str(datetime.date.today())
+        return load_tokenizer(self.tokenizer_name, date, rows=self.Vocab.size)
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:

@@ -237,7 +237,8 @@ def _prepared(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate
         progress.message(f"{what}: {backend}")
     if step.policy.offloads:
         check_offload()
-    return step, load_tokenizer(config.data.tokenizer, config.data.chat_date)
+    rows = step.config.vocab_size
+    return step, load_tokenizer(config.data.tokenizer, config.data.chat_date, rows=rows)
 
 
 def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:

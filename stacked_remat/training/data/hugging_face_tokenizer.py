@@ -21,6 +21,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """A fast tokenizer of the `tokenizers` package, which runs in parallel over documents.
 
     `begin` is the `bos_token` of its config, whether or not it begins documents, and `end` the `eos_token`.
+    Tokens that were added to its vocabulary beyond the `rows` of a model's embedding, as a text model may
+    have those of images, are refused where a text has one.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class HuggingFaceTokenizer(Tokenizer):
         config: Mapping[str, Any],
         template: str | None,
         chat_date: str | None = None,
+        rows: int | None = None,
     ):
         self._name = name
         tokenizers = optional("tokenizers", f"data.tokenizer = {name!r}")
@@ -43,7 +46,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()  # a tokenizer.json may contain a length to cut or pad to
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
         texts = {key: one.get("content") if isinstance(one, Mapping) else one for key, one in config.items()}
         specials = {
             key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
@@ -60,12 +62,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self.begin = vocabulary.get(specials.get("bos_token", ""))
         self._begin = self.begin if config.get("add_bos_token") else None
         self._template = None if template is None else ChatTemplate(template, specials, chat_date)
-        parts = [definition, self._begin, self.end, template, specials, *([chat_date] if chat_date else [])]
+        needed = {*self._tokenizer.get_vocab(with_added_tokens=False).values(), self.begin, self.end}
+        self._beyond = {
+            token: text
+            for text, token in vocabulary.items()
+            if rows is not None and token >= rows and token not in needed
+        }
+        self.vocab_size = 1 + max({*vocabulary.values()} - self._beyond.keys())
+        parts = [definition, self._begin, self.end, template, specials]
+        parts += filter(None, (chat_date, [*self._beyond]))
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text, with none added at its ends."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+        return self._array(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Tokens) -> str:
         """The text of tokens, special ones left out."""
@@ -78,16 +88,25 @@ class HuggingFaceTokenizer(Tokenizer):
             ids = encoding.ids
             if self._begin is not None and ids[:1] != [self._begin]:
                 ids = [self._begin, *ids]
-            found.append(np.asarray(ids if ids[-1:] == [self.end] else [*ids, self.end], dtype=self.dtype))
+            found.append(self._array(ids if ids[-1:] == [self.end] else [*ids, self.end]))
         return found
 
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
         """The tokens of rendered chats, with none added."""
         encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         return [
-            (np.asarray(encoding.ids, dtype=self.dtype), _in_answers(chat, encoding.offsets))
+            (self._array(encoding.ids), _in_answers(chat, encoding.offsets))
             for encoding, chat in zip(encodings, chats, strict=True)
         ]
+
+    def _array(self, tokens: Sequence[int]) -> Tokens:
+        if beyond := self._beyond and self._beyond.keys() & tokens:
+            names = ", ".join(f"{self._beyond[token]} ({token})" for token in sorted(beyond))
+            raise DataError(
+                f"A text has {names}, and the embedding of the model has no row for it. Leave it out of the "
+                f"text, or use a model that has one."
+            )
+        return np.asarray(tokens, dtype=self.dtype)
 
     @property
     def chat_template(self) -> ChatTemplate:

@@ -15,20 +15,29 @@ _FILES = [_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE]
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
-def load_tokenizer(name: str, chat_date: str | None = None) -> Tokenizer:
+def load_tokenizer(name: str, chat_date: str | None = None, *, rows: int | None = None) -> Tokenizer:
     """The tokenizer that a config's `data.tokenizer` names.
 
     Args:
         name: `byte`; a folder with a `tokenizer.json`; such a file; or a name on the Hugging Face Hub, with
             `@revision` for one that is not the newest.
         chat_date: the day that its chat template takes for today, as `ChatTemplate` takes it.
+        rows: of the embedding of its model. Added tokens beyond them are refused where a text has one.
 
     Raises:
-        DataError: there is no such tokenizer, it can't be read, it has no end-of-text token, or a package is
-            missing.
+        DataError: there is no such tokenizer, it can't be read, it has no end-of-text token, its vocabulary
+            has more tokens than the model, or a package is missing.
     """
-    if name == "byte":
-        return ByteTokenizer()
+    found = ByteTokenizer() if name == "byte" else _pretrained(name, chat_date, rows)
+    if rows is not None and found.vocab_size > rows:
+        raise DataError(
+            f"data.tokenizer = {name!r} has {found.vocab_size} tokens, and the embedding of the model "
+            f"{rows} rows. Use the model's own tokenizer, or for a new model a larger vocab_size."
+        )
+    return found
+
+
+def _pretrained(name: str, chat_date: str | None, rows: int | None) -> Tokenizer:
     files, config = _files(name), {}
     for file in (_SPECIAL_TOKENS, _CONFIG):
         try:
@@ -39,7 +48,7 @@ def load_tokenizer(name: str, chat_date: str | None = None) -> Tokenizer:
     if isinstance(template, list):  # of several
         template = {one["name"]: one["template"] for one in template}.get("default")
     template = template if isinstance(template, str) else None
-    return HuggingFaceTokenizer(name, _text(files[_TOKENIZER]), config, template, chat_date)
+    return HuggingFaceTokenizer(name, _text(files[_TOKENIZER]), config, template, chat_date, rows)
 
 
 def read_tokenizer_files(name: str) -> dict[str, str]:

@@ -10,11 +10,11 @@ from .word_tokenizer import CHAT_TEMPLATE, word_tokenizer
 
 CONFIG = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
 PLAIN, WITH_BEGIN = (word_tokenizer(begin=begin).to_str() for begin in (False, True))
-ID = word_tokenizer().token_to_id
+ID, ROWS = word_tokenizer().token_to_id, word_tokenizer().get_vocab_size()
 
 
-def make(definition=PLAIN, config=CONFIG, template=CHAT_TEMPLATE, chat_date=None):
-    return HuggingFaceTokenizer("words", definition, config, template, chat_date)
+def make(definition=PLAIN, config=CONFIG, template=CHAT_TEMPLATE, chat_date=None, rows=None):
+    return HuggingFaceTokenizer("words", definition, config, template, chat_date, rows)
 
 
 def test_text_round_trips_and_merges_are_used():
@@ -71,10 +71,12 @@ def test_the_template_can_use_special_tokens_and_is_needed_for_chats():
 def test_the_fingerprint_changes_with_everything_that_changes_tokens():
     other = word_tokenizer()
     other.add_special_tokens(["<new>"])
+    own, limited = make(rows=ROWS), make(other.to_str(), rows=ROWS)
     variants = [
         make(),
         make(WITH_BEGIN),
         make(other.to_str()),
+        limited,
         make(config={"eos_token": "<s>"}),
         make(config={**CONFIG, "add_bos_token": True}),
         make(template="x"),
@@ -83,7 +85,10 @@ def test_the_fingerprint_changes_with_everything_that_changes_tokens():
         make(chat_date="2025-07-01"),
     ]
     assert len({one.fingerprint for one in variants}) == len(variants)
-    assert make().fingerprint == make().fingerprint
+    assert make().fingerprint == own.fingerprint and own.vocab_size == limited.vocab_size
+    for encode in (lambda text: limited.encode_documents(["odd", text]), limited.encode):
+        with pytest.raises(DataError, match=r"A text has <new> \(29"):
+            encode("never<new>")
 
 
 def test_the_end_token_is_that_of_the_config_or_a_usual_one():

@@ -5,6 +5,7 @@ import argparse
 import jax
 import jax.numpy as jnp
 
+from models.command import local_path
 from models.decoder.decoder import Decoder
 from models.run_config import FoundModel, find_model
 from models.run_state import Placement
@@ -18,10 +19,10 @@ _MOST_POSITIONS = 2**31 - 1  # positions are 32-bit numbers
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `model_of_arguments` reads."""
     source, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    source.add_argument("--run_dir", dest="model", help="a run folder of models.train_lm")
-    source.add_argument(
-        "--model", help="a folder in Hugging Face's format, or owner/model on its Hub; adapters of PEFT too"
+    source.add_argument(  # as an absolute path, which is no name on the Hub
+        "--run_dir", dest="model", type=lambda path: str(local_path(path).absolute()), help="a run folder"
     )
+    source.add_argument("--model", help="a folder in Hugging Face's format or of adapters, or owner/model")
     add("--step", type=int, help="of the run's checkpoint; the latest if not given")
     add("--dtype", choices=("float32", "bfloat16"), help="in which to compute; the model's own if not given")
     add("--tokenizer", help="replaces the model's: byte, a folder, a file, a name on the Hub")

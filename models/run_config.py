@@ -1,7 +1,4 @@
-"""The config of a language-model run, resolved once into what is trained; and models by name.
-
-A run may begin with the model of another run, whose config says what that is.
-"""
+"""The config of a run, resolved once into what is trained; and the models that names stand for, runs too."""
 
 import contextlib
 import dataclasses

@@ -294,7 +294,7 @@ def test_chats_have_the_date_of_the_run(folders, monkeypatch):
     ("arguments", "message"),
     [
         (("--run_dir", "{run}"), "give --prompt TEXT, or --prompts FILE"),
-        (("--run_dir", "nowhere", "--prompt", "a"), "There is no folder nowhere, and it is not"),
+        (("--run_dir", "nowhere", "--prompt", "a"), "/nowhere, and it is not a name on the"),
         (("--run_dir", "{run}", "--step", "7", "--prompt", "a"), "It has steps 60"),
         (
             ("--run_dir", "{run}", "--prompts", "nowhere.txt"),

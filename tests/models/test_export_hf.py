@@ -42,7 +42,7 @@ from .tiny_run import make_workplace, printed
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-Vocab = Axis("vocab", 260)
+Vocab, FUSED = Axis("vocab", 260), UpdateConfig(fused=True)
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,7 @@ def test_adapters_are_merged_or_written_alone_and_begin_runs(workplace, adapted,
     with pytest.raises(ConfigError, match="lora trains no adapters on top of those"):
         replace(lora, trainer=TrainerConfig()).resolved()
     for name, dtype in ((finished, "bfloat16"), (adapted, "bfloat16"), (workplace / "alone", "float32")):
-        options = {"precision": PrecisionConfig(parameters=dtype), "update": UpdateConfig(fused=True)}
-        trainer = TrainerConfig(streaming=True, **options)
+        trainer = TrainerConfig(streaming=True, update=FUSED, precision=PrecisionConfig(parameters=dtype))
         config = replace(lora, initialize_from_hf=str(name), lora=None, trainer=trainer).resolved()
         state = initial_state(config)
         assert_equal(state.model, cast_parameters(model_of(name), dtype))

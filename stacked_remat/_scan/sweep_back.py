@@ -12,13 +12,14 @@ from jax import lax
 
 from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree
-from .._sweep.gradient import LayerPullback, LeafVisit
+from .._sweep.gradient import LayerPullback, LayerVisit
+from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_forward as keeping_sweep
 from .._sweep.reverse import sweep_back
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
 from .._sweep.spec import SweepSpec
-from .._sweep.store import at_least_one, on_mesh, read, write, zeros_like
+from .._sweep.store import Index, at_least_one, on_mesh, read, write, zeros_like
 from .._sweep.trace import kinds_of, trace_layers
 from .arguments import Caller, signature_error
 from .checks import check_carry, describe
@@ -28,7 +29,6 @@ from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .visitor import (
     KindTypes,
     LayerResult,
-    LayerVisit,
     SweepResult,
     SweepTypes,
     Visitor,
@@ -150,18 +150,18 @@ def _visited(
     states, join = split_kinds(marked, types.axis, types.loop.pattern, caller)
     arrays, static = eqx.partition(state, eqx.is_array_like)
 
-    def visit(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, tuple[_Part, PyTree]]:
-        parts, state = loop[0], eqx.combine(loop[1], static)
-        layout, stacks, shared = states[leaves.kind.number]
-        stacks = map(at_least_one, eqx.combine(parts[leaves.kind.number].layer_state, stacks))
-        entry = types.visit(leaves, layout.layer(read([*stacks], leaves.row), shared))
-        return _new_leaves(types, layout, leaves, entry, state, _called(visitor, entry, state))
+    def visit(leaves: LayerVisit, own: Kind, row: Index, loop: _Loop) -> tuple[Arrays, tuple[_Part, PyTree]]:
+        part, state = loop[0][own.number], eqx.combine(loop[1], static)
+        kind, (layout, stacks, shared) = types.kinds[own.number], states[own.number]
+        stacks = map(at_least_one, eqx.combine(part.layer_state, stacks))
+        entry = types.visit(kind, leaves, layout.layer(read([*stacks], row), shared))
+        return _new_leaves(types, kind, layout, entry, state, _called(visitor, entry, state))
 
-    def visit_and_write(leaves: LeafVisit, loop: _Loop) -> tuple[Arrays, _Loop]:
-        carry_ct, new = visit(leaves, loop)
+    def visit_and_write(leaves: LayerVisit, own: Kind, row: Index, loop: _Loop) -> tuple[Arrays, _Loop]:
+        carry_ct, new = visit(leaves, own, row, loop)
         # Without the barrier XLA holds a layer's internals until all is written.
         (new, state), parts = lax.optimization_barrier(new), [*loop[0]]
-        parts[leaves.kind.number] = parts[leaves.kind.number].with_layer(leaves.row, new)
+        parts[own.number] = parts[own.number].with_layer(row, new)
         return carry_ct, (parts, state)
 
     def xs_in(loop: _Loop) -> list[Arrays]:
@@ -196,7 +196,7 @@ def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:
 
 def _first_parts(
     sweep: SweepBack,
-    visit: Callable[[LeafVisit, _Loop], tuple[Arrays, tuple[_Part, PyTree]]],
+    visit: Callable[[LayerVisit, Kind, Index, _Loop], tuple[Arrays, tuple[_Part, PyTree]]],
     cotangents: _Cotangents,
     state: PyTree,
     state_stacks: list[Arrays],
@@ -208,10 +208,9 @@ def _first_parts(
     for kind, stacks, of_ys in zip(sweep._types.spec.kinds, every, cotangents[1], strict=True):
         x, y_ct = (read([*map(at_least_one, own)], 0) for own in (stacks.layers, of_ys))
         inputs, of_layer = (stacks.shared_ct, sweep._checkpoints.first(), x), (cotangents[0], y_ct)
-        pullback = LayerPullback(kind, sweep._types.perturbed)
-        vjp = functools.partial(pullback, inputs, [], of_layer)
-        example = LeafVisit(index, kind, index, *inputs, of_layer, vjp)
-        new = jax.eval_shape(lambda example=example: visit(example, (nothing, state))[1][0])
+        example = LayerPullback(kind, sweep._types.perturbed).visit(index, inputs, [], of_layer)
+        at = example, kind, index, (nothing, state)
+        new = jax.eval_shape(lambda at=at: visit(*at)[1][0])
         layers, layer_state, split_ct, shared_ct = jax.tree.map(
             lambda entry, stack: None if entry is None else stack,
             new,
@@ -226,8 +225,8 @@ def _first_parts(
 
 def _new_leaves(
     types: SweepTypes,
+    kind: KindTypes,
     state_layout: TreeLayout,
-    leaves: LeafVisit,
     visit: LayerVisit,
     state: PyTree,
     result: PyTree,
@@ -238,8 +237,8 @@ def _new_leaves(
             f"A visitor returns a LayerResult; got {describe(result)}. Its first field is the cotangent of "
             "the layer's input: return LayerResult(visit.vjp().carry)."
         )
-    kind, mask = types.kinds[leaves.kind.number], types.perturbed.carry
-    carry_ct = cotangent_leaves(result.carry, types.outputs[0], mask, "the carry", _BY_VISITOR)
+    (carry, _), mask = types.outputs, types.perturbed.carry
+    carry_ct = cotangent_leaves(result.carry, carry, mask, "the carry", _BY_VISITOR)
     own = _new_parts(result.layer, visit.layer, "layer", kind.layout.leaves, root=2)
     of_state = _new_parts(result.layer_state, visit.layer_state, "layer_state", state_layout.leaves)
     new_state = eqx.filter(_filled(result.state, state, "state"), eqx.is_array_like)

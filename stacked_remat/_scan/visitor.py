@@ -1,7 +1,7 @@
 """What a visitor of the layers is given in a reverse sweep and what it returns: trees, made of leaves."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 from .._activity import is_differentiable
 from .._placement import platform
 from .._static import PyTree
-from .._sweep.gradient import LeafVisit, Perturbed, scatter_leaves
+from .._sweep.gradient import LayerCotangents, LayerVisit, Perturbed, scatter_leaves
 from .._sweep.kinds import Kind
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
@@ -65,45 +65,6 @@ class SweepResult(NamedTuple):
     layer_state: PyTree = None
 
 
-class LayerCotangents(NamedTuple):
-    """What the `vjp` of a `LayerVisit` returns."""
-
-    carry: PyTree
-    layer: PyTree
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-
-
-@dataclass(frozen=True)
-class LayerVisit:
-    """One layer, as a visitor of the reverse sweep is given it.
-
-    Attributes:
-        layer_index: its index on the axis, a traced integer: `blocks[layer_index]`, whatever the policy.
-        layer: the layer.
-        carry: its input.
-        args: its further arguments: slices of those that are split, and the shared ones.
-        kwargs: its keyword arguments.
-        cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
-        layer_state: its entry of the layers' state.
-        kind: the name of its kind, of a `StackedPattern`; `None` where layers are of one kind.
-        vjp: `vjp()` gives the vector-Jacobian products with `cotangent`: a named tuple of `carry`, `layer`,
-            `args` and `kwargs`, trees like these with `None` for leaves without a gradient. It costs one
-            evaluation of the layer, unless all its internals were saved, and its transpose; XLA removes what
-            is not used. Call it once: each call runs the layer again.
-    """
-
-    layer_index: Any
-    layer: PyTree
-    carry: PyTree
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-    cotangent: PyTree
-    layer_state: PyTree
-    kind: str | None
-    vjp: Callable[[], LayerCotangents]
-
-
 Visitor: TypeAlias = Callable[[LayerVisit, Any], LayerResult]
 
 
@@ -149,19 +110,18 @@ class SweepTypes:
         """The cotangent of a carry, from its leaves that have one."""
         return jtu.tree_unflatten(self.carry_tree, scatter_leaves(leaves, self.perturbed.carry))
 
-    def visit(self, leaves: LeafVisit, layer_state: PyTree) -> LayerVisit:
-        """A visit, with trees in the place of lists of arrays."""
-        kind = self.kinds[leaves.kind.number]
-        (layer, *args), kwargs = kind.layer(leaves.x, leaves.shared)
-        carry_ct, y_ct = leaves.cotangents
+    def visit(self, kind: KindTypes, leaves: LayerVisit, layer_state: PyTree) -> LayerVisit:
+        """A visit of a layer of this kind, with trees in the place of lists of arrays."""
+        (layer, *args), kwargs = kind.layer(leaves.layer, [*leaves.args])
+        carry_ct, y_ct = leaves.cotangent
         cotangent = self.carry_cotangent(carry_ct)
         if self.has_output:
             y_ct = scatter_leaves(y_ct, self.perturbed.ys[kind.own.number])
             cotangent = cotangent, jtu.tree_unflatten(kind.y_tree, y_ct)
 
         def vjp() -> LayerCotangents:
-            found = map(scatter_leaves, leaves.vjp(), self.perturbed.of_layer(kind.own))
-            of_shared, of_carry, of_x = found
+            found, masks = leaves.vjp(), self.perturbed.of_layer(kind.own)
+            of_shared, of_carry, of_x = map(scatter_leaves, (found.args, found.carry, found.layer), masks)
             (layer, *args), kwargs = kind.layer(of_x, of_shared, cotangents=True)
             carry = jtu.tree_unflatten(self.carry_tree, of_carry)
             is_held = platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda")
@@ -174,9 +134,8 @@ class SweepTypes:
             return LayerCotangents(carry, apart(layer), apart(tuple(args)), apart(kwargs))
 
         carry = eqx.combine(jtu.tree_unflatten(self.carry_tree, leaves.carry), self.carry_static)
-        return LayerVisit(
-            leaves.layer_index, layer, carry, tuple(args), kwargs, cotangent, layer_state, kind.name, vjp
-        )
+        trees = {"layer": layer, "carry": carry, "args": tuple(args), "kwargs": kwargs, "vjp": vjp}
+        return replace(leaves, **trees, cotangent=cotangent, layer_state=layer_state, kind=kind.name)
 
 
 def cotangent_leaves(

@@ -22,7 +22,7 @@ from .._placement import platform
 from .._static import PyTree
 from .kinds import Kind
 from .slots import Arrays, Carry, Mask
-from .store import Index, write, zeros_like
+from .store import Index, apart_from_transfers, write, zeros_like
 
 Checkpoint: TypeAlias = Callable[[Callable], Callable]
 LayerInputs: TypeAlias = tuple[Arrays, Carry, Arrays]  # `shared`, `carry`, `x`
@@ -62,6 +62,45 @@ class Residuals(NamedTuple):
     pullback: Callable
     is_saved: Mask
     types: list[ShapedArray]
+
+
+class LayerCotangents(NamedTuple):
+    """What the `vjp` of a `LayerVisit` returns."""
+
+    carry: PyTree
+    layer: PyTree
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+
+@dataclass(frozen=True)
+class LayerVisit:
+    """One layer, as a visitor of the reverse sweep is given it.
+
+    Attributes:
+        layer_index: its index on the axis, a traced integer: `blocks[layer_index]`, whatever the policy.
+        layer: the layer.
+        carry: its input.
+        args: its further arguments: slices of those that are split, and the shared ones.
+        kwargs: its keyword arguments.
+        cotangent: of its output carry; with `scan_vjp` a pair, of carry and output.
+        layer_state: its entry of the layers' state.
+        kind: the name of its kind, of a `StackedPattern`; `None` where layers are of one kind.
+        vjp: `vjp()` gives the vector-Jacobian products with `cotangent`: a named tuple of `carry`, `layer`,
+            `args` and `kwargs`, trees like these with `None` for leaves without a gradient. It costs one
+            evaluation of the layer, unless all its internals were saved, and its transpose; XLA removes what
+            is not used. Call it once: each call runs the layer again.
+    """
+
+    layer_index: Any
+    layer: PyTree
+    carry: PyTree
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    cotangent: PyTree
+    layer_state: PyTree
+    kind: str | None
+    vjp: Callable[..., LayerCotangents]
 
 
 @dataclass(frozen=True)
@@ -107,6 +146,19 @@ class LayerPullback:
         of_rest, of_saved = iter(others), iter(saved)
         leaves = [next(of_saved if is_ else of_rest) for is_ in self.residuals.is_saved]
         return self._transposed(jax.tree.unflatten(self.residuals.pullback, leaves), cotangents, totals)
+
+    def visit(
+        self, index: Index, inputs: LayerInputs, saved: Arrays, cotangents: PyTree, *, apart: bool = False
+    ) -> LayerVisit:
+        """A visit of a layer, with lists of arrays: `layer` its own, `args` what layers share."""
+        shared, carry, x = inputs
+
+        def vjp(totals: Sequence[PyTree] = ()) -> LayerCotangents:
+            compute = functools.partial(self, inputs, saved, cotangents, totals)
+            of_shared, of_carry, of_x = apart_from_transfers(compute) if apart else compute()
+            return LayerCotangents(of_carry, of_x, (*of_shared,), {})
+
+        return LayerVisit(index, x, carry, (*shared,), {}, cotangents, None, None, vjp)
 
     def _transposed(self, pullback: Callable, cotangents: PyTree, totals: Sequence[PyTree]) -> PyTree:
         if all(total is None for total in totals):
@@ -156,25 +208,9 @@ class LayerPullback:
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does
 
 
-class LeafVisit(NamedTuple):
-    """One layer in the reverse sweep, on leaves; `row` is its place in its kind's stacks.
-
-    `vjp` is its `LayerPullback`, from the `cotangents` of its new carry and of its output.
-    """
-
-    layer_index: Index
-    kind: Kind
-    row: Index
-    shared: Arrays
-    carry: Carry
-    x: Arrays
-    cotangents: tuple[Carry, Arrays]
-    vjp: Callable[..., tuple[Arrays, Carry, Arrays]]
-
-
-# Called once for every layer, from the last to the first. Takes the layer and a state of its own; returns the
-# cotangents of the perturbed leaves of the layer's input carry, and the state.
-LeafVisitor: TypeAlias = Callable[[LeafVisit, Any], tuple[Carry, PyTree]]
+# Called once for every layer, from the last to the first, with its kind, its row in the stacks of that kind,
+# and the visitor's state. Returns the cotangents of the perturbed leaves of the layer's input, and the state.
+LeafVisitor: TypeAlias = Callable[[LayerVisit, Kind, Index, Any], tuple[Carry, PyTree]]
 
 
 def zero_gradients(perturbed: Perturbed, shared: Sequence[Arrays], xs: Sequence[Arrays]) -> list[Any]:
@@ -184,30 +220,32 @@ def zero_gradients(perturbed: Perturbed, shared: Sequence[Arrays], xs: Sequence[
     return [*zip(of_shared, of_xs, strict=True)]
 
 
-def write_gradients(perturbed: Perturbed, visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any]]:
+def write_gradients(
+    perturbed: Perturbed, visit: LayerVisit, kind: Kind, row: Index, state: list[Any]
+) -> tuple[Carry, list[Any]]:
     """The default visitor: sums the gradients of shared inputs, and writes each layer's own in place.
 
     To those of stacks that layers take whole the gradients are added.
     """
-    number = visit.kind.number
+    number = kind.number
     shared_gradient, gradient = state[number]
-    unsliced = pick(visit.kind.unsliced, perturbed.xs[number])
+    unsliced = pick(kind.unsliced, perturbed.xs[number])
     sliced = [not is_ for is_ in unsliced]
     totals = [total if is_ else None for total, is_ in zip(gradient, unsliced, strict=True)]
-    of_shared, of_carry, of_x = visit.vjp(totals=totals)
+    of_carry, of_x, of_shared, _ = visit.vjp(totals=totals)
     of_sliced = pick(of_x, sliced)
     if platform() == "tpu":
         # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
         of_sliced = lax.optimization_barrier(of_sliced)
     shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
-    written = merge(of_x, write(pick(gradient, sliced), visit.row, of_sliced), sliced)
+    written = merge(of_x, write(pick(gradient, sliced), row, of_sliced), sliced)
     return of_carry, [*state[:number], (shared_gradient, written), *state[number + 1 :]]
 
 
-def write_tangents(perturbed: Perturbed, visit: LeafVisit, state: list[Any]) -> tuple[Carry, list[Any]]:
+def write_tangents(perturbed: Perturbed, visit: LayerVisit, *at: Any) -> tuple[Carry, list[Any]]:
     """`write_gradients` for derivatives of the gradients, whose own values nothing reads."""
-    carry_ct, new = write_gradients(perturbed, visit, state)
-    return carry_ct, _unread(state, new)
+    carry_ct, new = write_gradients(perturbed, visit, *at)
+    return carry_ct, _unread(at[-1], new)
 
 
 @jax.custom_jvp

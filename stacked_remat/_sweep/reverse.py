@@ -21,7 +21,6 @@ from .._schedule import Run, Schedule
 from .._static import PyTree
 from .gradient import (
     LayerPullback,
-    LeafVisit,
     LeafVisitor,
     Perturbed,
     pick,
@@ -32,7 +31,7 @@ from .gradient import (
 from .kinds import Kind
 from .slots import Arrays, Carry, Checkpoints, OfKinds, TripsOf, entry_at, trip_count
 from .spec import SweepSpec
-from .store import Index, apart_from_transfers, empty_stack, read, read_before_writes, settle, write
+from .store import Index, empty_stack, read, read_before_writes, settle, write
 
 
 def pull_back(
@@ -134,14 +133,9 @@ class _Layers:
                 given, cotangents = lax.optimization_barrier((given, cotangents))
             index, x = spec.layer_index(number), spec.inputs(kind, self.xs_in(state), row, fetched)
             is_apart = has_host_arrays(state) and platform() == "cuda"
-
-            def vjp(totals: Sequence[PyTree] = ()) -> PyTree:
-                pullback, inputs = self.pullbacks[kind.number], (shared, given, x)
-                compute = functools.partial(pullback, inputs, own, cotangents, totals)
-                return apart_from_transfers(compute) if is_apart else compute()
-
-            leaves = LeafVisit(index, kind, row, shared, given, x, cotangents, vjp)
-            return self.visitor(leaves, state)
+            inputs, pullback = (shared, given, x), self.pullbacks[kind.number]
+            visit = pullback.visit(index, inputs, own, cotangents, apart=is_apart)
+            return self.visitor(visit, kind, row, state)
 
         return spec.at(number, run, loop, [self.numbers])
 

@@ -67,10 +67,14 @@ def active_variables(
         operands = [is_in(atom, active) for atom in equation.invars]
         if not any(operands):
             continue
-        inner, outputs = _called(equation), [True] * len(equation.outvars)
+        refs = [
+            var for var in equation.invars if isinstance(var, core.Var) and hasattr(var.aval, "inner_aval")
+        ]
+        active.update(refs)  # which it may write to
+        inner, outputs = None if refs else _called(equation), [True] * len(equation.outvars)
         if inner is not None:
             outputs = active_outputs(inner, operands, counts)
-        elif equation.primitive.name == "cond" and not operands[0]:
+        elif equation.primitive.name == "cond" and not operands[0] and not refs:
             branches = [each.jaxpr for each in equation.params["branches"]]
             given = ([*[False] * len(each.constvars), *operands[1:]] for each in branches)
             found = map(functools.partial(active_outputs, counts=counts), branches, given)

@@ -208,8 +208,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
                 whole array, and `per_layer(x)` splits it or is an error. Of an `eqx.nn.State` each layer gets
                 what it keeps there itself; it returns `(carry, state)`.
             remat: a policy for this call instead of the stack's own.
-            unroll: how many layers one iteration of the loop runs; `True` for all. Layers that are cut, of
-                several kinds or on the host take only `True`.
+            unroll: how many layers one iteration runs; `True` for all, which alone counts where layers are
+                cut, of several kinds or on the host.
             reverse: go from the last layer to the first.
             **kwargs: as `*args`.
 

@@ -128,7 +128,7 @@ def to_host(model: T, *, where: Callable[[Any], Any] = lambda leaf: True) -> T:
                     f"array.rearrange(({stack.Layers.name!r}, ...))."
                 )
             array = raw_array(leaf)
-            is_moved = moves_to_host(array.shape[1:], array.dtype) and where(array)
+            is_moved = array is not None and moves_to_host(array.shape[1:], array.dtype) and where(array)
             return jax.tree.map(_to_host, leaf) if is_moved else leaf
 
         return changed(stack, stacked=jtu.tree_map_with_path(field, stack.stacked, is_leaf=is_named))

@@ -1,5 +1,6 @@
 """What layers may do under every policy: complex carries, effects, eager calls, second derivatives."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -121,6 +122,19 @@ class TestEffects:
                 fold(body, Layers, remat=POLICIES[name])(ONES, weights())
         fold(body, Layers, remat=True)(ONES, weights())
         assert reference[...].tolist() == [4.0] * 3
+
+    def test_references_of_a_layer_s_own_have_derivatives(self):
+        def layer(x, weight):
+            reference = jax.new_ref(jnp.zeros(3))
+            reference[...] = jnp.tanh(x * weight)
+            return reference[...]
+
+        def gradient(run):
+            return jax.jit(jax.grad(lambda weights: jnp.sum(run(ONES, weights))))(weights())
+
+        found = gradient(fold(layer, Layers, remat="nested"))
+        expected = gradient(lambda x, weights: functools.reduce(layer, weights, x))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @every_kind

@@ -206,6 +206,8 @@ def test_what_moves_and_comes_back():
         blocks, where=lambda leaf: eqx.is_array(leaf) and leaf.shape[1:] == (WIDTH, WIDTH)
     )
     assert on_host((only.stacked.weight, only.stacked.bias)) == [True, False]
+    part = streaming.to_host(eqx.filter(blocks, lambda leaf: eqx.is_array(leaf) and leaf.ndim == 3))
+    assert on_host(part.stacked.weight) and part.stacked.scale.array is None
     back = streaming.to_device(moved)
     assert not any(on_host(back)) and back[0].remat == blocks.remat
     assert eqx.tree_equal(back[0], blocks)

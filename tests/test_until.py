@@ -86,12 +86,73 @@ def test_derivatives_in_all_modes_and_of_a_batch_that_stops_at_different_steps()
     def both(lasts):
         def of(scan):
             in_batch = jax.vmap(jax.value_and_grad(loss, (2, 4), has_aux=True), (None, 0, None, None, None))
-            in_all_modes = derivatives(lambda *args: loss(scan, lasts[0], *args)[0], *args)
+            in_all_modes = [
+                derivatives(lambda *args, last=lasts[i]: loss(scan, last, *args)[0], *args) for i in (0, 2)
+            ]
             return in_all_modes, in_batch(scan, lasts, *args)
 
         return of(stopped("nested")), of(masked)
 
     assert_close(*both(lasts))
+
+
+def test_a_step_that_has_no_derivative_where_the_loop_is_over():
+    def last(x, remat):
+        def root(carry):
+            return carry[0] - 1, carry[1] + jnp.sqrt(carry[0])
+
+        return sum(sr.fold(root, 6, remat=remat, until=lambda carry: carry[0] <= 0)((x, 0 * x)))
+
+    def expected(x):
+        left = x - jnp.arange(6.0)
+        return jnp.sum(jnp.where(left > 0, jnp.sqrt(jnp.where(left > 0, left, 1)), 0)) + x - jnp.ceil(x)
+
+    @quick_jit
+    def both(xs):
+        def of(value):
+            return [*(derivatives(value, x) for x in xs), jax.vmap(jax.value_and_grad(value))(xs)]
+
+        return [of(functools.partial(last, remat=remat)) for remat in (False, "nested")], of(expected)
+
+    found, want = both(jnp.array([2.0, 4.5]))
+    for each in found:
+        assert_close(each, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_that_stop_at_different_steps(check_vma):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("d"), jax.P()
+
+    def last(x, scale):
+        grown = sr.fold(lambda x, s: 1.3 * x + s, N, remat="nested", until=lambda x: x > 2.5)
+        return grown(x, shared(scale))
+
+    def on_devices(xs, scale):
+        def local(x, scale):
+            return jax.lax.psum(last(x[0], scale), "d")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=check_vma)(
+            xs, scale
+        )
+
+    def on_one(xs, scale):
+        return sum(last(x, scale) for x in xs)
+
+    args = jnp.array([0.5, 1.0, 2.0, 3.0]), jnp.float32(0.7)
+    assert_close(*quick_jit(lambda: [jax.value_and_grad(f, (0, 1))(*args) for f in (on_devices, on_one)])())
+
+
+def test_without_jit_no_step_runs_after_the_last():
+    steps = []
+
+    def step(x):
+        steps.append(float(x))
+        return 2 * x, x
+
+    with jax.disable_jit():
+        x, ys = sr.scan(step, 6, until=lambda x: x > 3)(1.0)
+    assert (float(x), ys.tolist(), steps) == (4.0, [1.0, 2.0, 0, 0, 0, 0], [1.0, 2.0])
 
 
 @pytest.mark.parametrize(("policy", "most"), [(True, 2), ("nested", 3), ("max_carries", 5)])

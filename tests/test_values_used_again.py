@@ -18,6 +18,7 @@ from stacked_remat import (
     checkpoint_name,
     fold,
     fused_update,
+    scan,
     shared,
     tiled,
 )
@@ -153,6 +154,17 @@ def test_fused_updates_given_one_array_twice():
         found = eqx.filter_jit(step)(blocks, step.init(blocks), ONE)
         expected = jax.tree.map(lambda w, g: w - 0.1 * g, blocks, jax.grad(loss)(blocks, ONE))
         assert_close(found.model, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_are_of_the_same_types_under_every_policy():
+    def value(x, policy):
+        layer = lambda x, w: (jnp.sin(x * w), (jnp.asarray(2), jnp.asarray(1.5)))  # noqa: E731
+        carry, ys = scan(layer, 3, remat=policy)(x, x)
+        return jnp.sum(carry), ys
+
+    for policy in (True, "nested", ScanCheckpointPolicy(first_layers=1), "offload"):
+        gradient = jax.jit(jax.grad(functools.partial(value, policy=policy), has_aux=True))
+        assert [leaf.weak_type for leaf in gradient(jnp.ones(3))[1]] == [True, True]
 
 
 def test_layers_that_keep_internals_beside_a_python_number_in_the_carry():

@@ -57,13 +57,12 @@ def scan(
             named `layers`.
         remat: what the backward pass keeps, offloads and recomputes; `ScanCheckpointPolicy` says the costs.
         reverse: go from the last layer to the first. Outputs keep the order of the axis.
-        unroll: how many layers one iteration of the loop runs; `True` for all. Where layers are cut, and with
-            `until`, only `True` counts.
+        unroll: how many layers one iteration runs; `True` for all, which alone counts where layers are cut.
         is_scanned: which of the arrays without a mark may be split: a bool or a predicate of a leaf.
         until: takes a carry and returns one bool; the scan stops at the first carry for which it is True.
             Outputs of layers that did not run are zeros. Memory is that of all layers. Time is that of those
-            that ran, backward too; within `jax.vmap`, until all examples are done, while finished ones stay
-            as they are. Reverse mode of reverse mode goes through all layers.
+            that ran, backward too; within `jax.vmap`, until all examples are done: steps of finished ones are
+            given the first carry, to no effect. Reverse mode of reverse mode goes through all layers.
 
     Returns:
         A function of the initial carry and the arguments, which returns the final carry, with the shapes of

@@ -1,7 +1,7 @@
 """Checks of a scan: its axis and options, carries that change, outputs that cannot be stacked."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -60,6 +60,8 @@ def check_carry(before: PyTree, after: PyTree, what: str = "carry", *, of_pair: 
             fix = f"Cast the result, y.astype({where}.dtype), or the initial {where}."
         elif is_named(old) and is_named(new) and {*old.axes} == {*new.axes}:
             fix = f"Rearrange it: {what}.rearrange(x.axes)."
+        elif isinstance(old, tuple | list) and isinstance(new, tuple | list) and len(old) == len(new):
+            fix = f"Return a {type(old).__name__}, as the carry is."
         elif of_pair and not are_arrays:
             fix = "The pair that is returned is (carry, output), in this order."
         elif what == "carry" and not path and isinstance(new, tuple) and len(new) == 2:
@@ -94,23 +96,6 @@ def difference(
         if field.metadata.get("static") and values[0] != values[1]:
             return f"{path}.{field.name}", *values
     return path, a, b
-
-
-def check_offloaded(carry: Sequence[PyTree], jaxpr: Any, names: Sequence[str]) -> None:
-    """Refuse to offload the carry that a layer returns: it is kept as the next layer's input, not moved."""
-    found, returned = set[str](), {id(var) for var in carry}
-    returned -= {id(var) for equation in jaxpr.eqns for var in equation.invars}  # but what is read too
-    for equation in jaxpr.eqns:
-        named = equation.params.get("_prim")  # with JAX_REMAT3=1
-        is_name = equation.primitive.name == "name" or type(named).__name__ == "CheckpointName"
-        if is_name and id(equation.outvars[0]) in returned:
-            found.add(getattr(named, "params", equation.params)["name"])
-    if name := next((name for name in names if name in found), None):
-        raise ValueError(
-            f"offload_block_internals={list(names)}: {name!r} is the carry that a layer returns, which is "
-            "kept as the next layer's input and not as an internal, so nothing would be moved. Write "
-            'save_carries="offload" for the carries, or name a value that the layer computes from.'
-        )
 
 
 def describe(x: PyTree) -> str:

@@ -101,11 +101,12 @@ def with_whole_state(outputs: PyTree, whole: State, stack: PyTree, what: str) ->
 def part_of(state: State, module: PyTree, what: str, *, whole: Collection[Any] = ()) -> State:
     """What layers keep in a state, marked to be divided, but for the markers of one layer, `whole`."""
     entries = _entries(state)
-    if absent := [marker for marker in _markers(module) if marker not in entries]:
-        raise ValueError(
-            f"{what} was given a State without {absent[0]!r}, which its layers use. Pass the one that "
-            "eqx.nn.make_with_state returns with this model."
-        )
+    for path, node in jtu.tree_leaves_with_path(module, is_leaf=lambda node: isinstance(node, StateIndex)):
+        if isinstance(node, StateIndex) and node.marker not in entries:
+            raise ValueError(
+                f"{what} was given a State without that of layer{jtu.keystr(path)}. Pass the one that "
+                "eqx.nn.make_with_state returns with this model."
+            )
     return _state_of(
         {own: Marked(entries[own], "shared" if own in whole else "per_layer") for own in _markers(module)}
     )

@@ -21,8 +21,9 @@ from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
 from .._sweep.slots import Arrays
+from .._sweep.store import varying_alike
 from .._sweep.trace import UntracedLayer, trace_layers
-from .checks import axis_or_name, check_offloaded
+from .checks import axis_or_name
 from .layer_axis import Join, TreeLayout, split_kinds
 from .marks import IsScanned, is_array, is_named_or_shaped_array
 from .stacking import name_stacked, numbers_to_arrays, stack_outputs
@@ -164,8 +165,12 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
             return _scan_kinds_unrolled(loop, kinds, axis, call.first(init))
         with jax.disable_jit(False):  # only a traced layer tells the types of outputs that there are none of
             return scan_layers(loop, init, arguments)
-    init, remat, plain = call.first(init), loop.policy.for_layers(axis.size), None
-    stops = call.until is not None
+    remat, plain, stops = loop.policy.for_layers(axis.size), None, call.until is not None
+    arrays, static = eqx.partition(call.first(init), eqx.is_array_like)
+    if stops:  # devices may run other steps, so gradients of what they share are summed after the loop
+        arrays, *own = varying_alike((arrays, *((kind.arrays, kind.shared) for kind in kinds)))
+        pairs = zip(kinds, own, strict=True)
+        kinds = [dataclasses.replace(kind, arrays=x, shared=y) for kind, (x, y) in pairs]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
@@ -177,12 +182,9 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
             'remat be False, True or "nested", or use max_carries, first_layers or save_block_internals.'
         )
-    arrays, static = eqx.partition(init, eqx.is_array_like)
     with jax.named_scope(f"scan({axis.name})"):
         untraced = [kind.untraced(static, remat.kept.names, whole=True) for kind in kinds]
         traced = trace_layers(untraced, arrays, offloads=remat.offloads, replays=plain is None)
-        for layer in traced if remat.kept.offloaded else ():
-            check_offloaded(layer.jaxpr.outvars[: len(layer.init)], layer.jaxpr, remat.kept.offloaded)
         run = functools.partial(
             run_layers,
             traced,
@@ -206,10 +208,8 @@ def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyT
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return numbers_to_arrays(loop.call.applied(init, args, kwargs))
 
-    what = loop.call.caller.what
-    return init, loop.outputs(
-        [map_layers(run, kind.layout, kind.arrays, kind.shared, what) for kind in kinds]
-    )
+    what, parts = loop.call.caller.what, [(kind.layout, kind.arrays, kind.shared) for kind in kinds]
+    return init, loop.outputs([map_layers(run, *part, what) for part in parts])
 
 
 def _checkpointed(remat: Remat, carry_name: str, is_rolled: bool, layer: Callable) -> Callable:
@@ -239,6 +239,9 @@ def _scan_kinds_unrolled(
             number = pattern.kinds[index]
             layer, row = untraced[number], pattern.before[index, number]
             x = on_device([stack[row] for stack in layer.stacks])
+            if loop.call.is_done(carry) and outputs[number]:
+                outputs[number].append(jax.tree.map(jnp.zeros_like, outputs[number][-1]))
+                continue
             carry, (y, rest) = layer.body(layer.shared, carry, x)
             outputs[number].append(eqx.combine(y, rest.value))
     what = loop.call.caller.what

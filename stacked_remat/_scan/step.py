@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from .._checkpoint import saving_internals
+from .._compat import is_concrete
 from .._messages import shortened
 from .._static import PyTree, Static
 from .arguments import Caller, signature_error
@@ -28,7 +30,7 @@ Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 class Call:
     """How a loop calls the user's function, `owner`, by `fn`.
 
-    With `until` a pair goes from step to step, of whether it is done and the carry.
+    With `until` a triple goes from step to step: whether it is done, the first carry, and the carry.
     """
 
     caller: Caller
@@ -75,11 +77,22 @@ class Call:
 
     def first(self, init: PyTree) -> PyTree:
         """What goes into the first step, from the first carry."""
-        return init if self.until is None else (_is_done(self.until, init), init)
+        return init if self.until is None else (_is_done(self.until, init), init, init)
+
+    def given(self, carry: PyTree) -> PyTree:
+        """The carry that a step is given: once it is done the first one, where the step has derivatives."""
+        if self.until is None:
+            return carry
+        done, first, carry = carry
+        return jax.tree.map(functools.partial(_choose, done), lax.stop_gradient(first), carry)
+
+    def is_done(self, carry: PyTree) -> bool:
+        """Whether it is known that no step is left."""
+        return self.until is not None and is_concrete(carry[0]) and bool(carry[0])
 
     def last(self, carry: PyTree) -> PyTree:
         """The last carry, from what comes out of the last step."""
-        return carry if self.until is None else carry[1]
+        return carry if self.until is None else carry[2]
 
 
 def array_step(
@@ -95,7 +108,7 @@ def array_step(
         carry = eqx.combine(arrays, static)
         with saving_internals(names):
             args, kwargs = unpack(inputs, shared)
-            result = call.applied(call.last(carry), args, kwargs)
+            result = call.applied(call.given(carry), args, kwargs)
         new_carry, y = call.outputs(result, (args, kwargs))
         carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
         try:
@@ -129,17 +142,17 @@ def _note_absent_fields(error: Exception, block: PyTree) -> None:
 
 
 def _unless_done(
-    until: Until, state: tuple[PyTree, PyTree], new_carry: PyTree, y: PyTree
+    until: Until, state: tuple[PyTree, PyTree, PyTree], new_carry: PyTree, y: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Once it is done, the carry stays as it is, and outputs are zeros."""
-    done, carry = state
+    done, first, carry = state
+    carry = jax.tree.map(functools.partial(_choose, done), carry, new_carry)
+    y = jax.tree.map(lambda leaf: _choose(done, 0, leaf), y)
+    return (done | _is_done(until, carry), first, carry), y
 
-    def choose(new: PyTree, old: PyTree) -> PyTree:
-        return jnp.where(done, old, new) if eqx.is_array_like(new) else new
 
-    carry = jax.tree.map(choose, new_carry, carry)
-    y = jax.tree.map(lambda leaf: choose(leaf, jnp.zeros_like(leaf)), y)
-    return (done | _is_done(until, carry), carry), y
+def _choose(done: Array, at_end: PyTree, otherwise: PyTree) -> PyTree:
+    return jnp.where(done, at_end, otherwise) if eqx.is_array_like(otherwise) else otherwise
 
 
 def _is_done(until: Until, carry: PyTree) -> Array:

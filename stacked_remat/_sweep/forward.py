@@ -93,7 +93,7 @@ def forward(
         step = _forward_step(spec, xs, shared)
         run = _segments_on_host if on_host else _layers_in_slots
         state, kept = run(spec, schedule, lambda k, state: step(k + first, state), state, kept)
-    if not spec.length or (on_host and (schedule is None or not first)):
+    if not spec.length or spec.stops or (on_host and (schedule is None or not first)):
         kept = kept._replace(origin=init)
     carry, ys, *_ = state
     return carry, ys, kept

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
@@ -37,7 +38,8 @@ class TracedLayer(NamedTuple):
 
     def output(self, leaves: Any) -> PyTree:
         """The output with these arrays, and with what is no array in it."""
-        arrays, rest = jax.tree.unflatten(self.y_tree, leaves)
+        types = (var.aval for var in self.jaxpr.outvars[len(self.init) :])
+        arrays, rest = jax.tree.unflatten(self.y_tree, map(_weak_as, leaves, types))
         return eqx.combine(arrays, rest.value)
 
     @property
@@ -120,7 +122,7 @@ def kept(key: Any, inputs: PyTree, trace: Callable[[], T]) -> T:
         return trace()
     owner, *rest = key
     # Values that are equal may differ: 1, 1.0 and True.
-    whole = (*rest, repr(rest), tree, *map(jax.typeof, leaves), trace_context())
+    whole = (*rest, repr(key), tree, *map(jax.typeof, leaves), trace_context())
     try:
         known = _traced.setdefault(owner, {})
         found = known.get(whole)
@@ -163,6 +165,11 @@ def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer],
         own = {"init": pick(layer.init, carried), "shared": [*layer.shared, *pick(layer.init, passed)]}
         found.append(layer._replace(jaxpr=jaxpr.replace(invars=order), **own))
     return found, passed
+
+
+def _weak_as(leaf: Array, like: Any) -> Array:
+    """The array, of a weak type where that of a layer is: the stacks that a sweep writes to have none."""
+    return lax.convert_element_type(leaf, type(np.zeros((), like.dtype).item())) if like.weak_type else leaf
 
 
 def _as_type(leaf: Array, like: Any) -> Array:

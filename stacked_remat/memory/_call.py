@@ -133,8 +133,8 @@ def trace_call(call: Call, target: str | Target, donate: str | Sequence[str]) ->
         )
     if hasattr(fn, "lower") and hasattr(fn, "__wrapped__"):
         raise TypeError(
-            "report compiles the function that it is given; got one in a jit. Give it the function itself, "
-            "and say what is donated: report(fn, *args, donate=...)."
+            "report compiles the function that it is given; got one in a jit. Give it the function itself "
+            "(fn.__wrapped__), and say what is donated: report(fn, *args, donate=...)."
         )
     target = find_target(target)
     mesh = _mesh_of(target, call)

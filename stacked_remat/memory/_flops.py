@@ -22,8 +22,6 @@ from .._activity import active_carry, active_variables, expansion, is_in
 from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
 
-_MOST_GRADIENTS = 2  # of one product, which has two factors; fused attention has more operands
-
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
@@ -138,7 +136,8 @@ class _Counter:
             return self.run(called, active, products)
         else:
             cost = self._leaf(eqn, products)
-        return dataclasses.replace(cost, matmul=cost.matmul * (1 + min(_MOST_GRADIENTS, sum(active))))
+        gradients = min(2, sum(active))  # a product has two factors; fused attention has more operands
+        return dataclasses.replace(cost, matmul=cost.matmul * (1 + gradients))
 
     def _called(self, eqn: Any, read: set[Any]) -> Any:
         """The jaxpr that an equation calls with its own operands; None for any other equation."""

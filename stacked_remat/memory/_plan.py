@@ -17,7 +17,7 @@ from ._report import Comparison, MemoryReport, Trial
 from ._table import readable_bytes
 from ._targets import Target
 
-_NEVER = (math.inf, math.inf)
+_NEVER = (math.inf, math.inf, math.inf)
 _OfCount: TypeAlias = Callable[[int], ScanCheckpointPolicy]
 
 CANDIDATES: tuple[ScanCheckpointSpec, ...] = (
@@ -70,6 +70,7 @@ class Search:
     cache: str | Path | None = None
     show: Callable[[Trial], None] = lambda _: None
     streamed: bool = False
+    layers: int | None = None
     traced: dict[ScanCheckpointPolicy, TracedCall] = dataclasses.field(default_factory=dict)
     compiled: dict[ScanCheckpointPolicy, Trial] = dataclasses.field(default_factory=dict)
 
@@ -91,7 +92,7 @@ class Search:
         self.show(found)
         return found
 
-    def least(self, candidates: Sequence[ScanCheckpointSpec], layers: int | None) -> Trial | None:
+    def least(self, candidates: Sequence[ScanCheckpointSpec]) -> Trial | None:
         """The policy with the fewest FLOPs that fits, of the candidates and what is derived from them.
 
         With wider limits the result never has more FLOPs: candidates are tried in an order that does not
@@ -106,11 +107,11 @@ class Search:
                 return None
         else:
             return None
-        if layers is None or _recomputes_nothing(policy):
+        if self.layers is None or _recomputes_nothing(policy):
             return first
         for each in (policy, *ordered):
-            for of_count, low in self._families(resolve_policy(each), layers):
-                self._try_counts(of_count, low, layers)
+            for of_count, low in self._families(resolve_policy(each), self.layers):
+                self._try_counts(of_count, low, self.layers)
         return self._best()
 
     def _in_order(self, candidates: Sequence[ScanCheckpointSpec]) -> Iterator[ScanCheckpointSpec]:
@@ -123,11 +124,11 @@ class Search:
         """Policies that have fewer FLOPs the larger a number is, and the number to start above."""
         if not base.saves_everything and base.max_carries is None:
             yield lambda count: dataclasses.replace(base, first_layers=count), base.first_layers
-        if base.nested is True and base.save_carries is True and not base.first_layers:
-            cut = dataclasses.replace(base, nested=False)
-            yield lambda count: dataclasses.replace(cut, max_carries=count), base.schedule(layers).slots
-            if of_count := self._cut_with_internals(base, layers):
-                yield of_count, -1
+        cuts = base.nested is True and base.save_carries is True and not base.first_layers
+        if cuts or base.max_carries is not None:
+            yield lambda count: dataclasses.replace(base, nested=False, max_carries=count), 1
+        if cuts and (of_count := self._cut_with_internals(base, layers)):
+            yield of_count, -1
 
     def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int) -> _OfCount | None:
         """From a number of first layers to the cut of the others that needs least memory.
@@ -184,13 +185,14 @@ class Search:
             self.traced[key] = self.program(policy)
         return self.traced[key]
 
-    def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float]:
-        """FLOPs and bytes moved; infinite where the program can't be traced under the policy."""
+    def _cost(self, policy: ScanCheckpointSpec) -> tuple[float, float, float]:
+        """FLOPs, bytes moved, and layers run again; infinite where the program can't be traced under it."""
         try:
-            flops = self._trace(policy).flops
-            return flops.matmul, flops.moved
+            flops, remat = self._trace(policy).flops, resolve_policy(policy).for_layers(self.layers or 0)
         except Exception:  # raised again where it is this policy's turn to be compiled
             return _NEVER
+        again = 0 if _recomputes_nothing(policy) else remat.length - remat.first_layers
+        return flops.matmul, flops.moved, again + (remat.schedule.replays if remat.schedule else 0)
 
 
 def _recomputes_nothing(policy: ScanCheckpointSpec) -> bool:
@@ -234,12 +236,13 @@ def plan(
 ) -> Plan:
     """Find the policy with the fewest FLOPs among those that fit in a budget. Nothing is executed.
 
-    FLOPs are those of matrix products; of equals, the policy that moves fewer bytes between device and host
-    comes first. A larger budget never plans more of them, for the same place of the weights.
+    FLOPs are those of matrix products; of equals, the policy comes first that moves fewer bytes between
+    device and host, or, with `layers`, runs fewer layers again. A larger budget never plans more of them, for
+    the same place of the weights.
 
-    With `layers`, also every candidate but `max_carries` with as many `first_layers` as fit is considered;
-    and, for one with `nested=True`, as many `max_carries` as fit, and cuts that keep the internals of a
-    segment while it is reversed (`nested=k, save_block_internals=True`): then no layer runs more than twice.
+    With `layers`, candidates with as many `first_layers`, or `max_carries`, as fit are considered too, and
+    for `nested=True` cuts that keep the internals of a segment while it is reversed (`nested=k,
+    save_block_internals=True`): then no layer runs more than twice.
     For layers that are alike, the plan takes at most 1.05 times the FLOPs of any order of the same operations
     where such a cut fits. Below that the carries of loops and their internals would have to share memory, and
     it takes up to 1.2 times as many.
@@ -285,10 +288,10 @@ def plan(
         def trace(policy: ScanCheckpointSpec) -> TracedCall:
             return trace_call((fn_of_policy(policy), given, kwargs), target, donate)
 
-        return Search(trace, most, on_host, cache, show, is_streamed)
+        return Search(trace, most, on_host, cache, show, is_streamed, layers)
 
     searches = [search(args, False), *([] if streamed is None else [search(streamed, True)])]
-    chosen = next(filter(None, (each.least(candidates, layers) for each in searches)), None)
+    chosen = next(filter(None, (each.least(candidates) for each in searches)), None)
     tried = _compared(trial for each in searches for trial in each.compiled.values())
     if chosen is None:
         raise BudgetError(_nothing_fits(tried, most, on_host))

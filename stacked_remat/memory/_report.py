@@ -177,9 +177,6 @@ class Comparison:
             *(_COLUMNS[name] for name in headings if _COLUMNS[name]),
             *(f"{one.name}: {str(one.failure).splitlines()[0]}" for one in self.trials if one.failure),
         ]
-        figures = {(each.temporaries, each.flops.matmul, each.host.total) for each in found}
-        if len(found) > 1 and len(figures) == 1:
-            notes.append("every policy gives the same: is remat passed on to fold or scan?")
         title = f"{self.title}; sizes in {unit}"
         return as_table(title, [["policy", *headings], *cells], (*notes, *self.notes))
 

@@ -84,11 +84,19 @@ ON_DEVICE = [policy for policy in CANDIDATES if not resolve_policy(policy).offlo
 
 
 def planned(internals, budget):
-    search = Search(Chain(internals).traced, 1000 * budget)
-    found = search.least(ON_DEVICE, LAYERS)
+    search = Search(Chain(internals).traced, 1000 * budget, layers=LAYERS)
+    found = search.least(ON_DEVICE)
     fitting = [trial.report for trial in search.compiled.values() if trial.report.total <= 1000 * budget]
     assert found.report.flops.matmul == min(report.flops.matmul for report in fitting)
     return cost(resolve_policy(found.policy), internals)[0], len(search.compiled)
+
+
+@pytest.mark.parametrize("internals", [2, 18])
+def test_below_nested_as_many_carries_are_kept_as_fit(internals):
+    carries = [ScanCheckpointPolicy(max_carries=count) for count in range(2, shrinking(LAYERS).slots)]
+    for budget in range(2 + internals, shrinking(LAYERS).slots + internals):
+        fitting = (flops for flops, size in (cost(policy, internals) for policy in carries) if size <= budget)
+        assert planned(internals, budget)[0] == min(fitting)
 
 
 @pytest.mark.parametrize("internals", [2, 4, 18])

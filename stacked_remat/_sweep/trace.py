@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
+from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
@@ -169,7 +169,9 @@ def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer],
 
 def _weak_as(leaf: Array, like: Any) -> Array:
     """The array, of a weak type where that of a layer is: the stacks that a sweep writes to have none."""
-    return lax.convert_element_type(leaf, type(np.zeros((), like.dtype).item())) if like.weak_type else leaf
+    if not like.weak_type:
+        return leaf
+    return convert_element_type_p.bind(leaf, new_dtype=like.dtype, weak_type=True, sharding=None)
 
 
 def _as_type(leaf: Array, like: Any) -> Array:

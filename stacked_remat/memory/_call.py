@@ -30,8 +30,7 @@ from ._flops import Flops, count_flops
 from ._report import HostBytes, MemoryReport, TimeBound
 from ._targets import Target, TargetError, find_target, target_of_device
 
-Call: TypeAlias = tuple[Callable[..., Any], Sequence[PyTree], dict[str, PyTree]]
-"""A function, its arguments, and its keyword arguments."""
+Call: TypeAlias = tuple[Callable[..., Any], Sequence[PyTree], dict[str, PyTree]]  # fn, args, kwargs
 
 
 class DoesNotFit(RuntimeError):

@@ -275,8 +275,7 @@ def plan(
     """
     most, on_host = parse_bytes(budget), math.inf if host_budget is None else parse_bytes(host_budget)
     if layers is not None:
-        what = "the number of layers of the stack or steps of the loop"
-        whole_number("layers", layers, what, "Leave it out if not known.")
+        whole_number("layers", layers, "the number of layers or steps", "Leave it out if not known.")
     _check_policies(candidates)
     if streamed is not None and (not isinstance(streamed, tuple | list) or len(streamed) != len(args)):
         raise TypeError(

@@ -141,8 +141,8 @@ def carry_and_state(found: PyTree, arguments: PyTree, what: str) -> tuple[PyTree
         return found, None
     if what.endswith("_vjp"):
         raise ValueError(
-            f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), whose outputs are the new "
-            "state."
+            f"{what} takes no State. Write scan_vjp(x, state.substate(blocks)), or scan in the loss of a "
+            "fused update: its outputs are the new state."
         )
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], State)):
         raise ValueError(

@@ -60,11 +60,6 @@ class Examples:
             found.append(array)
         return jax.tree.unflatten(self.tree, found)
 
-    @property
-    def first(self) -> Any:
-        """The types of a batch of one example."""
-        return eqx.filter_eval_shape(self.take, 0)
-
     def map(self, fn: Callable[[Any, Any], Any], each: Any = None) -> Any:
         """What a function of one example returns, of all examples together.
 

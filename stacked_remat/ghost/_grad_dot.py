@@ -10,15 +10,14 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from .._activity import not_differentiable
-from .._scan.marks import raw_array
 from ._by_example import checked_apart, losses_alone
 from ._losses import Loss, Objective, Reduction, Task, directions
 from ._passes import Scoring, probed_leaves, scored
-from ._totals import of_documents, of_losses
+from ._totals import in_range, norm_of, of_documents, of_losses
 
 
 class GradDots(eqx.Module):
-    """Dot products of examples' gradients with a direction. All arrays are in float32.
+    """Dot products of examples' gradients with a direction. Scores and norms are in float32.
 
     Attributes:
         loss: the reduced loss.
@@ -117,11 +116,12 @@ def shapley_direction(
         A direction for `grad_dot`. Cost: one Hessian-vector product.
     """
     task = Task.of(model, per_example_loss, val_batch, Objective(reduction, tokens), trainable)
+    along, norm = in_range(task, gradients)
     _, product = jax.jvp(
-        lambda params: jax.grad(task.loss, has_aux=True)(params)[0], (task.params,), (gradients,)
+        lambda params: jax.grad(task.loss, has_aux=True)(params)[0], (task.params,), (along,)
     )
     return jax.tree.map(
-        lambda along, curved: along - (learning_rate / 2 * curved).astype(along.dtype), direction, product
+        lambda own, curved: own - (learning_rate / 2 * norm * curved).astype(own.dtype), direction, product
     )
 
 
@@ -212,31 +212,25 @@ def grad_dot(
     task = Task.of(model, per_example_loss, batch, objective, trainable)
     losses = eqx.filter_eval_shape(task.returned, task.params)
     along = directions(task.params, direction)
-    scoring = Scoring(task, probed_leaves(model), along, objective.examples(losses))
+    scoring, norm = Scoring(task, probed_leaves(model), along, objective.examples(losses)), norm_of(along)
     if is_total:
         (value, aux), gradients, along = of_losses(task, scoring.direction)
         total = NamedArray(objective.of_examples(along, is_loss=True), (scoring.Batch,))
         if example_ids is not None and Examples is not None:
             own = objective.parts(losses)[0]
             total = of_documents(along, own, example_ids, Examples, of_mean=tokens == "mean")
-        return gradients, _found(scoring, loss=value, aux=aux, total=total)
+        return gradients, GradDots(value, total, norm, aux=aux)
     (value, aux), gradients, numbers = scored(scoring, norms=norms)
     given = [leaf for leaf in jax.tree.leaves((task, scoring.direction)) if eqx.is_inexact_array(leaf)]
     numbers = {path: not_differentiable(_NO_DERIVATIVES, own, given) for path, own in numbers.items()}
     if check and scoring.Batch.size > 1:
         numbers = checked_apart(numbers, *losses_alone(task))
     own, total = _named(scoring, granularity, numbers, 0)
-    found = _found(scoring, loss=value, aux=aux, scores=own, total=total)
+    found = GradDots(value, total, norm, own, aux=aux)
     if norms:
         own, total = jax.tree.map(jnp.sqrt, _named(scoring, granularity, numbers, 1))
         found = dataclasses.replace(found, norms=own, total_norm=total)
     return gradients, found
-
-
-def _found(scoring: Scoring, **found: Any) -> GradDots:
-    arrays = [raw_array(leaf).astype(jnp.float32) for leaf in scoring.direction.values()]
-    squares = sum((jnp.sum(jnp.square(array)) for array in arrays), jnp.zeros(()))
-    return GradDots(direction_norm=jnp.sqrt(squares), **found)
 
 
 _NO_DERIVATIVES = (

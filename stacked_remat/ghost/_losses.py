@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from haliax import Axis
+from haliax import Axis, NamedArray
 
 from .._messages import axes_text
 from .._scan.marks import is_named, raw_array, take_marks_off
@@ -79,9 +79,9 @@ class Objective:
         return (jnp.mean if self.reduction == "mean" else jnp.sum)(array), self.parts(returned)[1]
 
     def of_examples(self, returned: Any, *, is_loss: bool = False) -> Any:
-        """The losses `[batch]` in float32, of what the loss function returned, or of the losses alone."""
-        losses = returned if is_loss else self.parts(returned)[0]
-        array = raw_array(losses).astype(jnp.float32)
+        """The losses `[batch]` in float32 or wider, of what the function returned, or of the losses alone."""
+        array = raw_array(returned if is_loss else self.parts(returned)[0])
+        array = array.astype(np.promote_types(array.dtype, np.float32))
         if self.tokens is None:
             return array
         return (jnp.mean if self.tokens == "mean" else jnp.sum)(array, tuple(range(1, array.ndim)))
@@ -156,7 +156,7 @@ def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def directions(params: Any, direction: Any) -> dict[str, Any]:
-    """The arrays of a direction by their paths, with the axes in the order of the model's.
+    """The arrays of a direction by their paths, named as the model's are.
 
     Raises:
         ValueError: names the path of an array that the model does not train, that has another shape, or that
@@ -182,7 +182,7 @@ def directions(params: Any, direction: Any) -> dict[str, Any]:
                 f"direction{path} is of complex numbers, whose gradients have no dot product here. Train "
                 "their real and imaginary parts, or leave it out."
             )
-        given[path] = own
+        given[path] = NamedArray(raw_array(own), like.axes) if is_named(like) else raw_array(own)
     if not given:
         raise ValueError("direction has no array: there is nothing to score.")
     return given

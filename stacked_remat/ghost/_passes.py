@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from haliax import Axis
 from jax import lax
 from jax.core import eval_jaxpr
@@ -28,8 +29,8 @@ from ..lora._paths import dotted
 from ._examples import Examples
 from ._interpret import Interpreter, is_loop, looped, sliced_places
 from ._losses import Task, leaves_with_paths
-from ._traced import Traced, arrays_of, has_small_range, trace
-from ._weights import Along, Value, of_each_example
+from ._traced import Traced, arrays_of, equations_of, has_small_range, trace
+from ._weights import SAME, Along, Value, of_each_example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +91,13 @@ class Program:
         task, notes = scoring.task, Notes()
         examples = Examples.of(task.batch, scoring.Batch)
         with examples.alone(), noting(notes):
-            one = trace(task.of_example, task.model, examples.first)
+            one = trace(task.of_example, task.model, eqx.filter_eval_shape(examples.take, 0))
         closed = one.closed
         flat = jax.make_jaxpr(lambda *arrays: Interpreter(notes).arrays(closed, [*map(Value, arrays)]))
         one = dataclasses.replace(one, closed=flat(*closed.in_avals))
         jaxpr = one.closed.jaxpr
         # Products with a direction may be too small for float16.
-        by_example = norms or has_small_range(jaxpr)
+        by_example = norms or has_small_range(equations_of(jaxpr))
         paths = [path for path, _ in leaves_with_paths(task.model)]
         inputs = dict(zip(paths, jaxpr.invars, strict=False))
         stacks = {inputs[path]: path for path in scoring.direction if scoring.leaves[path].dimension == 0}
@@ -134,9 +135,6 @@ class Program:
         return found + [Value(array, depends=not by_example) for array in arrays_of(example)]
 
 
-_SAME = "convert_element_type copy device_put name reshard sharding_constraint".split()
-
-
 def _of_loops(jaxpr: Any, weights: dict[Any, str], of_data: set[Any]) -> set[str]:
     """The paths of the weights that are used once, maybe cast: by a loop, of which each turn has a slice."""
     read = [atom for equation in jaxpr.eqns for atom in equation.invars] + jaxpr.outvars
@@ -144,7 +142,7 @@ def _of_loops(jaxpr: Any, weights: dict[Any, str], of_data: set[Any]) -> set[str
     alone = {var: path for var, path in weights.items() if uses[var] == 1}
     for equation in jaxpr.eqns:
         operands = equation.invars
-        if equation.primitive.name in _SAME and is_in(operands[0], {*alone}):
+        if equation.primitive.name in SAME and is_in(operands[0], {*alone}):
             alone |= {var: alone[operands[0]] for var in equation.outvars if uses[var] == 1}
         if is_loop(equation) and any(is_in(atom, of_data) for atom in operands):
             found |= {alone[operands[at]] for at in sliced_places(equation) if is_in(operands[at], {*alone})}
@@ -169,7 +167,7 @@ def _in_one_pass(program: Program) -> tuple[Any, Any, dict[str, Any], Any]:
     more, size = (2,) if program.by_example else (), scoring.Batch.size
     inside = [path for path in scoring.direction if path not in program.outside]
     layers = {path: [axis.size for axis in scoring.leaves[path].layers] for path in inside}
-    probes = {path: jnp.zeros((size, *sizes, *more)) for path, sizes in layers.items()}
+    probes = {path: jnp.zeros((size, *sizes, *more), jnp.float32) for path, sizes in layers.items()}
     types = [types or {} for _, types in program.loops]
     zeros = jax.tree.map(lambda type_: jnp.zeros((size, *type_.shape), type_.dtype), types)
 
@@ -231,7 +229,7 @@ def _outside(program: Program, *kept: Any) -> dict[str, Any]:
             values = program.values(model, {}, program.examples.take(number))
             arrays = Interpreter(program.notes, at_loop).arrays(program.one.closed, values)
             own = objective.of_examples(program.one.rebuild(arrays))[0]
-            return own / objective.scale(scoring.Batch.size) + sum(through)
+            return (own / objective.scale(scoring.Batch.size)).astype(jnp.float32) + sum(through)
 
         gradients = jax.grad(loss)(outside)
         return {
@@ -304,7 +302,7 @@ def _summed(fn: Callable, given: list[Any], *rest: Any) -> Any:
             return sums, (pick(found, own), numbers)
 
         like = pick(leaves[: len(given)], shared)
-        zeros = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in like]
+        zeros = [jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32)) for leaf in like]
         sums, (found, numbers) = lax.scan(step, zeros, pick(leaves, is_mapped))
         sums = [total.astype(leaf.dtype) for total, leaf in zip(sums, like, strict=True)]
         found = merge(merge(leaves[: len(given)], found, own), sums, shared)

@@ -79,8 +79,8 @@ def replay(
         per_step: further arguments of the step by name, arrays with an entry for each step, such as learning
             rates or weight decays, which are differentiated too.
         remat: which states are kept, as of any fold: with `"nested"` about `2 * sqrt(steps)`, with
-            `ScanCheckpointPolicy(max_carries=k)` so many, and with `save_carries="offload"` beside it those
-            at the starts of segments in host memory. A model within the step has a policy of its own.
+            `ScanCheckpointPolicy(max_carries=k)` so many, and with `nested=k, save_carries="offload"` those
+            at the starts of k segments in host memory. A model within the step has a policy of its own.
 
     Returns:
         The loss, the last state and the derivatives; see `Replay`.
@@ -98,7 +98,6 @@ def replay(
     step on, as of tokens that do not occur, give the optimizer a small `eps_root`, such as 1e-30.
     """
     Steps = Steps if isinstance(Steps, Axis) else layers_axis(Steps, "replay").alias("steps")
-    given = {} if per_step is None else per_step
     ones = hax.ones((Steps, Examples), jnp.float32)
 
     def step(state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]) -> PyTree:
@@ -111,10 +110,10 @@ def replay(
             raise TypeError(f"held_out_loss returns one number; it returned an array {jnp.shape(loss)}.")
         return loss, last
 
-    found = jax.value_and_grad(trained, argnums=(0, 1), has_aux=True)(ones, given)
-    (loss, last), (of_examples, of_steps) = found
-    is_finite = jnp.all(jnp.isfinite(of_examples.array))
-    of_examples = eqx.error_if(of_examples, ~is_finite, _NOT_FINITE)
+    (loss, last), (of_examples, of_steps) = jax.value_and_grad(trained, (0, 1), has_aux=True)(
+        ones, per_step or {}
+    )
+    of_examples = eqx.error_if(of_examples, ~jnp.isfinite(of_examples.array), _NOT_FINITE)
     return Replay(loss, last, of_examples, of_steps)
 
 

@@ -4,15 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from haliax import Axis, NamedArray
+from jax import lax
 from jax.core import eval_jaxpr
 
 from .._messages import axes_text
 from .._noted import noting
 from .._scan.marks import is_named, raw_array
-from ._losses import Task
-from ._traced import trace
+from ._losses import Task, leaves_with_paths
+from ._traced import equations_of, has_small_range, trace
 from ._weights import without_rules
 
 
@@ -20,23 +20,34 @@ def of_losses(task: Task, direction: dict[str, Any]) -> tuple[tuple[Any, Any], A
     """The loss and what comes with it, its gradients, and the derivatives of the losses as returned."""
     objective, params = task.objective, task.params
     found, gradients = task.value_and_grad()
-    given = jtu.tree_map_with_path(
-        lambda path, leaf: _direction_of(leaf, direction.get(jtu.keystr(path))), params, is_leaf=is_named
-    )
+    every = dict(leaves_with_paths(jax.tree.map(jnp.zeros_like, params))) | direction
+    tree = jax.tree.structure(params, is_leaf=is_named)
+    along, norm = in_range(task, jax.tree.unflatten(tree, every.values()))
 
     def losses(params: Any) -> Any:
         return raw_array(objective.parts(task.returned(params))[0]).astype(jnp.float32)
 
     with noting(_without_rules):
-        _, along = jax.jvp(losses, (params,), (given,))
-    return found, gradients, along
+        _, along = jax.jvp(losses, (params,), (along,))
+    return found, gradients, along * norm
 
 
-def _direction_of(leaf: Any, direction: Any) -> Any:
-    if direction is None:
-        return jax.tree.map(jnp.zeros_like, leaf)
-    array = raw_array(direction).astype(raw_array(leaf).dtype)
-    return NamedArray(array, leaf.axes) if is_named(leaf) else array
+def in_range(task: Task, direction: Any) -> tuple[Any, Any]:
+    """A direction in the dtypes of what is trained, and by what to multiply derivatives along it.
+
+    Where the loss has numbers in float16, the direction is divided by its norm.
+    """
+    norm, traced = 1.0, trace(task.of_model, task.model, task.batch)
+    if has_small_range(equations_of(traced.closed.jaxpr)):
+        direction = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), direction)
+        norm = lax.stop_gradient(jnp.maximum(norm_of(direction), jnp.finfo("float32").tiny))
+    return jax.tree.map(lambda leaf, like: (leaf / norm).astype(like.dtype), direction, task.params), norm
+
+
+def norm_of(tree: Any) -> Any:
+    """The norm of all arrays together, in float32."""
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
 def _without_rules(fn: Any) -> Any:
@@ -58,18 +69,16 @@ def of_documents(along: Any, losses: Any, ids: Any, Documents: Axis, *, of_mean:
     Raises:
         ValueError: there is not one id for each loss.
     """
-    dtype = jnp.result_type(raw_array(ids))
     if is_named(ids) and is_named(losses) and {*ids.axes} == {*losses.axes}:
         ids = ids.rearrange(losses.axes)
-    shape = jnp.shape(raw_array(ids))
-    if not jnp.issubdtype(dtype, jnp.integer) or shape != along.shape:
+    ids = jnp.asarray(raw_array(ids))
+    if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != along.shape:
         has = axes_text(losses.axes) if is_named(losses) else losses.shape
         raise ValueError(
             f"example_ids are integers, one for each loss, and per_example_loss returned losses with {has}; "
-            f"got {dtype} of the shape {shape}. Give -1 for a token of no example."
+            f"got {ids.dtype} of the shape {ids.shape}. Give -1 for a token of no example."
         )
-    flat = jnp.asarray(raw_array(ids)).reshape(-1)
-    places = jnp.where(flat < 0, Documents.size, flat)  # which is left out, as larger numbers are
+    places = jnp.where(ids < 0, Documents.size, ids).reshape(-1)  # which is left out, as larger numbers are
 
     def summed(array: Any) -> Any:
         return jax.ops.segment_sum(array.reshape(-1), places, Documents.size)

@@ -1,7 +1,7 @@
 """Functions of trees as programs on arrays."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -55,20 +55,20 @@ def rounding(jaxpr: Any) -> Any:
 
     About 1e-5 in float32 and 2e-2 in bfloat16. TPUs and GPUs may multiply float32 arrays in lower precision.
     """
-    own = max(float(jnp.finfo(dtype).eps) for dtype in _dtypes(jaxpr))
+    own = max(float(jnp.finfo(dtype).eps) for dtype in _dtypes(equations_of(jaxpr)))
     elsewhere = max(own, float(jnp.finfo(jnp.bfloat16).eps))
     # A power below 1 leaves room for many roundings in high precision, and for few in low.
     return jax.lax.platform_dependent(cpu=lambda: own**0.75, default=lambda: elsewhere**0.75)
 
 
-def has_small_range(jaxpr: Any) -> bool:
-    """Whether a program has numbers that float16 or less hold, in which small ones are lost."""
-    return any(jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp for dtype in _dtypes(jaxpr))
+def has_small_range(equations: Iterable[Any]) -> bool:
+    """Whether equations have numbers that float16 or less hold, in which small ones are lost."""
+    return any(jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp for dtype in _dtypes(equations))
 
 
-def _dtypes(jaxpr: Any) -> set[Any]:
-    """Of the real or complex numbers in a program; float32 if it has none."""
-    atoms = [atom for equation in equations_of(jaxpr) for atom in (*equation.invars, *equation.outvars)]
+def _dtypes(equations: Iterable[Any]) -> set[Any]:
+    """Of the real or complex numbers in equations; float32 if they have none."""
+    atoms = [atom for equation in equations for atom in (*equation.invars, *equation.outvars)]
     dtypes = {atom.aval.dtype for atom in atoms if hasattr(atom.aval, "dtype")}
     return {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)} or {jnp.dtype("float32")}
 

@@ -15,6 +15,7 @@ from jax.interpreters import partial_eval
 
 from .._activity import is_differentiable
 from .._sweep.store import varying_over
+from ._traced import has_small_range
 
 
 class UnsupportedLeafError(ValueError):
@@ -86,10 +87,16 @@ def tangents_of(equation: Any, arrays: Sequence[Any], directions: Mapping[int, A
     return jax.jvp(run, given, along)[1]
 
 
+SAME = "convert_element_type copy device_put name reshard sharding_constraint".split()
+
+
 def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
     """The results of an equation on weights, and on values that are the same for all examples."""
     given = [value.array for value in operands]
     arrays = bind(equation, given)
+    is_same = equation.primitive.name in SAME and is_differentiable(arrays[0].dtype)
+    if is_same and has_small_range([equation]):  # which would lose small entries of a direction
+        return [Value(arrays[0], operands[0].alongs)]
     found: list[list[Along]] = [[] for _ in arrays]
     groups: dict[int, dict[int, Along]] = {}
     for at, value in enumerate(operands):

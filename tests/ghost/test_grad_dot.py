@@ -70,20 +70,54 @@ def test_small_entries_of_a_direction_count_in_float16():
     model = {"stack": stack, "head": jax.random.normal(keys[1], (8,))}
     x, direction = jax.random.normal(keys[2], (4, 8)), jax.tree.map(lambda w: 1e-7 * jnp.cos(w), model)
 
-    def losses(model, x, dtype):
-        return (model["stack"].fold(x.astype(dtype)) @ model["head"].astype(dtype)).astype("float32")
+    def losses_of(dtype, cast=lambda stack: stack):
+        def losses(model, x):
+            x = cast(model["stack"]).fold(x.astype(dtype))
+            return (x @ model["head"].astype(dtype)).astype("float32") ** 2
 
-    def exact(model):
-        return jax.jvp(lambda model: losses(model, x, "float32"), (model,), (direction,))[1]
+        return losses
 
-    def scores(model):
-        half = lambda model, x: losses(model, x, "float16")  # noqa: E731
-        found = ghost.grad_dot(model, half, x, direction=direction)[1]
-        assert {score.dtype for score in found.scores.values()} == {jnp.dtype("float32")}
-        return found.total.array
+    def before(stack):
+        return jax.tree.map(lambda w: jax.device_put(w.astype("float16")), stack)
 
-    found, expected = jax.jit(lambda model: (scores(model), exact(model)))(model)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * np.abs(expected).max())
+    def found(model):
+        for losses, granularity in (
+            (losses_of("float16"), "leaf"),
+            (losses_of("float16", before), "leaf"),
+            (losses_of("float16"), "total"),
+        ):
+            yield ghost.grad_dot(model, losses, x, direction=direction, granularity=granularity)[
+                1
+            ].total.array
+
+    def curvature(dtype, model):
+        zeros, given = jax.tree.map(jnp.zeros_like, model), {"direction": None, "gradients": direction}
+        given |= {"direction": zeros, "learning_rate": 1.0}
+        return jax.tree.leaves(ghost.shapley_direction(model, losses_of(dtype), x, **given))
+
+    exact = jax.jvp(lambda model: losses_of("float32")(model, x), (model,), (direction,))[1]
+    every = jax.jit(lambda model: ([*found(model)], curvature("float16", model), curvature("float32", model)))
+    scores, *curved = every(model)
+    for score in scores:
+        assert score.dtype == jnp.float32
+        np.testing.assert_allclose(score, exact, rtol=0, atol=5e-3 * np.abs(exact).max())
+    for half, single in zip(*curved, strict=True):
+        np.testing.assert_allclose(half, single, rtol=0, atol=1e-2 * np.abs(single).max())
+
+
+def test_double_precision():
+    with jax.enable_x64(True):
+        model, x = normal(0, 4, 4).astype("float64"), normal(1, 5, 3, 4).astype("float64")
+
+        def losses(weight, x):
+            step = lambda carry, row: (jnp.tanh(carry @ weight + row), None)  # noqa: E731
+            return jnp.sum(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.swapaxes(x, 0, 1))[0], 1)
+
+        gradients, found = run(model, losses, x, direction := jnp.cos(model))
+        expected, along = jax.jvp(lambda model: losses(model, x), (model,), (direction,))
+        np.testing.assert_allclose(gradients, jax.grad(lambda w: jnp.mean(losses(w, x)))(model), rtol=1e-12)
+        np.testing.assert_allclose(found.loss, jnp.mean(expected), rtol=1e-12)
+        np.testing.assert_allclose(found.total.array, along, rtol=1e-5)
 
 
 class Sines(eqx.Module):

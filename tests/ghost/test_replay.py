@@ -10,7 +10,7 @@ import optax
 import pytest
 from haliax import Axis
 
-from stacked_remat import ScanCheckpointSpec, Stacked, fold, memory
+from stacked_remat import ScanCheckpointPolicy, ScanCheckpointSpec, Stacked, fold, memory
 from stacked_remat.ghost import replay, weighted_step
 
 from ..blocks import NamedBlock, assert_close
@@ -61,7 +61,7 @@ def unrolled(step, state, batches, weights, per_step):
 def test_derivatives_are_those_of_the_unrolled_run(optimizer, per_step):
     step, model, batches = weighted_step(losses, optimizer), network(), data(2, Steps, Examples)
     state, ones = (model, optimizer.init(model)), hax.ones((Steps, Examples))
-    policies = ("nested", "offload")
+    policies = ("nested", ScanCheckpointPolicy(nested=3, save_carries="offload"))
 
     @jax.jit
     def every(state, batches, ones):

@@ -55,17 +55,22 @@ def test_a_loop_with_a_manager(tmp_path):
     assert min(row["norm"] for row in rows) > 0 and rows[1]["text"] == "text 1"
 
 
-def test_losses_may_be_plain_arrays():
-    x, y = np.eye(3, dtype=np.float32), np.ones(3, np.float32)
-    manager = GhostManager(lambda model, batch: (batch[0] @ model - batch[1]) ** 2, (x, y), every=2)
-    model, found = np.zeros(3, np.float32), []
+def test_losses_may_be_plain_arrays_that_depend_on_no_other_example():
+    x, y, model = np.eye(3, dtype=np.float32), np.ones(3, np.float32), jnp.zeros(3)
+    plain = lambda model, batch: (batch[0] @ model - batch[1]) ** 2  # noqa: E731
+    summed = lambda model, batch: plain(model, batch) * len(batch[0])  # noqa: E731
+    manager, refusing = (GhostManager(losses, (x, y), every=2) for losses in (plain, summed))
     for step in (1, 2):
-        manager.attach_train_batch((x, y), step=step, examples=range(3))
-        found.append(manager.prepare_gradients(jnp.asarray(model), manager.prepare_forward_input()))
-    np.testing.assert_allclose(found[0], np.full(3, -2 / 3), rtol=1e-6)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+        for each in (manager, refusing):
+            each.attach_train_batch((x, y), step=step, examples=range(3))
+        found = manager.prepare_gradients(model, manager.prepare_forward_input())
+        np.testing.assert_allclose(found, np.full(3, -2 / 3), rtol=1e-6)
+        if step == 1:
+            refusing.prepare_gradients(model, (x, y))
     scores = manager.aggregate_and_log()
     assert scores is not None and scores.total.array.shape == (3,)
+    with pytest.raises(ValueError, match="it depends on other examples"):  # at the first scored step
+        refusing.prepare_gradients(model, (x, y))
 
 
 def test_misuse_is_refused():
@@ -75,14 +80,3 @@ def test_misuse_is_refused():
         GhostManager(losses, batch_of(0), options={"per_token": True, "has_aux": True})
     with pytest.raises(RuntimeError, match="call attach_train_batch before each step"):
         GhostManager(losses, batch_of(0)).prepare_forward_input()
-
-
-def test_losses_that_depend_on_other_examples_are_refused_at_the_first_scored_step():
-    normalised = lambda model, batch: losses(model, batch) - losses(model, batch).mean()  # noqa: E731
-    manager = GhostManager(normalised, batch_of(0), every=2)
-    for step in (1, 2):
-        manager.attach_train_batch(batch_of(step), step=step, examples=range(6))
-        if step == 1:
-            manager.prepare_gradients(hax.zeros(In), manager.prepare_forward_input())
-    with pytest.raises(ValueError, match="it depends on other examples"):
-        manager.prepare_gradients(hax.zeros(In), manager.prepare_forward_input())

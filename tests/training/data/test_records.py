@@ -82,15 +82,10 @@ def test_compressed_files_are_decompressed(tmp_path, ending, codec):
 def test_a_url_is_read_like_a_file(tmp_path):
     filesystem, table = fsspec.filesystem("memory"), pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table({"text": ["far"]}), table)
-    files = {"a.jsonl": b'{"text": "away"}', "b.parquet": table.getvalue().to_pybytes()}
-    filesystem.pipe(
-        {f"/far/{name}": data for name, data in (files | {"c.txt.gz": gzip.compress(b"off")}).items()}
-    )
-    assert [record.content for name in "abc" for record in read(f"memory://far/{name}.*")] == [
-        "away",
-        "far",
-        "off",
-    ]
+    filesystem.pipe("/far/a.jsonl", b'{"text": "away"}')
+    filesystem.pipe({"/far/b.parquet": table.getvalue().to_pybytes(), "/far/c.txt.gz": gzip.compress(b"off")})
+    found = [record.content for name in "abc" for record in read(f"memory://far/{name}.*")]
+    assert found == ["away", "far", "off"]
     (tmp_path / "x.txt").write_text("y")
     assert contents((tmp_path / "x.txt").as_uri()) == ["y"]
     filesystem.rm("/far", recursive=True)
@@ -166,7 +161,4 @@ def test_damaged_parquet_is_named(tmp_path):
     written = path.read_bytes()
     path.write_bytes(written[:99] + b"\xff" * 999 + written[1098:])
     with pytest.raises(DataError, match="a.parquet"):
-        read(path)
-    path.write_bytes(written[: len(written) // 2])
-    with pytest.raises(DataError, match=r"a.parquet is not a Parquet file"):
         read(path)

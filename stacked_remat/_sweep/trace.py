@@ -44,7 +44,7 @@ class TracedLayer(NamedTuple):
 
     @property
     def output_tree(self) -> Any:
-        """The structure of the arrays of an output."""
+        """The structure of the arrays of an output, which any leaves have."""
         return jax.tree.structure(jax.tree.unflatten(self.y_tree, range(self.y_tree.num_leaves))[0])
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from models.decoder.config import (
     OF_RUN,
@@ -53,6 +53,12 @@ class DeepseekV3Config(SparseDecoderConfig):
                 f"model.num_groups = {self.num_groups} must divide model.experts.num_experts = "
                 f"{self.experts.num_experts} into groups of at least two."
             )
+        groups, chosen = self.groups_per_token, self.experts.experts_per_token
+        if groups > self.num_groups or chosen > groups * members:
+            raise ValueError(
+                f"model.groups_per_token = {groups} must be at most model.num_groups = {self.num_groups}, "
+                f"and model.experts.experts_per_token = {chosen} at most {groups} groups of {members}."
+            )
 
     def _check_heads(self) -> None:
         if self.attention.head_dim not in (None, self.head_dim):
@@ -92,20 +98,27 @@ def _read_prefix(given: hf.ConfigFields, found: hf.Found) -> None:
     first = given("first_k_dense_replace", 3)
     found["experts.dense_layers"] = [*range(min(first, found["num_layers"]))]
     given.only("moe_layer_freq", 1)
-    found["num_kv_heads"] = found["num_heads"]
 
 
-def _prefix(config: DeepseekV3Config) -> dict[str, Any]:
-    dense = len(config.experts.dense_layers)
-    return {"first_k_dense_replace": dense, "num_key_value_heads": config.num_heads}
+_ROTARY = hf.rope(longest=4_096)
+
+
+def _read_rotary(given: hf.ConfigFields, found: hf.Found) -> None:
+    _ROTARY.read("rotary", given, found)
+    section = given.read.get("rope_scaling") or given.read.get("rope_parameters") or {}
+    if section.get("mscale_all_dim") and found["rotary.scaling"].mscale_all_dim is None:
+        raise ValueError(
+            "rope_scaling has mscale_all_dim without mscale, or with attention_factor: this is not supported."
+        )
 
 
 FIELDS = {
     **hf.DECODER_FIELDS,
-    "num_key_value_heads": hf.ignored(),
     "head_dim": hf.ignored(),
-    "rotary": hf.rope(longest=4_096),
-    "prefix": hf.computed(_read_prefix, _prefix),
+    "rotary": hf.Entry(lambda _, given, found: _read_rotary(given, found), _ROTARY.write),
+    "prefix": hf.computed(
+        _read_prefix, lambda config: {"first_k_dense_replace": len(config.experts.dense_layers)}
+    ),
     "q_lora_rank": hf.attribute("latent.query_rank", None),
     "kv_lora_rank": hf.attribute("latent.key_value_rank", 512),
     "qk_nope_head_dim": hf.attribute("latent.plain_dim", 128),
@@ -126,6 +139,8 @@ FIELDS = {
     "seq_aux": hf.ignored(),
     # Their tensors are left out.
     "num_nextn_predict_layers": hf.ignored(written=0),
+    "num_mtp_layers": hf.ignored(),
+    "qk_head_dim": hf.ignored(),  # the sum of two others
 }
 TENSORS = {
     "router": "gate",

@@ -1,6 +1,6 @@
 """The text decoder of Gemma 3 (Gemma team 2025): a window in five layers of six, four norms a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -38,13 +38,13 @@ class Gemma3Config(DecoderConfig):
         return replace(spec, rotary=replace(self.rotary, theta=self.local_theta, scaling=None))
 
 
-def _every(given: hf.ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, Sequence[bool]]:
-    return hf.full_every(given("sliding_window_pattern", 6))(given, window, num_layers)
+def _every(given: hf.ConfigFields) -> Callable[[int], bool]:
+    return hf.full_every(given("sliding_window_pattern", 6))(given)
 
 
 FIELDS = {
     **hf.DECODER_FIELDS,
-    "num_key_value_heads": hf.attribute("num_kv_heads", 4),
+    "num_key_value_heads": hf.kv_heads(4),
     "head_dim": hf.attribute("attention.head_dim", 256, written="head_dim"),
     "hidden_act": hf.only("gelu_pytorch_tanh"),
     "hidden_activation": hf.only("gelu_pytorch_tanh", written=True),

@@ -31,16 +31,17 @@ _YARN = {
 FIELDS = {
     **hf.DECODER_FIELDS,
     "intermediate_size": hf.attribute("experts.intermediate_dim"),
-    "num_key_value_heads": hf.attribute("num_kv_heads", 8),
+    "num_key_value_heads": hf.kv_heads(8),
     "head_dim": hf.attribute("attention.head_dim", 64, written="head_dim"),
     "attention_bias": hf.attribute("attention.bias", True),
     "rotary": hf.rope(theta=150_000.0, scaling=_YARN, longest=131_072),
-    # Transformers ignores it: `rope_scaling` has its own.
+    # Transformers ignores these: `rope_scaling` has its own length.
     "initial_context_length": hf.ignored(),
+    "experts_per_token": hf.ignored(),
     "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
     "windows": hf.windows(128, hf.full_every(2)),
     "num_local_experts": hf.attribute("experts.num_experts", 128, aliases=("num_experts",)),
-    "num_experts_per_tok": hf.attribute("experts.experts_per_token", 4, aliases=("experts_per_token",)),
+    "num_experts_per_tok": hf.attribute("experts.experts_per_token", 4),
     "load_balance": hf.LOAD_BALANCE,
     "swiglu_alpha": hf.only(1.702, written=True),
     "swiglu_limit": hf.only(7.0, written=True),

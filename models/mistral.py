@@ -14,10 +14,10 @@ class MistralConfig(DecoderConfig):
 
 FIELDS = {
     **hf.DECODER_FIELDS,
-    "num_key_value_heads": hf.attribute("num_kv_heads", 8),
+    "num_key_value_heads": hf.kv_heads(8),
     "attention_bias": hf.only(False),
     "rotary": hf.rope(longest=131_072),
-    "windows": hf.window_of_all(4_096),
+    "windows": hf.windows(4_096),
 }
 
 register_format(HfFormat("mistral", MistralConfig, FIELDS))

@@ -17,11 +17,11 @@ class MixtralConfig(SparseDecoderConfig):
 FIELDS = {
     **hf.DECODER_FIELDS,
     "intermediate_size": hf.attribute("experts.intermediate_dim"),
-    "num_key_value_heads": hf.attribute("num_kv_heads", 8),
+    "num_key_value_heads": hf.kv_heads(8),
     "attention_bias": hf.only(False),
     "rotary": hf.rope(theta=1_000_000.0, longest=131_072),
     "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
-    "windows": hf.window_of_all(None),
+    "windows": hf.windows(None),
     "num_local_experts": hf.attribute("experts.num_experts", 8, aliases=("num_experts",)),
     "num_experts_per_tok": hf.attribute("experts.experts_per_token", 2),
     "load_balance": hf.LOAD_BALANCE,

@@ -31,9 +31,8 @@ FIELDS = {
     "embd_pdrop": hf.only(0),
     "resid_pdrop": hf.only(0),
     "rotary": hf.rope(longest=4_096),
-    "original_max_position_embeddings": hf.ignored(),  # of longrope
     "rms_norm_eps": hf.attribute("rms_norm_eps", 1e-5),
-    "windows": hf.window_of_all(None),
+    "windows": hf.windows(None),
     # Transformers' default is beyond the embedding of a smaller vocabulary.
     "pad_token_id": hf.ignored(written=None),
 }

@@ -1,10 +1,10 @@
 """Qwen2 and Qwen2.5 (Qwen team 2024): a Llama whose queries, keys and values have biases."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from models.decoder.config import AttentionConfig, DecoderConfig, LayerSpec
+from models.decoder.config import SLIDING, AttentionConfig, DecoderConfig, LayerSpec
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
 
@@ -20,23 +20,14 @@ class Qwen2Config(DecoderConfig):
         return replace(super().layer(number), output_bias=False)
 
 
-def later_layers(
-    given: hf.ConfigFields, window: int | None, num_layers: int
-) -> tuple[int | None, Sequence[bool]]:
-    """The layers from `max_window_layers` on have the window, if `use_sliding_window`."""
-    window = window if given("use_sliding_window", False) else None
+def _later_layers(given: hf.ConfigFields) -> Callable[[int], bool]:
     first = given("max_window_layers", 28)
-    return window, [window is not None and layer >= first for layer in range(num_layers)]
+    return lambda layer: layer >= first
 
 
-def window_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of which `later_layers` reads some."""
-    windowed = [spec.window is not None for spec in config.specs]
-    return hf.layer_types(config) | {
-        "use_sliding_window": any(windowed),
-        "sliding_window": config.attention.window if any(windowed) else None,
-        "max_window_layers": windowed.index(True) if any(windowed) else config.num_layers,
-    }
+def _first_with_a_window(config: DecoderConfig) -> dict[str, Any]:
+    types = hf.layer_types(config)
+    return {"max_window_layers": (*types, SLIDING).index(SLIDING)}
 
 
 def _read_bias(given: hf.ConfigFields, found: hf.Found) -> None:
@@ -44,11 +35,15 @@ def _read_bias(given: hf.ConfigFields, found: hf.Found) -> None:
     found["attention.bias"] = True
 
 
+WINDOWS = {
+    "windows": hf.windows(4_096, _later_layers, "use_sliding_window"),
+    "max_window_layers": hf.computed(lambda given, found: None, _first_with_a_window),
+}
 FIELDS = {
     **hf.DECODER_FIELDS,
-    "num_key_value_heads": hf.attribute("num_kv_heads", 32),
+    "num_key_value_heads": hf.kv_heads(32),
     "attention_bias": hf.computed(_read_bias),
-    "windows": hf.windows(4_096, later_layers, window_fields),
+    **WINDOWS,
 }
 
 register_format(HfFormat("qwen2", Qwen2Config, FIELDS))

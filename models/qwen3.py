@@ -1,13 +1,12 @@
 """Qwen3 (Yang et al. 2025), dense and with experts: RMS norms of queries and keys over each head."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
 from models.hf_io import config_fields as hf
 from models.hf_io.formats import HfFormat, register_format
-from models.qwen2 import later_layers, window_fields
+from models.qwen2 import WINDOWS
 from stacked_remat._messages import shown
 
 
@@ -25,14 +24,6 @@ class Qwen3MoeConfig(SparseDecoderConfig):
     block: ClassVar[LayerSpec] = LayerSpec(qk_norm="per_head")
 
 
-def _all_layers(
-    given: hf.ConfigFields, window: int | None, num_layers: int
-) -> tuple[int | None, Sequence[bool]]:
-    window = window if given("use_sliding_window", False) else None
-    given("max_window_layers", 28)  # has no effect
-    return window, [window is not None] * num_layers
-
-
 def _read_dense_layers(given: hf.ConfigFields, found: hf.Found) -> None:
     step, num_layers = given("decoder_sparse_step", 1) or 1, found["num_layers"]
     dense = given("mlp_only_layers", [])
@@ -41,23 +32,18 @@ def _read_dense_layers(given: hf.ConfigFields, found: hf.Found) -> None:
     found["experts.dense_layers"] = [i for i in range(num_layers) if i in dense or (i + 1) % step]
 
 
-def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
-    """Transformers has a window in all layers or in none, whatever `layer_types` says."""
-    window = config.layer(0).window
-    return {"use_sliding_window": window is not None, "sliding_window": window}
-
-
 _SHARED = {**hf.DECODER_FIELDS, "use_qk_norm": hf.only(True)}
 FIELDS = {
     **_SHARED,
-    "num_key_value_heads": hf.attribute("num_kv_heads", 32),
+    "num_key_value_heads": hf.kv_heads(32),
     "head_dim": hf.attribute("attention.head_dim", 128, written="head_dim"),
-    "windows": hf.windows(4_096, later_layers, window_fields),
+    **WINDOWS,
 }
 MOE_FIELDS = {
     **_SHARED,
-    "num_key_value_heads": hf.attribute("num_kv_heads", 4),
-    "windows": hf.windows(4_096, _all_layers, _window_of_all),
+    "num_key_value_heads": hf.kv_heads(4),
+    "windows": hf.windows(4_096, switch="use_sliding_window"),
+    "max_window_layers": hf.ignored(),
     "num_experts": hf.attribute("experts.num_experts", aliases=("num_local_experts",)),
     "num_experts_per_tok": hf.attribute("experts.experts_per_token"),
     "moe_intermediate_size": hf.attribute("experts.intermediate_dim"),

@@ -54,7 +54,7 @@ Found: TypeAlias = dict[str, Any]
 class ConfigFields:
     """The fields of a `config.json`; reading one removes it, so that the unknown ones are left over.
 
-    A field that is absent or null has its default.
+    A field that is absent or null has its default, unless null means something else.
 
     Attributes:
         read: the values that were read since this was emptied.
@@ -63,24 +63,21 @@ class ConfigFields:
     def __init__(self, document: Mapping[str, Any]):
         self._left, self.read = dict(document), {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._left
-
-    def __call__(self, name: str, default: Any = None, kind: Any = None) -> Any:
-        """The field, which has the type `kind` or that of its default, or the default."""
-        value = self._left.pop(name, None)
+    def __call__(self, name: str, default: Any = None, kind: Any = None, null: Any = ...) -> Any:
+        """The field, which has the type `kind` or that of its default; the default, or `null`."""
+        is_absent, value = name not in self._left, self._left.pop(name, None)
         if value is None:
-            return default
+            return default if is_absent or null is ... else null
         self.read[name], kind = value, kind or (object if default is None else type(default))
         if not isinstance(value, (int, float) if kind is float else kind):
             raise ValueError(f"{name} must be {kind.__name__}, got {shown(value)}.")
         return value
 
-    def only(self, name: str, supported: Any) -> None:
-        """Raises ValueError for a field that has another value than the only one that is supported."""
+    def only(self, name: str, *supported: Any) -> None:
+        """Raises ValueError for a field that has another value than those supported, which mean the same."""
         value = self(name)
-        if value not in (None, supported):
-            raise ValueError(f"{name} is {shown(value)}; only {supported!r} is supported.")
+        if value not in (None, *supported):
+            raise ValueError(f"{name} is {shown(value)}; only {shown(supported[0])} is supported.")
 
     def check_left(self, model_type: str, place: str) -> None:
         """Refuses fields that change the model and were not read, and warns of others that are unknown."""
@@ -115,8 +112,7 @@ def attribute(
     """A field that is an attribute of the config, at this path.
 
     Args:
-        default: where the field is absent or null, as in transformers, or the path of the attribute whose
-            value it has then; `...` if it may not be.
+        default: where the field is absent or null, as in transformers; `...` if it may not be.
         aliases: other names that are read.
         written: the path of what is written, where it is another.
     """
@@ -126,17 +122,17 @@ def attribute(
         values = [value for one in (name, *aliases) if (value := given(one, kind=kind)) is not None]
         if not values and default is ...:
             raise ValueError(f"{name} is missing.")
-        usual = found[default] if isinstance(default, str) else default
-        found[path] = values[0] if values else usual
+        found[path] = values[0] if values else default
 
     parts = (written or path).split(".")
     return Entry(read, lambda name, config: {name: functools.reduce(getattr, parts, config)})
 
 
-def only(value: Any, *, written: bool = False) -> Entry:
-    """A field of which a single value is supported, and may be written; null and absence count as it."""
+def only(*values: Any, written: bool = False) -> Entry:
+    """A field of which the values supported mean the same, as do null and absence; the first is written."""
     return Entry(
-        lambda name, given, _: given.only(name, value), lambda name, _: {name: value} if written else {}
+        lambda name, given, _: given.only(name, *values),
+        lambda name, _: {name: values[0]} if written else {},
     )
 
 
@@ -155,6 +151,16 @@ def computed(
     return Entry(lambda _, given, found: read(given, found), lambda _, config: write(config))
 
 
+def kv_heads(usual: int | None = None) -> Entry:
+    """`num_key_value_heads`, which is `usual` where it is absent, if that is given, and else all heads."""
+
+    def read(given: ConfigFields, found: Found) -> None:
+        every = found["num_heads"]
+        found["num_kv_heads"] = given("num_key_value_heads", usual or every, null=every)
+
+    return computed(read, lambda config: {"num_key_value_heads": config.num_kv_heads})
+
+
 def rope(
     *,
     theta: float = 10_000.0,
@@ -165,25 +171,36 @@ def rope(
 ) -> Entry:
     """The rotary embedding: `rope_theta`, and `rope_scaling` or `rope_parameters`.
 
+    As in transformers, `rope_scaling` is taken whole where there are both, but for `by_kind`, and a theta in
+    it before that beside it.
+
     Args:
         theta, scaling, longest: the defaults of transformers.
-        by_kind: whether `rope_parameters` are written for layers with and without a window.
+        by_kind: whether `rope_parameters` are of layers with and without a window.
         local: the path of the theta of layers with a window, where these have one of their own.
     """
 
     def read(given: ConfigFields, found: Found) -> None:
-        length = given("max_position_embeddings", longest)
-        parameters = given("rope_parameters", {})
-        of_kinds = parameters if "full_attention" in parameters else {"full_attention": parameters}
-        whole, of_windows = of_kinds["full_attention"], of_kinds.get("sliding_attention", {})
-        base = whole.get("rope_theta", given("rope_theta", theta))
-        found["rotary.theta"], found["rotary.max_position_embeddings"] = base, length
-        found["rotary.scaling"] = _scaling(given("rope_scaling", {}) or whole or scaling, length)
-        if local is not None:
-            found[local] = of_windows.get("rope_theta", given("rope_local_base_freq", 10_000.0))
-        is_another = local is None and of_windows.get("rope_theta", base) != base
-        if is_another or _scaling(of_windows, length) is not None:
-            raise ValueError(f"rope_parameters of sliding_attention are {shown(of_windows)}; not supported.")
+        length, own = given("max_position_embeddings", longest), given("original_max_position_embeddings")
+        changed, parameters = given("rope_scaling", {}), given("rope_parameters", {})
+        sections = parameters if by_kind else {FULL: changed or parameters or scaling}
+        whole, of_windows = (sections.get(kind) or {} for kind in (FULL, SLIDING))
+        if by_kind:
+            whole = {**whole, **changed}
+        elif own is not None and whole.get("rope_type", whole.get("type")) in ("llama3", "yarn"):
+            whole = {**whole, "original_max_position_embeddings": own}
+        base = given("rope_theta", theta)
+        found["rotary.theta"], found["rotary.max_position_embeddings"] = whole.get("rope_theta", base), length
+        found["rotary.scaling"] = _scaling(whole, length)
+        if by_kind:
+            base = base if local is None else given("rope_local_base_freq", 10_000.0)
+            other = of_windows.get("rope_theta", base)
+            kept = found.setdefault(local or "rotary.theta", other)
+            if sections.keys() - {FULL, SLIDING} or kept != other or _scaling(of_windows, length):
+                raise ValueError(
+                    f"rope_parameters is {shown(parameters)}; only full_attention, and sliding_attention "
+                    f"without a scaling{'' if local else ' and with the same theta'}, are supported."
+                )
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         rotary = config.rotary
@@ -205,52 +222,49 @@ def rope(
     return computed(read, write)
 
 
-Usual: TypeAlias = Callable[[ConfigFields, int | None, int], tuple[int | None, Sequence[bool]]]
-"""(fields, `sliding_window`, number of layers) to the window and which layers have it by default."""
+Windowed: TypeAlias = Callable[[ConfigFields], Callable[[int], bool]]
+"""Which layers have the window by default: by the fields, whether the layer of a number has it."""
 
 
-def full_every(period: int) -> Usual:
+def full_every(period: int) -> Windowed:
     """Windows in all layers but every `period`-th."""
-
-    def usual(given: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, list[bool]]:
-        layers = range(1, num_layers + 1)
-        return window, [window is not None and layer % period != 0 for layer in layers]
-
-    return usual
+    return lambda _: lambda layer: (layer + 1) % period != 0
 
 
-def layer_types(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of windows: a number even if no layer has a window, since some classes need one."""
-    kinds = [FULL if spec.window is None else SLIDING for spec in config.specs]
-    return {"sliding_window": config.attention.window or 4096, "layer_types": kinds}
+def layer_types(config: DecoderConfig) -> list[str]:
+    """What each layer sees."""
+    return [FULL if spec.window is None else SLIDING for spec in config.specs]
 
 
-def window_of_all(default: int | None) -> Entry:
-    """`sliding_window`, whose default is this, of an architecture with a window in all layers or in none.
+def windows(default: int | None, usual: Windowed | None = None, switch: str | None = None) -> Entry:
+    """The layers with a window: `sliding_window`, whose default is this, and `layer_types`.
 
-    Transformers ignores `layer_types` there, so they are refused.
+    Args:
+        usual: which layers have it by default; None if all have, and transformers ignores `layer_types`, so
+            that others are refused.
+        switch: the field that turns the window on, if there is one.
     """
 
     def read(given: ConfigFields, found: Found) -> None:
-        given.only("layer_types", None)
-        found["attention.window"] = given("sliding_window", None if "sliding_window" in given else default)
-
-    return computed(read, lambda config: {"sliding_window": config.attention.window})
-
-
-def windows(
-    default: int | None, usual: Usual, write: Callable[[DecoderConfig], dict[str, Any]] = layer_types
-) -> Entry:
-    """The layers with a window: `sliding_window`, whose default is this, and `layer_types`."""
-
-    def read(given: ConfigFields, found: Found) -> None:
-        window = given("sliding_window", None if "sliding_window" in given else default)
-        window, windowed = usual(given, window, found["num_layers"])
-        kinds = given("layer_types", [SLIDING if one else FULL for one in windowed])
+        window, layers = given("sliding_window", default, null=None), range(found["num_layers"])
+        if switch is not None and not given(switch, False):
+            window = None
+        has_window = (lambda _: True) if usual is None else usual(given)
+        windowed = [SLIDING if window is not None and has_window(one) else FULL for one in layers]
+        if usual is None:
+            given.only("layer_types", windowed)
+        kinds = given("layer_types", windowed)
         if len(kinds) != len(windowed):  # a shorter list would be repeated
             raise ValueError(f"layer_types has {len(kinds)} entries for {len(windowed)} layers.")
         found["attention.window"] = window if SLIDING in kinds else None
         found["attention.layer_types"] = None if {*kinds} == {FULL} else kinds
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        window = config.attention.window
+        written = {} if usual is None else {"layer_types": layer_types(config)}
+        if switch is not None:
+            return written | {"sliding_window": window, switch: window is not None}
+        return written | {"sliding_window": window or (4096 if written else None)}  # some need a number
 
     return computed(read, write)
 
@@ -270,9 +284,9 @@ DECODER_FIELDS: FieldTable = {
     "intermediate_size": attribute("mlp_dim", written="Mlp.size"),
     "num_hidden_layers": attribute("num_layers"),
     "num_attention_heads": attribute("num_heads"),
-    "num_key_value_heads": attribute("num_kv_heads", "num_heads"),
+    "num_key_value_heads": kv_heads(),
     "head_dim": attribute("attention.head_dim", None, written="head_dim"),
-    "hidden_act": only("silu", written=True),
+    "hidden_act": only("silu", "swish", written=True),
     "attention_bias": attribute("attention.bias", False),
     "attention_dropout": only(0),
     "rotary": rope(),

@@ -185,7 +185,7 @@ def says_nothing(config: DecoderConfig) -> bool:
 
 def written_out(config: DecoderConfig) -> DecoderConfig:
     """The config with sizes and windows written out, so that equal decoders have equal configs."""
-    types = layer_types(config)["layer_types"]
+    types = layer_types(config)
     attention = dataclasses.replace(
         config.attention,
         head_dim=config.head_dim,

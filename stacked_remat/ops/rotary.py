@@ -227,6 +227,7 @@ def _yarn_fields(fields: dict[str, Any], max_position_embeddings: int) -> dict[s
     # It replaces zeros by its defaults, and ignores one of the two scales alone.
     zeros = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     fields = {name: value for name, value in fields.items() if value or name not in zeros}
+    fields.pop("finetuned", None)
     if "attention_factor" in fields or not {"mscale", "mscale_all_dim"} <= fields.keys():
         fields = {name: value for name, value in fields.items() if name not in ("mscale", "mscale_all_dim")}
     original = fields["original_max_position_embeddings"]

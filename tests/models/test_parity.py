@@ -19,6 +19,7 @@ from models.generation.decoding import continued_tokens
 from models.generation.sampling import Sampling
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import write_decoder
+from models.hf_io.formats import config_from_hf
 from models.hf_io.safetensors_folder import SafetensorsFolder
 from models.lm import next_token_loss
 from models.loading import load_model
@@ -104,6 +105,12 @@ FAMILIES = {family: (name, (family, fields)) for name, (family, fields) in rever
 one_of_each_family = pytest.mark.parametrize(
     "case", [pytest.param(given, id=name) for name, given in FAMILIES.values()], indirect=True, scope="module"
 )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_that_transformers_writes_is_known(family):
+    with warnings.catch_warnings(action="error"):
+        config_from_hf(getattr(transformers, f"{family}Config")().to_dict())
 
 
 def test_logits(case):

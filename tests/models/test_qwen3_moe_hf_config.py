@@ -47,7 +47,7 @@ def test_absent_fields_have_the_defaults_of_transformers():
     ("document", "said", "expected"),
     [
         (DENSE, {}, 32),
-        (DENSE, {"num_key_value_heads": None}, 32),
+        (DENSE, {"num_key_value_heads": None}, 64),
         (MOE, {}, 4),
         (MOE, {"num_key_value_heads": 2}, 2),
     ],
@@ -69,7 +69,7 @@ LATER = ("full_attention", *["sliding_attention"] * 3)
         (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (8, LATER)),
         (DENSE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, (8, None)),
         (MOE | {"sliding_window": 8, "use_sliding_window": True}, (8, None)),
-        (MOE | {"use_sliding_window": True}, (4096, None)),
+        (MOE | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}, (4096, None)),
         (MOE | {"use_sliding_window": True, "sliding_window": None}, (None, None)),
     ],
 )
@@ -78,15 +78,20 @@ def test_windows(document, expected):
     assert (attention.window, attention.layer_types) == expected
 
 
+YARN = {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_parameters": {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0}},
+        {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}},
+        {"rope_parameters": YARN, "rope_theta": 5.0},
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear"}, "rope_theta": 5.0},
+        {"rope_scaling": YARN | {ORIGINAL: 8}, ORIGINAL: 1024},
     ],
-    ids=["old", "new"],
 )
-def test_both_spellings_of_rope_scaling_are_read(fields):
+def test_all_spellings_of_rope_scaling_are_read(fields):
     rotary = config_from_hf(DENSE | fields | {"max_position_embeddings": 1024})[0].rotary
     assert rotary == RotaryConfig(100.0, YarnRotary(4.0, 1024), 1024)
 
@@ -100,21 +105,15 @@ def test_both_spellings_of_rope_scaling_are_read(fields):
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'; only None"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
         ({"logit_softcap": 30.0}, "logit_softcap is 30.0; this is not supported"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
-        ({"layer_types": ["linear"] * 4}, "`layer_types.0` in config.json must be .*'linear'"),
-        ({"layer_types": ["sliding_attention"] * 4}, "window is of layers of the type sliding_attention"),
+        ({"layer_types": [*LATER]}, r"layer_types is \['full.*; only \['full_attention', 'full.* is sup"),
         ({"hidden_size": "wide"}, "hidden_size must be int, got 'wide'"),
         ({"num_hidden_layers": "x"}, "num_hidden_layers must be int, got 'x'"),
-        ({"num_key_value_heads": "x"}, "`num_key_value_heads` in config.json must be int, got 'x'"),
+        ({"tie_word_embeddings": "x"}, "`tie_word_embeddings` in config.json must be bool, got 'x'"),
         ({"num_attention_heads": 3}, "num_attention_heads = 3 must be a multiple of num_key_value_heads"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"quantization_config": 5}, "quantization_config must be dict, got 5"),
         ({"rope_parameters": 5}, "rope_parameters must be dict, got 5"),
-        (
-            {"rope_parameters": {"full_attention": 5}},
-            "rope_parameters is {'full_attention': 5}.*: this can't",
-        ),
-        ({"layer_types": 5}, "layer_types must be list, got 5"),
+        ({"rope_parameters": {"full_attention": 5}}, "rope_type 'default' has no full_attention"),
         ({"model_type": []}, r"model_type must be str, got \[\]"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
         ({"mlp_only_layers": [4]}, "mlp_only_layers names layer 4; there are 0 to 3"),

@@ -186,12 +186,10 @@ def rope(
         sections = parameters if by_kind else {FULL: changed or parameters or scaling}
         whole, of_windows = (sections.get(kind) or {} for kind in (FULL, SLIDING))
         if by_kind:
-            whole = {**whole, **changed}
-        elif own is not None and whole.get("rope_type", whole.get("type")) in ("llama3", "yarn"):
-            whole = {**whole, "original_max_position_embeddings": own}
+            whole, own = {**whole, **changed}, None
         base = given("rope_theta", theta)
         found["rotary.theta"], found["rotary.max_position_embeddings"] = whole.get("rope_theta", base), length
-        found["rotary.scaling"] = _scaling(whole, length)
+        found["rotary.scaling"] = _scaling(whole, length, own)
         if by_kind:
             base = base if local is None else given("rope_local_base_freq", 10_000.0)
             other = of_windows.get("rope_theta", base)
@@ -297,11 +295,11 @@ DECODER_FIELDS: FieldTable = {
 """The fields that most architectures have."""
 
 
-def _scaling(section: Mapping[str, Any], longest: int) -> RotaryScaling | None:
-    """The scaling of `rope_parameters` or `rope_scaling`."""
+def _scaling(section: Mapping[str, Any], longest: int, original: int | None = None) -> RotaryScaling | None:
+    """The scaling of `rope_parameters` or `rope_scaling`; `original` is a length beside them."""
     fields = {name: value for name, value in section.items() if name != "rope_theta"}
     try:
-        scaling = rotary_from_hf(fields, max_position_embeddings=longest)
+        scaling = rotary_from_hf(fields, max_position_embeddings=longest, original=original)
     except ValueError as error:
         raise ValueError(f"rope_scaling is {shown(fields)}: {printable(str(error))}") from error
     return None if isinstance(scaling, DefaultRotary) else scaling

@@ -181,13 +181,16 @@ _SCALINGS: dict[str, type[RotaryScaling]] = {
 }
 
 
-def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddings: int) -> RotaryScaling:
+def rotary_from_hf(
+    parameters: Mapping[str, Any] | None, *, max_position_embeddings: int, original: int | None = None
+) -> RotaryScaling:
     """The scaling of a Hugging Face config.
 
     Args:
         parameters: `rope_scaling` of `config.json`, or `rope_parameters` of newer ones without its
             `rope_theta`; None for none. `rope_type` may have its older name `type`.
         max_position_embeddings: of the same config; the default of the original length.
+        original: `original_max_position_embeddings` beside `parameters`, which comes before that in them.
 
     Raises:
         ValueError: a `rope_type` that is not supported, or an unknown or missing field; names it.
@@ -200,7 +203,8 @@ def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddi
         raise ValueError("partial_rotary_factor is not supported: all coordinates of a head are rotated.")
     fields = {field.name: field for field in dataclasses.fields(_SCALINGS[rope_type])}
     if "original_max_position_embeddings" in fields:
-        given.setdefault("original_max_position_embeddings", max_position_embeddings)
+        inner = given.get("original_max_position_embeddings", max_position_embeddings)
+        given["original_max_position_embeddings"] = inner if original is None else original
     if rope_type == "yarn":
         given = _yarn_fields(given, max_position_embeddings)
     if unknown := sorted(given.keys() - fields):

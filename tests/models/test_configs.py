@@ -66,7 +66,7 @@ def test_it_begins_with_what_it_is_and_what_it_needs(path):
 @pytest.mark.parametrize(("stem", "name"), AS_PUBLISHED.items())
 def test_it_has_the_architecture_of_the_folder_that_it_begins_with(stem, name, tmp_path, monkeypatch):
     """Which fields that a run decides may change; where it says nothing, all others are the folder's."""
-    monkeypatch.setattr("models.run_config.load_tokenizer", lambda _: SimpleNamespace(vocab_size=9))
+    monkeypatch.setattr("models.run_config.load_tokenizer", lambda *_, rows: SimpleNamespace(vocab_size=9))
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0]))
     config = parse_config(LmRunConfig, ["--config_path", str(FOLDER / f"{stem}.yaml")])
     config = dataclasses.replace(config, initialize_from_hf=str(tmp_path))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import draccus
 import draccus.utils
+import yaml
 from draccus.parsers.decoding import get_decoding_fn
 
 from .._messages import did_you_mean, shown
@@ -28,12 +29,13 @@ from .errors import ConfigError, all_without_credentials
 Config = TypeVar("Config")
 
 _CONFIG_PATH, _COMMAND_LINE = "config_path", "on the command line"
+_BOOLS = yaml.SafeLoader.bool_values  # of `yes`, `true`, `on` and their opposites
 
 
 def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config:
     """Reads `--config_path FILE` and `--dotted.key VALUE` overrides into a config.
 
-    Numbers may be written as text, since YAML takes `1e-4` for text; no other value changes its type.
+    The annotation of a key says what a value is: `1.10` and `yes` are text for one of text.
 
     Args:
         config_class: a dataclass of values, dataclasses and registries (`draccus.ChoiceRegistry`).
@@ -51,9 +53,9 @@ def parse_config(config_class: type[Config], arguments: Sequence[str]) -> Config
     remaining = list(arguments)
     while remaining:
         flag = remaining.pop(0)
-        if not flag.startswith("--") or len(flag) == 2:
+        key, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or not all(key.split(".")):
             raise ConfigError(f"Expected `--key value` on the command line, got {flag!r}.")
-        key, equals, value = flag[2:].partition("=")
         if not equals and not remaining:
             raise ConfigError(f"`--{key}` on the command line has no value: write `--{key} VALUE`.")
         given[key] = value if equals else remaining.pop(0)
@@ -127,15 +129,18 @@ class _Decoder:
     def value(self, hint: Any, value: Any, at: str) -> Any:
         """What a field of this annotation gets."""
         parts = union_parts(hint)
-        if hint is Any or (type(None) in parts and value is None):
-            return value
+        if hint is Any:
+            return self._fitted(type(value), value, at) if isinstance(value, dict | list) else _natural(value)
+        if type(None) in parts and value is None:
+            return None
         if (section := section_class(hint)) is not None:
             return self.section(section, value, at)
         if (named := named_section_class(hint)) is not None:
             self._check_section(value, at, "holds sections, each under its name", named)
         fix = ""
-        # The value's own type first: `true` for `str | bool` is a bool.
-        for part in sorted(parts, key=lambda part: type(value) is not (typing.get_origin(part) or part)):
+        # `true` for `str | bool` is a bool, and else the value's own type is first.
+        own = bool if str(value).lower() in _BOOLS else type(value)
+        for part in sorted(parts, key=lambda part: own is not (typing.get_origin(part) or part)):
             try:
                 if part is not type(None) and value is not None:
                     return self._fitted(part, value, at)
@@ -163,7 +168,7 @@ class _Decoder:
             own = arguments[1] if arguments else Any
             return {key: self.value(own, item, f"{at}.{key}") for key, item in value.items()}
         try:
-            return get_decoding_fn(hint)(value, at.split("."))
+            return get_decoding_fn(hint)(self.value(Any, value, at), at.split("."))
         except (draccus.utils.DraccusException, ValueError, TypeError) as error:
             raise ConfigError(f"{self._named(at)} can't be read: {error}") from error
 
@@ -211,14 +216,19 @@ class _Decoder:
         return f"{meant} Valid: {', '.join(valid) or 'none'}."
 
 
+def _natural(value: Any) -> Any:
+    """A value of which no annotation says what its text means: a number or a bool, where it reads as one."""
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return _BOOLS.get(value.lower(), value)
+
+
 def _scalar(kind: Any, value: Any) -> Any:
     is_bool = isinstance(value, bool)
-    if kind is bool and (is_bool or value in ("true", "false")):
-        return value in (True, "true")
+    if kind is bool and str(value).lower() in _BOOLS:
+        return _BOOLS[str(value).lower()]
     if kind is str and isinstance(value, str | int) and not is_bool:
         return str(value)
-    if kind is str and not isinstance(value, dict | list):
-        raise _Misfit(f""" Put it in quotes; on a command line, in two kinds: "'{value}'".""")
     if kind in (int, float) and isinstance(value, str | int | float) and not is_bool:
         with contextlib.suppress(ValueError, OverflowError):
             if kind is int and not isinstance(value, float):
@@ -227,7 +237,7 @@ def _scalar(kind: Any, value: Any) -> Any:
             number = float(value)
             if kind is float and math.isfinite(number):
                 return number
-            if kind is int and number.is_integer():
+            if kind is int and number.is_integer() and abs(number) < 2**53:
                 raise _Misfit(f" Write {int(number)}.")
     raise _Misfit
 

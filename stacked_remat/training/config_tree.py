@@ -57,11 +57,16 @@ def set_key(tree: dict[str, Any], dotted: str, text: str) -> None:
             )
         tree[name] = tree = dict(below or {})  # others may refer to the one of the file, by an alias
     try:
-        tree[last] = _Loader(text, _File("")).get_single_data()
+        tree[last] = from_yaml(text)
     except ConfigError:
         raise
     except Exception as error:  # PyYAML raises a KeyError for `!!bool abc`
         raise ConfigError(f"The value of `--{dotted}` on the command line is not YAML: {error}") from error
+
+
+def from_yaml(text: str) -> Any:
+    """What YAML holds."""
+    return _Loader(text, _File("")).get_single_data()
 
 
 def _overlaid(below: Any, above: Any) -> Any:
@@ -119,14 +124,12 @@ class _File:
 class _Loader(yaml.SafeLoader):
     """Gives plain values. Refuses a key that is given twice.
 
-    A number is one in decimal, and anything else is text as it was written: YAML 1.1 reads `0010` as 8,
-    `1:30` as 90 and `2024-01-01 10:00` as a date.
+    What is neither null nor a whole number in decimal is text as it was written: YAML 1.1 reads `0010` as 8,
+    `1:30` as 90, `no` as false and `2024-01-01 10:00` as a date. The annotation of a key says what is a bool.
     """
 
     yaml_implicit_resolvers = {
-        first: [
-            (tag, regexp) for tag, regexp in resolvers if not tag.endswith((":int", ":float", ":timestamp"))
-        ]
+        first: [(tag, regexp) for tag, regexp in resolvers if tag.endswith((":null", ":merge"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -165,11 +168,6 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_map)
 _Loader.add_constructor("!include", _Loader.construct_include)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"(0|-?[1-9][0-9]*)$"), list("-0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
-    list("-+.0123456789"),
-)
 
 
 def _beside(including: str, name: str) -> str:

@@ -88,6 +88,9 @@ class DataConfig:
                 f"data.held_out_fraction must lie between 0 and 1, got {self.held_out_fraction}; 0.05 holds "
                 f"out about one document in twenty."
             )
+        for name in self.sources:
+            if not name.strip(" .") or not name.isprintable() or len(name) > 100:
+                raise ValueError(f"data.sources has the name {name!r}; write 1 to 100 printable letters.")
         check_at_least(1, "data", self, "seq_len", "batch_size")
         check_folder("data.cache_dir", self.cache_dir)
         check_date("data.chat_date", self.chat_date)

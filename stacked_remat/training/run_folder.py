@@ -13,7 +13,7 @@ import yaml
 from .._files import replaced_whole
 from .._messages import shortened
 from ..ghost import LOG_FOLDER
-from .config_tree import leaves, read_config_file
+from .config_tree import from_yaml, leaves, read_config_file
 from .errors import ConfigError
 from .processes import of_all
 
@@ -81,7 +81,7 @@ class RunFolder:
         if overwrite:
             folder._delete_results()
         else:
-            folder._check(yaml.safe_load(yaml.safe_dump(dict(config))), accept_changes)  # as it is read back
+            folder._check(from_yaml(yaml.safe_dump(dict(config))), accept_changes)  # as it is read back
         root.mkdir(parents=True, exist_ok=True)
         if not folder.config.exists():
             folder.begin(config)

@@ -32,6 +32,7 @@ from stacked_remat import training as t
         ),
         (t.DataConfig, {"chat_date": "30.6.2025"}, r"must be a date such as 2025-06-30, got '30.6.2025'"),
         (t.DataConfig, {"held_out_fraction": 1.0}, r"held_out_fraction must lie between 0 and 1, got 1.0"),
+        (t.DataConfig, {"sources": {"..": t.SourceConfig(("x",))}}, r"data.sources has the name '\.\.'"),
         (t.SourceConfig, {"paths": ("",)}, r"A data source needs paths: .* got \[''\]"),
         (
             t.SourceConfig,

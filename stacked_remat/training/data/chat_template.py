@@ -90,7 +90,9 @@ class ChatTemplate:
                 prompt.
             DataError: as for `render`.
         """
-        marked = self._run(messages, False)
+        if _MARKS.search(json.dumps(messages, ensure_ascii=False, default=str)):
+            raise ChatTemplateError("a message has U+FDD0 or U+FDD1, which are no characters of a text")
+        marked = self._run(messages, False, {})
         if _BEGIN in marked:
             text, found = "", []
             for number, piece in enumerate(_MARKS.split(marked)):
@@ -100,10 +102,8 @@ class ChatTemplate:
             return [RenderedChat(text, tuple(found))]
         texts: dict[str, list[tuple[int, int]]] = {marked: []}
         for at in reversed([at for at, message in enumerate(messages) if message["role"] == "assistant"]):
-            prompt, chat = (
-                self.render(messages[:at], add_generation_prompt=True),
-                self.render(messages[: at + 1]),
-            )
+            prompt = self.render(messages[:at], add_generation_prompt=True)
+            chat = self.render(messages[: at + 1])
             if not chat.startswith(prompt):
                 raise ChatTemplateError(
                     f"the answer of message {at} does not follow the template's prompt for an answer; train "
@@ -115,15 +115,10 @@ class ChatTemplate:
         found = [RenderedChat(text, tuple(spans)) for text, spans in texts.items() if spans]
         return found or [RenderedChat(marked, ())]
 
-    def _run(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
+    def _run(self, messages: Sequence[Mapping[str, Any]], prompt: bool, variables: Mapping[str, Any]) -> str:
         values = {
             "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": prompt,
             "tools": None,
             "documents": None,
             **self.special_tokens,
@@ -131,12 +126,12 @@ class ChatTemplate:
         }
         if self.date is not None:
             values["strftime_now"] = datetime.datetime.fromisoformat(self.date).strftime
-        template, text = _compiled(self.source), ""
+        template, text, is_long = _compiled(self.source), "", False
         try:
             for piece in template.generate(**values):
-                text += piece
-                if len(text) > _LONGEST:
+                if is_long := len(text) + len(piece) > _LONGEST:
                     break
+                text += piece
         except Exception as error:  # templates can raise anything
             if str(error) == "'strftime_now' is undefined":
                 raise DataError(
@@ -144,7 +139,7 @@ class ChatTemplate:
                     "not repeat. Give one: data.chat_date, such as 2025-06-30."
                 ) from error
             raise ChatTemplateError(str(error)[:_SHOWN]) from error
-        if len(text) > _LONGEST:
+        if is_long:
             raise DataError(
                 f"The tokenizer's chat template writes more than {_LONGEST:,} characters for one chat. Fix "
                 f"the template (chat_template.jinja, or `chat_template` in tokenizer_config.json), or use "

@@ -59,7 +59,7 @@ def read_records(file: SourceFile, how: SourceConfig, start: int = 0) -> Iterato
             except _Malformed as error:
                 problem = str(error)
             except ValueError as error:
-                problem = f"is not JSON ({error})"
+                problem = f"is not JSON ({error}): write one object a line"
             yield Record(number, offset, content, problem and f"{place_of(file, number)} {problem}")
     except DataError:
         raise
@@ -146,13 +146,15 @@ _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
 def _content(fields: Any, how: SourceConfig) -> str | list[Message]:
     """The text or chat of a JSON object or a row."""
     if not isinstance(fields, dict):
-        raise _Malformed(f"holds {type(fields).__name__}, not an object with keys")
+        raise _Malformed(f"holds {type(fields).__name__}, not an object with keys: write one object a line")
     text, messages = fields.get(how.text_key), fields.get(how.messages_key)
     if isinstance(text, str):
         return text
     if text is not None:
         raise _Malformed(f"has {type(text).__name__}, not text, in {how.text_key!r}")
     if messages is None:
+        if nulls := [key for key in (how.text_key, how.messages_key) if key in fields]:
+            raise _Malformed(f"has null in {nulls[0]!r}")
         has = ", ".join(map(repr, fields)) or "no key"
         raise _Malformed(f"has neither {how.text_key!r} nor {how.messages_key!r}, but {has}")
     no_chat = f"has no chat in {how.messages_key!r}:"

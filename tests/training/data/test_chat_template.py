@@ -56,6 +56,8 @@ def test_answers_are_what_the_template_marks():
     assert chat.text == "<u>one?</u><a>two.</a><u>three?</u><a>four.</a>"
     assert answers(chat) == ["two.</a>", "four.</a>"]
     assert ChatTemplate(MARKED, {}).render(CHAT) == chat.text
+    with pytest.raises(ChatTemplateError, match="which are no characters of a text"):
+        ChatTemplate(MARKED, {}).render_with_answers([{"role": "user", "content": "\ufdd0"}])
 
 
 def test_without_marks_answers_follow_the_generation_prompt():

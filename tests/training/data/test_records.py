@@ -96,8 +96,9 @@ def test_a_url_is_read_like_a_file(tmp_path):
     [
         ('{"text": ', r"a.jsonl:2 is not JSON \(Expecting value"),
         ("[" * 200_000, r"a.jsonl:2 is JSON that is nested too deeply"),
-        ("[1]", r"a.jsonl:2 holds list, not an object with keys"),
+        ("[1]", r"a.jsonl:2 holds list, not an object with keys: write one object a line"),
         ('{"txt": "a"}', r"a.jsonl:2 has neither 'text' nor 'messages', but 'txt'"),
+        ('{"text": null}', r"a.jsonl:2 has null in 'text'"),
         ('{"text": 3}', r"a.jsonl:2 has int, not text, in 'text'"),
         ('{"messages": []}', r"a.jsonl:2 has no chat in 'messages': expected a list"),
         ('{"messages": [{"content": "x"}]}', r"a.jsonl:2 has no chat.*: message 0 lacks a `role`"),

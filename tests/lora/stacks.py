@@ -16,9 +16,6 @@ from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
 Layers, Experts = hax.make_axes(layers=5, experts=3)
 Embed, Heads, Dim, Hidden, Pos = hax.make_axes(embed=6, heads=2, dim=4, hidden=8, position=7)
 
-POLICIES = {"False": False, "nested": "nested", "offload": "offload"}
-
-
 T = TypeVar("T")
 
 
@@ -27,7 +24,7 @@ class Expert(eqx.Module):
     down: hnn.Linear
 
     @staticmethod
-    def init(*, key):
+    def init(Embed=Embed, Hidden=Hidden, *, key):
         up, down = jax.random.split(key)
         return Expert(
             hnn.Linear.init(Embed, Hidden, key=up, use_bias=False),

@@ -15,7 +15,7 @@ from stacked_remat.memory import report
 from stacked_remat.training import BATCH_AXIS, POSITION_AXIS, TokenBatch, TrainState, TrainStep
 
 from ..blocks import assert_equal, with_remat3
-from .stacks import filled
+from .stacks import Expert, filled
 
 Layers, Wide, Hidden = hax.make_axes(layers=12, wide=128, hidden=256)
 Batch, Pos = Axis(BATCH_AXIS, 1), Axis(POSITION_AXIS, 4)
@@ -25,25 +25,10 @@ POLICIES = {"True": True, "nested": "nested", "offload": "offload"}
 ADAM = optax.adam(1e-2)
 
 
-class Block(eqx.Module):
-    up: hax.nn.Linear
-    down: hax.nn.Linear
-
-    @staticmethod
-    def init(*, key):
-        up, down = jax.random.split(key)
-        return Block(
-            hax.nn.Linear.init(Wide, Hidden, key=up, use_bias=False),
-            hax.nn.Linear.init(Hidden, Wide, key=down, use_bias=False),
-        )
-
-    def __call__(self, x):
-        return x + self.down(hax.tanh(self.up(x)))
-
-
 def stack_of(rank, remat=True):
     """A stack with adapters of `rank`, without any where it is None."""
-    stack = Stacked.init(Layers, Block, remat=remat)(key=jax.random.split(jax.random.key(0), Layers.size))
+    keys = jax.random.split(jax.random.key(0), Layers.size)
+    stack = Stacked.init(Layers, Expert, remat=remat)(Wide, Hidden, key=keys)
     return stack if rank is None else apply_lora(stack, LoraConfig(rank, 2.0, ("*",)), key=jax.random.key(1))
 
 
@@ -54,7 +39,7 @@ def state_of(rank, remat):
 
 def loss(stack, batch):
     x = hax.broadcast_axis(batch.tokens.astype(jnp.float32), Wide)
-    out = stack.fold(x)
+    out = stack.fold_via(lambda expert, x: x + expert(x))(x)
     value = hax.mean(out * out).scalar()
     return value, {"loss": value}
 
@@ -88,7 +73,7 @@ def test_the_compiled_step_holds_no_gradient_of_the_frozen_weights(remat, standa
 
 
 def test_only_adapters_change(standard_promotion):
-    stack = filled(eqx.filter_eval_shape(stack_of, 2), 0)
+    stack = jax.tree.map(lambda leaf: leaf / 8, filled(eqx.filter_eval_shape(stack_of, 2), 0))
     state = TrainState.init(stack, ADAM, lora_filter(stack))
     frozen, before = jax.tree.map(np.asarray, (eqx.filter(state.frozen, eqx.is_array), state.trained))
     step = eqx.filter_jit(STEP, donate="all-except-first")

@@ -16,8 +16,9 @@ from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact
 from stacked_remat.ops._attention_rule import Blocks, Ranges, Sight, attend_by
 from stacked_remat.ops._attention_splash import most_seen, splash_block_size, splash_kernel, table
 
-from ..blocks import assert_close, quick_jit
+from ..blocks import assert_close
 from ..random_arrays import normal
+from .test_attention import attended_with_gradients
 
 DOCUMENTS = np.stack([np.repeat([0, 1, 2], [100, 30, 126]), np.repeat([7, 3], [200, 56])])
 
@@ -28,15 +29,11 @@ def test_values_and_gradients_are_those_of_exact_attention():
     key, value = (normal(seed, 1, 256, 1, 128) for seed in (2, 3))
     sinks = jnp.array([[-2.0, 3.0]])
 
-    def both(attend):
-        def of(query, key, value, sinks):
-            return attend(query, key, value, Sight(), Blocks(0.1, 128), sinks)
-
-        output, pullback = jax.vjp(of, query, key, value, sinks)
-        return output, pullback(cotangent)
-
     kernel = functools.partial(attend_by, splash_kernel(interpret=True))
-    found, expected = quick_jit(lambda: (both(kernel), both(exact_attention)))()
+    found, expected = (
+        attended_with_gradients(of, Blocks(0.1, 128))(query, key, value, cotangent, sinks)
+        for of in (kernel, exact_attention)
+    )
     assert_close(found, expected, 1e-4, 3e-5)
 
 

@@ -14,10 +14,9 @@ from stacked_remat import ScanCheckpointPolicy, fold, memory
 from stacked_remat._placement import compiled_for
 from stacked_remat.ops import _tokamax, backends_taken, causal_attention
 from stacked_remat.ops._attention_backends import BACKENDS, AttentionCall, exact_attention
-from stacked_remat.ops._attention_rule import Blocks, Sight, attend_by
+from stacked_remat.ops._attention_rule import Blocks, attend_by
 
-from ..blocks import quick_jit
-from .test_attention import SINKS, arrays, random_documents
+from .test_attention import SINKS, arrays, attended_with_gradients, random_documents
 from .test_attention_splash import shapes
 from .test_grouped_tokamax import Hopper
 
@@ -84,24 +83,16 @@ def test_queries_see_keys_from_a_first_to_a_last(window, has_documents, rows, by
         length, strips = 12, 3
     given = [x if rows is None or i in (1, 2) else x[:, rows] for i, x in enumerate(arrays(length))]
 
-    def both(of, documents):
-        def loss(inputs):
-            *inputs, sinks = inputs
-            attended = of(*inputs, Sight.of(documents, rows), Blocks(0.4, 4, window, strips=strips), sinks)
-            return jnp.sum(attended * given[3]), attended
-
-        return jax.value_and_grad(loss, has_aux=True)((*given[:3], SINKS.array))
-
     rng = np.random.default_rng(0)
     with compiled_for(Hopper()):
         found, expected = (
-            quick_jit(functools.partial(both, of))
+            attended_with_gradients(of, Blocks(0.4, 4, window, strips=strips), rows)
             for of in (functools.partial(attend_by, _tokamax.ATTENTION), exact_attention)
         )
         for _ in range(4):
             documents = random_documents(rng, length) if has_documents else None
             close = functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=1e-4)
-            jax.tree.map(close, found(documents), expected(documents))
+            jax.tree.map(close, *(of(*given, SINKS.array, documents) for of in (found, expected)))
 
 
 def layers(names):

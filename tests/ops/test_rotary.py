@@ -106,23 +106,21 @@ def test_scalings_are_read_from_configs_new_and_old():
     assert from_hf(rope_type="yarn", attention_factor=1.2, **with_both) == yarn(attention_factor=1.2)
 
 
+def yarn_in_hf(factor, original=4096, **more):
+    return dict(rope_type="yarn", factor=factor, original_max_position_embeddings=original, **more)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "parameters",
     [
-        dict(rope_type="yarn", factor=None, original_max_position_embeddings=4096),
-        dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=4096, attention_factor=1.3),
-        dict(
-            rope_type="yarn",
-            factor=40.0,
-            original_max_position_embeddings=4096,
-            mscale=1.0,
-            mscale_all_dim=0.707,
-        ),
-        dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=0.707),
-        dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=2048, truncate=False),
-        dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=4, truncate=True),
-        dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=64, beta_fast=2.0, beta_slow=2.0),
+        yarn_in_hf(None),
+        yarn_in_hf(8.0, attention_factor=1.3),
+        yarn_in_hf(40.0, mscale=1.0, mscale_all_dim=0.707),
+        yarn_in_hf(40.0, mscale=0.707),
+        yarn_in_hf(2.0, 2048, truncate=False),
+        yarn_in_hf(2.0, 4, truncate=True),
+        yarn_in_hf(2.0, 64, beta_fast=2.0, beta_slow=2.0),
         dict(
             rope_type="llama3",
             factor=8.0,

@@ -17,10 +17,18 @@ from stacked_remat.ops import grouped_experts
 DEVICES, LAYERS, WIDTH = 4, 6, 32
 
 
+def on_every_device(mesh, each):
+    return jax.shard_map(
+        each, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False
+    )
+
+
+def gather(x):
+    return lax.all_gather(x, "data", tiled=True)
+
+
 def layers_of(mesh, each):
-    """Every layer's weights by `each`, which runs on every device."""
-    on_all = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    one = on_all(each, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    one = on_every_device(mesh, each)
     return lambda weights: lax.scan(lambda x, weight: (x + one(weight).sum(), None), 0.0, weights)[0]
 
 
@@ -37,7 +45,7 @@ RING = WIDTH * 4 * (DEVICES - 1) // DEVICES
 @pytest.mark.parametrize(
     ("each", "bytes_a_layer"),
     [
-        (lambda x: lax.all_gather(x, "data", tiled=True), RING),
+        (gather, RING),
         (lambda x: lax.psum(x, "data"), 2 * RING // DEVICES),
         (lambda x: lax.psum_scatter(x, "data", tiled=True), RING // DEVICES),
         (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), RING // DEVICES),
@@ -53,14 +61,11 @@ def test_what_a_conditional_may_send_counts_with_the_trips_of_a_loop_in_it():
     lengths = jnp.array([3, 1, 2])
 
     def segments(mesh):
-        gather = jax.shard_map(
-            lambda x: lax.all_gather(x, "data", tiled=True),
-            mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
-        )  # fmt: skip
+        gathered = on_every_device(mesh, gather)
 
         def segment(x, length):
             with known_trips(LAYERS, len(lengths)):
-                return lax.fori_loop(0, length, lambda i, x: x + gather(lax.cos(x[:, :] * i)[0]).sum(), x)
+                return lax.fori_loop(0, length, lambda i, x: x + gathered(lax.cos(x[:, :] * i)[0]).sum(), x)
 
         def unless_negative(x, length):
             return lax.cond(x.sum() > 0, segment, lambda x, _: x, x, length), None
@@ -78,13 +83,10 @@ def test_a_fold_sends_what_its_schedule_says(remat):
     mesh = jax.sharding.Mesh(jax.devices()[:DEVICES], ("data",))
     spec = NamedSharding(mesh, PartitionSpec(None, "data"))
     weights = jax.ShapeDtypeStruct((Layers.size, WIDTH), jnp.float32, sharding=spec)
-    gather = jax.shard_map(
-        lambda x: lax.all_gather(x, "data", tiled=True),
-        mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False,
-    )  # fmt: skip
+    gathered = on_every_device(mesh, gather)
 
     def loss(x, weights):
-        return fold(lambda x, w: jnp.sin(x * gather(w.array)), Layers, remat=remat)(
+        return fold(lambda x, w: jnp.sin(x * gathered(w.array)), Layers, remat=remat)(
             x, named(weights, (Layers, "width"))
         ).sum()
 

@@ -306,10 +306,3 @@ def test_a_loop_that_ends_at_an_equality_is_counted_once():
 
     found = count(fn, SQUARE)
     assert found.matmul == PRODUCT and not found.exact
-
-
-def test_a_sharded_program_counts_all_devices():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    spec = PartitionSpec("data")
-    mapped = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
-    assert count(mapped, jnp.ones((16, 8)), SQUARE).matmul == 2 * 16 * 8 * 8

@@ -14,12 +14,8 @@ def test_the_names():
     assert list(TARGETS) == NAMES
     assert all(find_target(name).name == name for name in NAMES)
     assert find_target(TARGETS["h200"]) is find_target("H200") is TARGETS["h200"]
-
-
-@pytest.mark.parametrize("name", ["h20", 200])
-def test_an_unknown_name_lists_all_names(name):
-    with pytest.raises(ValueError, match=f"unknown target {name!r}.*" + ".*".join(NAMES)):
-        find_target(name)
+    with pytest.raises(ValueError, match="unknown target 200.*" + ".*".join(NAMES)):
+        find_target(200)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -214,15 +214,10 @@ def test_a_cut_chain_costs_what_its_schedule_says(name, replays, growth):
     assert costs(name, 16)[0] - costs(name, 8)[0] == pytest.approx(growth, abs=1)
 
 
-@pytest.mark.parametrize(("remat", "inputs"), [(True, 6), (ScanCheckpointPolicy(nested=2), 2)])
-def test_an_input_of_each_segment_is_kept(remat, inputs):
-    layers = [lambda x: jnp.sin(jnp.sin(x))] * 6
-    assert sum(residuals(functools.partial(cut_by(remat), layers), X).values()) == inputs
-
-
-def sequential_of_many_kinds():
+def test_a_sequential_with_state_and_keys():
+    """Layers that change the shape, keep state and draw numbers."""
     keys = jax.random.split(jax.random.key(5), 3)
-    return eqx.nn.make_with_state(
+    model, state = eqx.nn.make_with_state(
         lambda: eqx.nn.Sequential(
             [
                 eqx.nn.Linear(4, 7, key=keys[0]),
@@ -233,11 +228,6 @@ def sequential_of_many_kinds():
             ]
         )
     )()
-
-
-def test_a_sequential_with_state_and_keys():
-    """Layers that change the shape, keep state and draw numbers."""
-    model, state = sequential_of_many_kinds()
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     keys = jax.random.split(jax.random.key(6), (len(X), len(model)))
 
@@ -288,8 +278,6 @@ def test_a_list_of_functions_of_trees():
             r"\['a'\] are in both save=\['a'\] and offload",
         ),
         (lambda: checkpoint(layer, save=True, offload=["a"]), ValueError, "both save=True and offload"),
-        (lambda: BlockSeq.of(layer), TypeError, "BlockSeq.of takes a list of modules, .*Make a list"),
-        (lambda: BlockSeq.of([layer, 3]), TypeError, r"layers\[1\] of BlockSeq.of is a value of type int"),
         (lambda: BlockSeq.of([layer], 2), ValueError, "`layers` has 2 layers, but BlockSeq.of was given 1"),
     ],
 )

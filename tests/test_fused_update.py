@@ -17,7 +17,6 @@ from stacked_remat import (
     Stacked,
     fold,
     fused_update,
-    memory,
     per_layer,
     shared,
     unsliced,
@@ -328,19 +327,6 @@ def test_stacks_on_which_the_loss_does_not_depend_are_updated_by_zeros():
     for options in ({}, {"max_grad_norm": 100.0}):
         found = fused_steps(optimizer, model(), steps=1, loss=independent, **options)
         assert_close(found, plain_steps(optimizer, model(), steps=1, loss=independent))
-
-
-def test_no_gradient_of_the_stack_exists():
-    stack, x = weights(48, 64), jnp.ones((2, 64))
-    fused = fused_update(mean_square, optax.sgd(0.1))
-    size = stack.stacked.weight.nbytes
-
-    def step(stack, x):
-        return fused(stack, fused.init(stack), x)
-
-    report = memory.report(step, stack, x, donate=["stack"])
-    assert report.aliased == size
-    assert report.temporaries < 0.15 * size
 
 
 class TestRefused:

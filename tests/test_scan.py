@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import ScanCheckpointPolicy, fold, map, scan
+from stacked_remat import ScanCheckpointPolicy, checkpoint_name, fold, map, scan
 
 from .jaxprs import equations_of, outline
 
@@ -221,7 +221,7 @@ class TestErrors:
 
     def test_a_linear_scan_is_transposed(self):
         def step(carry, weight):
-            return weight * carry, carry
+            return checkpoint_name(weight * carry, "a"), carry
 
         def derivatives(x, remat):
             def run(x):

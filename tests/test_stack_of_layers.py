@@ -90,5 +90,3 @@ def test_a_module_that_is_stacked_already():
     assert Axis("layers", 3) == stack.Layers
     assert stack.stacked.inner[0].named.axes == (stack.Layers, Embed)
     np.testing.assert_allclose(stack.fold(x), Stacked.of([build(key) for key in keys]).fold(x), rtol=1e-6)
-    with pytest.raises(ValueError, match=r"size 3.*stacked.bias has leading dimension 2"):
-        Stacked.of(Layer(jnp.ones((3, 3, 3)), [], bias=jnp.ones((2, 3))), 3)

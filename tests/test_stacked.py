@@ -235,14 +235,6 @@ class TestBlockSeq:
         with pytest.raises(ValueError, match=message):
             sequence.vmap_via(lambda block: block.value)()
 
-    def test_the_blocks_are_a_list_of_modules(self):
-        with pytest.raises(TypeError, match=r"layers\[1\] of BlockSeq is a value of type int. Let it be an"):
-            BlockSeq([PlainBlock(3, key=jax.random.key(0)), 3], hax.Axis("layers", 2))
-        with pytest.raises(
-            TypeError, match="a list of modules, one for each layer; got a value of type PlainBlock"
-        ):
-            BlockSeq(PlainBlock(3, key=jax.random.key(0)), Layers)  # pyright: ignore[reportArgumentType]
-
 
 def test_a_layer_by_a_traced_index():
     weights, some = jax.jit(jax.vmap(lambda stack, i: stack[i].weight, (None, 0))), jnp.asarray([2, -1, 0])

@@ -12,7 +12,7 @@ import pytest
 from haliax import Axis
 
 import stacked_remat as sr
-from stacked_remat import Stacked, StackedPattern, memory, per_kind, streaming
+from stacked_remat import StackedPattern, per_kind, streaming
 
 from .blocks import assert_close, policies as some_policies
 from .jaxprs import equations
@@ -329,19 +329,13 @@ def deep_gradient(make, layers):
     return jax.make_jaxpr(jax.grad(loss))(blocks)
 
 
-def test_neither_program_size_grows_with_depth_nor_arithmetic_with_kinds():
+def test_program_size_does_not_grow_with_depth():
     def pattern(layers, *names):
         kinds = {name: Tanh if name == "a" else Sine for name in names}
         return StackedPattern.init(Layers.resize(layers), kinds, names)
 
     few, many = (len([*equations(deep_gradient(pattern(n, "a", "b"), n).jaxpr)]) for n in (12, 48))
     assert few == many
-    kinds = StackedPattern.init(Layers.resize(12), {"a": Tanh, "b": Tanh}, ("a", "a", "b"))
-    of_kinds, of_one = (
-        memory.count_flops(deep_gradient(make, 12)).matmul
-        for make in (kinds, Stacked.init(Layers.resize(12), Tanh))
-    )
-    assert of_kinds == of_one
 
 
 def test_mistakes_are_refused_by_name():

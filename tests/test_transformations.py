@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 import stacked_remat as sr
 from stacked_remat import BlockSeq, LayerStack, Stacked, StackedPattern, scan, shared, unsliced
 
-from .blocks import assert_close_to_scale, policies, quick_jit
+from .blocks import Tanh as Block, assert_close_to_scale, policies, quick_jit
 
 LENGTH, WIDTH, EXAMPLES = 4, 2, 3
 Layers = hax.Axis("layers", LENGTH)
@@ -229,30 +229,23 @@ def test_every_order_of_transformations(name, cases):
         assert_close_to_scale(found, expected, name=case)
 
 
-class Product(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, x):
-        return x + jnp.tanh(x @ self.weight)
-
-
 def test_hessian_products_where_internals_are_kept():
     """What is kept of a layer is the same for values and tangents, in which products have seams."""
     x, w = jnp.linspace(-1, 1, WIDTH)[None], INPUTS["w"]
     order, pattern = [0, 2, 3, 1], tuple("abba")
 
     def of_pattern(w):
-        kinds = {"a": Stacked(Product(w[:2]), 2), "b": Stacked(Product(w[2:]), 2)}
+        kinds = {"a": Stacked(Block(w[:2]), 2), "b": Stacked(Block(w[2:]), 2)}
         return StackedPattern(kinds, pattern, LENGTH).fold(x, remat=False)
 
     def plain(order):
-        return lambda w: functools.reduce(lambda x, i: Product(w[i])(x), order, x)
+        return lambda w: functools.reduce(lambda x, i: Block(w[i])(x), order, x)
 
     folds = {
-        name: lambda w, policy=policy: Stacked(Product(w), LENGTH).fold(x, remat=policy)
+        name: lambda w, policy=policy: Stacked(Block(w), LENGTH).fold(x, remat=policy)
         for name, policy in POLICIES.items()
     }
-    folds["until"] = lambda w: sr.fold(lambda x, w: Product(w)(x), LENGTH, until=lambda x: x.sum() > 99)(x, w)
+    folds["until"] = lambda w: sr.fold(lambda x, w: Block(w)(x), LENGTH, until=lambda x: x.sum() > 99)(x, w)
 
     def product(fold):
         return jax.jvp(jax.grad(lambda w: jnp.sum(fold(w) ** 2)), (w,), (jnp.cos(w),))[1]

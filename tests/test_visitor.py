@@ -23,7 +23,7 @@ from stacked_remat import (
 )
 from stacked_remat._placement import compiled_for
 
-from .blocks import POLICIES, assert_close as close, looped, policies, with_remat3
+from .blocks import POLICIES, Tanh, assert_close as close, looped, policies, with_remat3
 from .random_arrays import normal
 
 N = 5
@@ -166,32 +166,17 @@ def matrices(seed=0, layers=N, size=4):
     return jax.random.normal(jax.random.key(seed), (layers, size, size)) / size
 
 
-def layer_fn(x, weight):
-    return x + jnp.tanh(x @ weight)
-
-
-class Matrix(eqx.Module):
-    weight: jax.Array
-
-    def __call__(self, x):
-        return layer_fn(x, self.weight)
-
-
 def sgd(visit, state):
     carry, gradient, *_ = visit.vjp()
-    return LayerResult(carry, Matrix(visit.layer.weight - 0.1 * gradient.weight), state=state)
-
-
-def loop(weights, x):
-    return functools.reduce(layer_fn, weights, x)
+    return LayerResult(carry, Tanh(visit.layer.weight - 0.1 * gradient.weight), state=state)
 
 
 def gradient_of(weights, x):
-    return jax.jit(jax.grad(lambda weights: jnp.sum(loop(weights, x))))(weights)
+    return jax.jit(jax.grad(lambda weights: jnp.sum(looped(map(Tanh, weights), x))))(weights)
 
 
 def fold_vjp(weights, x, remat):
-    return Stacked(Matrix(weights), len(weights)).fold_vjp(x, remat=remat)
+    return Stacked(Tanh(weights), len(weights)).fold_vjp(x, remat=remat)
 
 
 def test_models_side_by_side_and_eager_calls():
@@ -285,7 +270,7 @@ class Slice(eqx.Module):
 
     def __call__(self, x):
         weight = LayerStack.of(self.weight)
-        return layer_fn(x, weight.stack[:, :, :4][weight.layer_index])
+        return Tanh(weight.stack[:, :, :4][weight.layer_index])(x)
 
 
 class Inner(eqx.Module):
@@ -415,10 +400,6 @@ class TestRefused:
                 ),
                 layer_state=states,
             )
-        with pytest.raises(
-            TypeError, match="The cotangent of the carry\\[0\\] given to sweep_back is a value of type str"
-        ):
-            sweep_back.func((("oops", None), None), sgd)
         with pytest.raises(ValueError, match="a pair of cotangents"):
             sweep_back.func(jnp.zeros(()), sgd)
         with pytest.raises(

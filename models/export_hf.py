@@ -32,8 +32,10 @@ from stacked_remat.training.errors import without_credentials
 from stacked_remat.training.progress import lasting_console
 
 
-def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
+def export(found: FoundModel, out: Path, *, adapters: bool = False, public: bool = False) -> None:
     """Writes a model, or its adapters alone, to a new folder, with a model card.
+
+    Adapters name their base, unless that is a folder here and they are for the public.
 
     Cost: that of reading it, and the host memory of one file; adapters are merged in place.
     """
@@ -43,7 +45,8 @@ def export(found: FoundModel, out: Path, *, adapters: bool = False) -> None:
     model = Placement.of(found.run).read_model(found, found.config.compute_dtype)
     card = model_card(found, out.name, "adapter" if adapters else "finetune")
     if adapters:
-        save_adapters(out, model, base_model=found.base_name)
+        hidden = public and _is_local(found.base_name or "")
+        save_adapters(out, model, base_model=None if hidden else found.base_name)
         (out / "README.md").write_text(card, encoding="utf-8")
     else:
         write_decoder(out, merge_lora(model, donate=True), fields=fields, texts={**texts, "README.md": card})
@@ -106,7 +109,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
             raise ConfigError(f"--push_to_hub {name!r} is no OWNER/NAME of the Hub.")
         check_new_folder(options.out)
         found = model_of_arguments(options)
-        export(found, options.out, adapters=options.adapters)
+        export(found, options.out, adapters=options.adapters, public=name is not None)
         show(escaped(f"wrote {options.out}"))
         if options.adapters and found.base is not None and found.base.run is not None:
             show(escaped(f"for PEFT, export {found.base.name} too, and name that folder in {ADAPTER_CONFIG}"))

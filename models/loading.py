@@ -34,7 +34,7 @@ def model_of_arguments(options: argparse.Namespace) -> FoundModel:
     try:
         assert found.ends
     except DataError as error:
-        key = "data.tokenizer" if options.tokenizer is None else "--tokenizer"
+        key = "data.tokenizer" if found.run and options.tokenizer is None else "--tokenizer"
         raise DataError(str(error).replace("data.tokenizer", key)) from error
     return found
 

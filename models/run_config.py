@@ -262,13 +262,8 @@ class FoundModel:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer, with the date of the run, or of today, in chats."""
-        if not self.tokenizer_name:
-            raise FileNotFoundError(
-                f"There is no tokenizer.json in {self.root}. Name a tokenizer with --tokenizer: a folder, a "
-                f"file, a name on the Hugging Face Hub, or byte for UTF-8 bytes."
-            )
         date = (self.run and self.run.data.chat_date) or str(datetime.date.today())
-        return load_tokenizer(self.tokenizer_name, date, rows=self.Vocab.size)
+        return load_tokenizer(self.tokenizer_name or str(self.root), date, rows=self.Vocab.size)
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:

@@ -90,8 +90,8 @@ def read_hf_config(root: Path) -> tuple[DecoderConfig, int]:
     path = root / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no config.json in {root}, which would describe the weights beside it. Nor is it a run "
-            f"folder, which has checkpoints/ in it, or a folder of adapters, which has adapter_config.json."
+            f"{root} has no config.json, as beside weights, no adapter_config.json, as of adapters, and no "
+            f"checkpoints/, as in a run folder: name that for one of its checkpoints, and the --step."
         )
     document = read_json(path)
     try:

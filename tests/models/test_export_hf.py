@@ -170,7 +170,7 @@ def test_a_model_other_than_that_of_the_folder_is_refused(workplace, capsys, mor
 
 def test_what_cannot_be_exported_is_named(workplace, tmp_path):
     status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out")
-    assert status == 1 and "Nor is it a run folder, which has checkpoints/" in shown
+    assert status == 1 and "as in a run folder: name that" in shown
     status, shown = export("--run_dir", tmp_path, "--out", workplace)
     assert status == 1 and "is not an empty folder" in shown
     status, shown = export("--run_dir", tmp_path, "--out", tmp_path / "out", "--push_to_hub", "me/a/b")
@@ -273,7 +273,7 @@ def hub(monkeypatch):
         server.shutdown()
 
 
-def test_an_export_is_pushed_with_a_card(finished, hub, tmp_path, monkeypatch):
+def test_an_export_is_pushed_with_a_card(finished, adapted, hub, tmp_path, monkeypatch):
     options = ("--run_dir", finished, "--push_to_hub", "me/tiny")
     status, shown = export(*options, "--out", tmp_path / "tiny", "--private")
     assert status == 0 and "pushed " in shown
@@ -286,6 +286,8 @@ def test_an_export_is_pushed_with_a_card(finished, hub, tmp_path, monkeypatch):
     assert f"- held_out_after: {json.dumps(result['held_out_after'])}" in text
     config = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert config["model"]["type"] == "qwen3_moe"
+    status, _ = export("--run_dir", adapted, "--adapters", *options[2:], "--out", tmp_path / "adapters")
+    assert status == 0 and json.loads(hub["files"]["adapter_config.json"])["base_model_name_or_path"] is None
     monkeypatch.setenv("HF_TOKEN", "another")
     status, shown = export(*options, "--out", tmp_path / "again")
     assert status == 1 and "could not be uploaded to me/tiny" in shown and "hf auth login" in shown

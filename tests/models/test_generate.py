@@ -302,6 +302,7 @@ def test_chats_have_the_date_of_the_run(folders, monkeypatch):
         ),
         (("--run_dir", "{run}", "--prompt", "a", "--seed", "9223372036854775808"), "--seed must be from"),
         (("--model", "{exported}", "--step", "2", "--prompt", "a"), "--step has no effect with"),
+        (("--model", "{run}/checkpoints", "--prompt", "a"), "as in a run folder: name that"),
         (("--model", "{spoken}", "--prompt", ""), "no token that begins a text"),
         (("--model", "{exported}", "--tokenizer", "{large}", "--prompt", "a"), "Use the model's own token"),
         (("--model", "{spoken}", "--tokenizer", "{large}", "--prompt", "a <far>"), "A text has <far> ("),

@@ -125,7 +125,7 @@ def test_unsupported_fields_are_refused(fields, message):
 
 
 def test_errors_name_the_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no config.json"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(WeightsError, match="config.json holds a list; a JSON object was expected"):

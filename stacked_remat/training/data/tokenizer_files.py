@@ -91,7 +91,7 @@ def _files(name: str) -> dict[str, Path]:
     if _TOKENIZER not in found:
         raise DataError(
             f"data.tokenizer = {name!r} has no {_TOKENIZER}. Convert older kinds of tokenizers with "
-            f"transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+            f"transformers, AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER), and name that folder."
         )
     return found
 

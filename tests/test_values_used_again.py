@@ -22,11 +22,11 @@ from stacked_remat import (
     shared,
     tiled,
 )
-from stacked_remat.ops import chunked_cross_entropy, grouped_experts
+from stacked_remat.ops import chunked_cross_entropy
 
 from .blocks import assert_close
 
-LAYERS, EMBED, EXPERT, VOCAB = hax.make_axes(layers=4, embed=3, expert=2, vocab=5)
+LAYERS, EMBED, VOCAB = hax.make_axes(layers=4, embed=3, vocab=5)
 weights = jax.random.normal(jax.random.key(0), (LAYERS.size, EMBED.size))
 x = jnp.array([0.1, 0.2, 0.3])
 
@@ -54,19 +54,6 @@ def tiles(weights, x):
     return jnp.sum(of_tile(x))
 
 
-def experts(weights, x):
-    choices = jnp.array([[0], [1], [1], [0]])
-    rows = grouped_experts(
-        lambda weight, rows, gates: jnp.sin(rows * weight[None, :]) * gates[:, None],
-        weights[:2],
-        EXPERT,
-        jnp.outer(weights[:, 0], x),
-        choices,
-        jnp.ones((4, 1)),
-    )
-    return jnp.sum(jnp.cos(rows))
-
-
 def cross_entropy(weights, x):
     head = hax.named(jnp.outer(x, jnp.arange(5.0)), (EMBED, VOCAB))
     hidden = hax.named(weights, (LAYERS, EMBED))
@@ -80,7 +67,6 @@ FUNCTIONS = {
     "first_layers": folded(ScanCheckpointPolicy(first_layers=2, max_carries=3)),
     "pattern": pattern,
     "tiles": tiles,
-    "experts": experts,
     "cross_entropy": cross_entropy,
 }
 

@@ -215,9 +215,7 @@ def test_an_error_of_the_compiler_is_a_reason_and_raised_where_no_policy_compile
 
 
 @pytest.mark.parametrize("search", [compare, functools.partial(plan, budget="1GiB")])
-def test_what_makes_no_function_of_a_policy_and_a_policy_in_place_of_a_list(search):
-    with pytest.raises(TypeError, match="got bool. plan and compare take what makes it of a policy"):
-        search(lambda remat: remat, *blocks_and_input(), candidates=[True])
+def test_a_policy_in_place_of_a_list(search):
     with pytest.raises(TypeError, match=r"list of policies; got 'nested'. For one write \[policy\]"):
         search(Counting(), *blocks_and_input(), candidates="nested")
 
@@ -302,11 +300,9 @@ def test_candidates_are_tried_with_weights_on_the_host_where_none_fits(the_host_
         planned(budget=1, streamed=streamed, **options)
 
 
-@pytest.mark.parametrize(
-    "count, error", [("x", TypeError), (2.0, TypeError), (True, TypeError), (0, ValueError)]
-)
-def test_the_number_of_layers_is_checked_before_anything_is_compiled(count, error):
+@pytest.mark.parametrize("count", ["x", 2.0, True])
+def test_the_number_of_layers_is_checked_before_anything_is_compiled(count):
     fn_of_policy = Counting()
-    with pytest.raises(error, match="layers is the number of"):
+    with pytest.raises(TypeError, match="layers is the number of"):
         plan(fn_of_policy, *blocks_and_input(), budget="1GiB", layers=count)
     assert not fn_of_policy.asked

@@ -21,14 +21,6 @@ from ..blocks import assert_close
 from ..random_arrays import normal
 
 Batch, KVHeads, Group, HeadDim = Axis("batch", 2), Axis("kv", 2), Axis("group", 2), Axis("dim", 4)
-OPTIONS = {
-    "documents": {},
-    "window": {"window": 3},
-    "in blocks": {"window": 7},
-    "exact": {"backend": "exact"},
-    "splash": {},
-    "splash with a window": {"window": 150},
-}
 
 
 def arguments(length):
@@ -42,22 +34,23 @@ def arguments(length):
 
 
 @pytest.mark.parametrize(
-    ("option", "length", "mapping"),
+    ("options", "block", "length", "mapping"),
     [
-        ("documents", 16, {"pos": "data"}),
+        ({}, None, 16, {"pos": "data"}),
         # 3 positions a device, which are no equal strips for 4
-        pytest.param("window", 12, {"pos": "data"}, marks=pytest.mark.deep),
-        pytest.param("in blocks", 32, {"batch": "model", "pos": "data"}, marks=pytest.mark.deep),
-        pytest.param("exact", 16, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
-        ("splash with a window", 512, {"batch": "data", "kv": "heads", "pos": "model"}),
-        pytest.param("splash", 2048, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
+        pytest.param({"window": 3}, None, 12, {"pos": "data"}, marks=pytest.mark.deep),
+        pytest.param({"window": 7}, 2, 32, {"batch": "model", "pos": "data"}, marks=pytest.mark.deep),
+        pytest.param({"backend": "exact"}, None, 16, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
+        ({"window": 150}, 128, 512, {"batch": "data", "kv": "heads", "pos": "model"}),
+        pytest.param({}, 128, 2048, {"pos": ["data", "model"]}, marks=pytest.mark.deep),
     ],
+    ids=str,
 )
-def test_values_and_gradients_are_those_of_one_device(option, length, mapping, monkeypatch):
-    if option == "in blocks":
-        monkeypatch.setattr(attention, "_BLOCKS", (2, 2))
-    if is_splash := option.startswith("splash"):
-        monkeypatch.setattr(attention, "_BLOCKS", (128, 128))
+def test_values_and_gradients_are_those_of_one_device(options, block, length, mapping, monkeypatch):
+    """With blocks of 128 positions by the splash kernels."""
+    if block is not None:
+        monkeypatch.setattr(attention, "_BLOCKS", (block, block))
+    if is_splash := block == 128:
         monkeypatch.setitem(BACKENDS, "blockwise", Backend(splash_kernel(interpret=True)))
     Pos, args, documents = arguments(length)
 
@@ -65,8 +58,8 @@ def test_values_and_gradients_are_those_of_one_device(option, length, mapping, m
     def found(args, documents, backend="auto"):
         def loss(args):
             query, key, value, sinks = args
-            options = {"documents": documents, "sinks": sinks, "backend": backend} | OPTIONS[option]
-            attended = causal_attention(query, key, value, Pos, KVHeads, HeadDim, **options)
+            given = {"documents": documents, "sinks": sinks, "backend": backend} | options
+            attended = causal_attention(query, key, value, Pos, KVHeads, HeadDim, **given)
             return hax.sum(attended**2).scalar(), attended
 
         return jax.value_and_grad(loss, has_aux=True)(args)

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from stacked_remat import ScanCheckpointPolicy
+from stacked_remat._policy import resolve_policy
 from stacked_remat.training import check_remat, remat_policy
 from stacked_remat.training.remat import remat_entry
 
@@ -11,20 +12,6 @@ PRESETS = {
     "frugal": ScanCheckpointPolicy(nested=3),
     "kept": ScanCheckpointPolicy(save_block_internals=["a"]),
 }
-
-
-@pytest.mark.parametrize(
-    ("value", "policy"),
-    [
-        (True, ScanCheckpointPolicy()),
-        (False, ScanCheckpointPolicy(save_block_internals=True)),
-        ("nested", ScanCheckpointPolicy(nested=True)),
-        ({"nested": 3}, ScanCheckpointPolicy(nested=3)),
-        ({"save_block_internals": ["a"]}, ScanCheckpointPolicy(save_block_internals=["a"])),
-    ],
-)
-def test_remat_is_an_alias_or_the_fields_of_a_policy(value, policy):
-    assert remat_policy(value) == policy
 
 
 @pytest.mark.parametrize(
@@ -46,16 +33,16 @@ def test_other_entries_are_refused(value, message):
 @pytest.mark.parametrize(
     "policy",
     [
-        ScanCheckpointPolicy(),
+        *(True, False, "nested", ScanCheckpointPolicy()),
         ScanCheckpointPolicy(nested=3, save_block_internals=["a", "b"]),
         ScanCheckpointPolicy(nested=True, save_carries="offload", first_layers=3),
     ],
     ids=str,
 )
-def test_the_entry_of_a_policy_is_read_back(policy):
+def test_the_entry_of_a_policy_is_an_alias_or_fields_and_is_read_back(policy):
     entry = yaml.safe_load(yaml.safe_dump(remat_entry(policy)))
-    assert remat_policy(entry) == policy
-    assert remat_entry("nested") == "nested" and remat_entry(False) is False
+    assert remat_policy(entry) == resolve_policy(policy)
+    assert entry == policy or isinstance(policy, ScanCheckpointPolicy)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +65,5 @@ def test_a_preset_is_named_like_an_alias():
     assert remat_policy("frugal", PRESETS) == PRESETS["frugal"]
     assert check_remat("frugal", None, None, PRESETS) == PRESETS["frugal"]
     assert remat_policy("nested", PRESETS) == ScanCheckpointPolicy(nested=True)
+    fields = {"nested": 3, "save_block_internals": ["a"]}
+    assert remat_policy(fields) == ScanCheckpointPolicy(**fields)

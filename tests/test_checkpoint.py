@@ -23,16 +23,11 @@ from stacked_remat import (
     internals_are_saved,
 )
 
-from .blocks import Hidden, quick_jit
+from .blocks import Hidden, looped, quick_jit
 from .jaxprs import equations_of
+from .test_checkpoint_composition import X, close, layer
 
-close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
-X, W = jax.random.normal(jax.random.key(0), (8, 4)), jax.random.normal(jax.random.key(1), (4, 4)) / 2
-
-
-def layer(x, w):
-    hidden = checkpoint_name(jnp.sin(x @ w), "hidden")
-    return x + checkpoint_name(jnp.tanh(hidden), "activation") @ w
+W = jax.random.normal(jax.random.key(1), (4, 4)) / 2
 
 
 class Block(eqx.Module):
@@ -170,12 +165,7 @@ def chain(run, depth):
 
 
 def in_a_loop(around):
-    def run(layers, x):
-        for layer in layers:
-            x = around(layer)(x)
-        return x
-
-    return run
+    return lambda layers, x: looped(map(around, layers), x)
 
 
 @functools.cache
@@ -243,13 +233,13 @@ def test_a_sequential_with_state_and_keys():
     def cut(remat):
         return lambda layers, x, state, keys: BlockSeq.of(layers, remat=remat).fold(x, state, key=keys)
 
-    def looped(layers, x, state, keys):
-        for layer, key in zip(BlockSeq.of(layers), keys, strict=True):
-            x, state = layer(x, state, key=key)
+    def in_turn(layers, x, state, keys):
+        for block, key in zip(BlockSeq.of(layers), keys, strict=True):
+            x, state = block(x, state, key=key)
         return x, state
 
     policies = ScanCheckpointPolicy(nested=3), ScanCheckpointPolicy(max_carries=2)
-    wanted, *found = quick_jit(lambda: [gradient(run) for run in (looped, *map(cut, policies))])()
+    wanted, *found = quick_jit(lambda: [gradient(run) for run in (in_turn, *map(cut, policies))])()
     for result in found:
         jax.tree.map(close, result, wanted)
 

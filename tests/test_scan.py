@@ -52,14 +52,6 @@ class TestOptionsOfMap:
 
         assert kept(True) == 1 and kept(False) == 3
 
-    def test_is_mapped_shares_what_it_refuses(self, data):
-        run = map(
-            lambda x, table: hax.sum(x).array * jnp.sum(table),
-            Time,
-            is_mapped=lambda leaf: isinstance(leaf, hax.NamedArray),
-        )
-        np.testing.assert_allclose(run(data, jnp.ones((9, 4))), 36.0 * data.array.sum((1, 2)), rtol=1e-5)
-
 
 @pytest.mark.parametrize("remat", ["nested", ScanCheckpointPolicy(first_layers=2)])
 def test_only_true_unrolls_a_sweep(data, remat):
@@ -123,14 +115,15 @@ def test_arguments_may_have_any_name(data, name):
     np.testing.assert_allclose(jnp.sum(parts), expected, rtol=1e-5)
 
 
-def test_is_scanned_shares_what_it_refuses(data):
-    def step(carry, x, table):
+def test_is_scanned_and_is_mapped_share_what_they_refuse(data):
+    def value(x, table):
         assert table.shape == (9, 4)
-        return carry + hax.sum(x).array + jnp.sum(table)
+        return hax.sum(x).array + jnp.sum(table)
 
-    total = fold(step, Time, is_scanned=lambda leaf: isinstance(leaf, hax.NamedArray))(
-        jnp.zeros(()), data, jnp.ones((9, 4))
-    )
+    mapped = map(value, Time, is_mapped=hax.is_named_array)(data, jnp.ones((9, 4)))
+    np.testing.assert_allclose(mapped, data.array.sum((1, 2)) + 36, rtol=1e-5)
+    step = fold(lambda carry, *args: carry + value(*args), Time, is_scanned=hax.is_named_array)
+    total = step(jnp.zeros(()), data, jnp.ones((9, 4)))
     np.testing.assert_allclose(total, data.array.sum() + 5 * 36, rtol=1e-5)
     shared = fold(lambda carry, x: carry + hax.sum(x).array, Time, is_scanned=False)(jnp.zeros(()), data)
     np.testing.assert_allclose(shared, 5 * data.array.sum(), rtol=1e-5)

@@ -1,6 +1,5 @@
 """Tests of adding, applying, selecting and merging adapters."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -122,20 +121,17 @@ def test_merging_sums_in_float32_and_rounds_once():
     np.testing.assert_array_equal(weight.array, wide.array.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_donated_weights_are_merged_in_place(plain):
-    if plain:
-        layers = plain_layers()
-        make = functools.partial(with_trained_adapters, layers, LoraConfig(2, 3.0, ("*.linear",)))
-    else:
-        make = adapted
+def plain_adapted():
+    return with_trained_adapters(plain_layers(), LoraConfig(2, 3.0, ("*.linear",)))
+
+
+@pytest.mark.parametrize("make", [adapted, plain_adapted])
+def test_donated_weights_are_merged_in_place(make):
     expected, given = merge_lora(make()), jax.tree.map(jnp.copy, make())
-    before = [
-        linear.wrapped.weight for linear in lora_linears(given).values() if isinstance(linear, LoraLinear)
-    ]
-    found = merge_lora(given, donate=True)
-    assert_equal(found, expected)
-    assert before and all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    linears = [linear for linear in lora_linears(given).values() if isinstance(linear, LoraLinear)]
+    before = jax.tree.leaves([linear.wrapped.weight for linear in linears])
+    assert_equal(merge_lora(given, donate=True), expected)
+    assert before and all(leaf.is_deleted() for leaf in before)
 
 
 def test_merging_in_place_takes_a_layer_and_not_the_weights():

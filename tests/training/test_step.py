@@ -88,11 +88,7 @@ def test_microbatches_give_the_update_of_the_whole_batch():
 
 
 def _row(batch, index):
-    return jax.tree.map(lambda leaf: leaf["batch", index : index + 1], batch, is_leaf=_named)
-
-
-def _named(node):
-    return isinstance(node, hax.NamedArray)
+    return jax.tree.map(lambda leaf: leaf["batch", index : index + 1], batch, is_leaf=hax.is_named_array)
 
 
 def diverging(model, batch):

@@ -55,14 +55,15 @@ def _scored(model: Any, batch: TokenBatch, direction: Any, *, trainable: Any) ->
     return ghost.grad_dot(model, token_means, batch, direction=direction, trainable=trainable)
 
 
-SMALL = tuple(itertools.product(("dense", "experts"), ("all", "adapters")))
+SMALL = [(*named, 8, 1024) for named in itertools.product(("dense", "experts"), ("all", "adapters"))]
+SMALL.append(("experts", "all", 4, 2048))
 
 
 @benchmark("ghost_memory_{target}")
 def main(target: str = "h200", tokens: int = 65_536, examples: tuple[int, ...] = (1, 8)) -> Rows:
     """What a step takes with and without scores; so many `examples` share the tokens of the large model."""
     cases = [("Qwen3-30B-A3B", "adapters", large, count, tokens // count) for count in examples]
-    cases += [(*named, functools.partial(small, *named), 8, 1024) for named in SMALL]
+    cases += [(of, trained, functools.partial(small, of, trained), *shape) for of, trained, *shape in SMALL]
     for layers, trained, make, count, length in cases:
         model, trainable = eqx.filter_eval_shape(make)
         batch = eqx.filter_eval_shape(random_batch, count, length, Vocab.size)

@@ -169,9 +169,8 @@ class _Report:
         outputs: RunOutputs,
         position: Position | None,
     ):
-        self.before = {} if position is None else position.held_out_before
-        self.after = {} if position is None else position.held_out_after
-        self.skipped = 0 if position is None else position.skipped
+        begun = Position(0, {}, {}, {}) if position is None else position
+        self.before, self.after, self.skipped = begun.held_out_before, begun.held_out_after, begun.skipped
         self._config, self._evaluators, self._outputs = config, evaluators, outputs
         self._schedule, self._clock = jax.jit(schedule), Clock()
         self._seconds_at_peak: float | None = None

@@ -51,7 +51,7 @@ def test_a_benchmark_writes_its_rows(command, name, rows, tmp_path, monkeypatch,
     adapted = tmp_path / "adapted.yaml"
     adapted.write_text(CONFIG.with_name("qwen3_moe_65k_cpu.yaml").read_text() + "lora: {rank: 2}\n")
     monkeypatch.setattr("benchmarks.ghost.CONFIG", adapted)
-    monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters")])
+    monkeypatch.setattr("benchmarks.ghost.SMALL", [("experts", "adapters", 8, 1024)])
     monkeypatch.setattr("benchmarks.attention_layer.matmul_peak", lambda: 1.0)
     monkeypatch.chdir(tmp_path)
     module, *arguments = command.split(" ")

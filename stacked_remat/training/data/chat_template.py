@@ -150,10 +150,9 @@ class ChatTemplate:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
+    environment = _environment()
     try:
-        return _environment().from_string(source)
-    except DataError:
-        raise
+        return environment.from_string(source)
     except Exception as error:  # Jinja also evaluates constants while it compiles
         raise DataError(
             f"The tokenizer's chat template is not valid Jinja, line {getattr(error, 'lineno', 1)}: "

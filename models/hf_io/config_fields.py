@@ -297,9 +297,12 @@ DECODER_FIELDS: FieldTable = {
 
 def _scaling(section: Mapping[str, Any], longest: int, original: int | None = None) -> RotaryScaling | None:
     """The scaling of `rope_parameters` or `rope_scaling`; `original` is a length beside them."""
-    fields = {name: value for name, value in section.items() if name != "rope_theta"}
+    kind = section.get("rope_type", section.get("type", "default"))
+    fields = {name: value for name, value in section.items() if name not in ("rope_theta", "finetuned")}
+    if original is not None and kind not in ("default", "linear"):
+        fields["original_max_position_embeddings"] = original
     try:
-        scaling = rotary_from_hf(fields, max_position_embeddings=longest, original=original)
+        scaling = rotary_from_hf(fields, max_position_embeddings=longest)
     except ValueError as error:
         raise ValueError(f"rope_scaling is {shown(fields)}: {printable(str(error))}") from error
     return None if isinstance(scaling, DefaultRotary) else scaling

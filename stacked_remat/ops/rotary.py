@@ -181,16 +181,13 @@ _SCALINGS: dict[str, type[RotaryScaling]] = {
 }
 
 
-def rotary_from_hf(
-    parameters: Mapping[str, Any] | None, *, max_position_embeddings: int, original: int | None = None
-) -> RotaryScaling:
+def rotary_from_hf(parameters: Mapping[str, Any] | None, *, max_position_embeddings: int) -> RotaryScaling:
     """The scaling of a Hugging Face config.
 
     Args:
         parameters: `rope_scaling` of `config.json`, or `rope_parameters` of newer ones without its
             `rope_theta`; None for none. `rope_type` may have its older name `type`.
         max_position_embeddings: of the same config; the default of the original length.
-        original: `original_max_position_embeddings` beside `parameters`, which comes before that in them.
 
     Raises:
         ValueError: a `rope_type` that is not supported, or an unknown or missing field; names it.
@@ -203,8 +200,7 @@ def rotary_from_hf(
         raise ValueError("partial_rotary_factor is not supported: all coordinates of a head are rotated.")
     fields = {field.name: field for field in dataclasses.fields(_SCALINGS[rope_type])}
     if "original_max_position_embeddings" in fields:
-        inner = given.get("original_max_position_embeddings", max_position_embeddings)
-        given["original_max_position_embeddings"] = inner if original is None else original
+        given.setdefault("original_max_position_embeddings", max_position_embeddings)
     if rope_type == "yarn":
         given = _yarn_fields(given, max_position_embeddings)
     if unknown := sorted(given.keys() - fields):
@@ -231,7 +227,6 @@ def _yarn_fields(fields: dict[str, Any], max_position_embeddings: int) -> dict[s
     # It replaces zeros by its defaults, and ignores one of the two scales alone.
     zeros = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     fields = {name: value for name, value in fields.items() if value or name not in zeros}
-    fields.pop("finetuned", None)
     if "attention_factor" in fields or not {"mscale", "mscale_all_dim"} <= fields.keys():
         fields = {name: value for name, value in fields.items() if name not in ("mscale", "mscale_all_dim")}
     original = fields["original_max_position_embeddings"]

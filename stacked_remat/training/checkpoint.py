@@ -276,7 +276,11 @@ def _read(state: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The arrays of a checkpoint that have these names, in the shardings of `wanted`."""
     import orbax.checkpoint as ocp
 
-    targets = {name: _target(array) for name, array in wanted.items()}
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    targets = {
+        name: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=getattr(one, "sharding", None) or default)
+        for name, one in wanted.items()
+    }
     arguments = ocp.args.PyTreeRestore(
         item=targets,
         restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
@@ -300,10 +304,3 @@ def _kept(config: CheckpointConfig) -> Any:
     if config.keep_every_steps is not None:
         policies.append(managers.EveryNSteps(config.keep_every_steps))
     return managers.AnyPreservationPolicy(policies)
-
-
-def _target(array: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(array, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

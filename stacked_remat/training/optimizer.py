@@ -7,6 +7,7 @@ import haliax.nn as hnn
 import jax
 import optax
 from haliax import NamedArray
+from haliax.util import ensure_tuple
 
 from . import optimizer_config as configs
 from .precision import in_float32
@@ -152,10 +153,7 @@ def _matrix_of(linear: Any) -> optax.contrib.MuonDimensionNumbers | None:
     if not isinstance(linear.weight, NamedArray):  # Equinox: [..., out, in]
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     names = [axis.name for axis in linear.weight.axes]
-    ends = [
-        tuple(axis.name for axis in (spec if isinstance(spec, tuple) else (spec,)))
-        for spec in (linear.In, linear.Out)
-    ]
+    ends = [tuple(axis.name for axis in ensure_tuple(spec)) for spec in (linear.In, linear.Out)]
     if not all(ends) or _VOCABULARY in ends[0] + ends[1]:
         return None
     rows, columns = (tuple(names.index(name) for name in end) for end in ends)

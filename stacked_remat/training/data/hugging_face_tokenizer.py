@@ -62,15 +62,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.begin = vocabulary.get(specials.get("bos_token", ""))
         self._begin = self.begin if config.get("add_bos_token") else None
         self._template = None if template is None else ChatTemplate(template, specials, chat_date)
-        needed = {*self._tokenizer.get_vocab(with_added_tokens=False).values(), self.begin, self.end}
-        self._beyond = {
-            token: text
-            for text, token in vocabulary.items()
-            if rows is not None and token >= rows and token not in needed
-        }
-        self.vocab_size = 1 + max({*vocabulary.values()} - self._beyond.keys())
+        every, core = {*vocabulary.values()}, self._tokenizer.get_vocab(with_added_tokens=False).values()
+        kept = {token for token in every if rows is None or token < rows} | {*core, self.begin or 0, self.end}
+        self.vocab_size = 1 + max(kept)
         parts = [definition, self._begin, self.end, template, specials]
-        parts += filter(None, (chat_date, [*self._beyond]))
+        parts += filter(None, (chat_date, rows if kept < every else None))
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> Tokens:
@@ -100,8 +96,9 @@ class HuggingFaceTokenizer(Tokenizer):
         ]
 
     def _array(self, tokens: Sequence[int]) -> Tokens:
-        if beyond := self._beyond and self._beyond.keys() & tokens:
-            names = ", ".join(f"{self._beyond[token]} ({token})" for token in sorted(beyond))
+        if max(tokens, default=0) >= self.vocab_size:
+            beyond = sorted({token for token in tokens if token >= self.vocab_size})
+            names = ", ".join(f"{self._tokenizer.id_to_token(token)} ({token})" for token in beyond)
             raise DataError(
                 f"A text has {names}, and the embedding of the model has no row for it. Leave it out of the "
                 f"text, or use a model that has one."

@@ -277,7 +277,6 @@ def marks(trained: Any) -> Any:
 
 
 def _after(state: TrainState, trained: Any, optimizer_state: Any) -> TrainState:
-    """The state one step later."""
     return dataclasses.replace(
         state,
         step=state.step + 1,

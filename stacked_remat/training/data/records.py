@@ -144,7 +144,6 @@ _READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
 
 
 def _content(fields: Any, how: SourceConfig) -> str | list[Message]:
-    """The text or chat of a JSON object or a row."""
     if not isinstance(fields, dict):
         raise _Malformed(f"holds {type(fields).__name__}, not an object with keys: write one object a line")
     text, messages = fields.get(how.text_key), fields.get(how.messages_key)

@@ -138,7 +138,6 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
 
 
 def _build(request: CacheRequest, folder: Path, progress: ConsoleProgress, save_tokens: int) -> None:
-    """Tokenizes what is not in the cache yet."""
     state = _read_state(folder, request)
     if state.complete:  # another process did
         return
@@ -175,8 +174,6 @@ def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterat
 
 
 class _Writer:
-    """Appends documents to the files of a cache."""
-
     def __init__(self, request: CacheRequest, folder: Path, state: CacheState, files: contextlib.ExitStack):
         self._request, self._folder, self._state = request, folder, state
         self._files = {

@@ -147,12 +147,14 @@ def test_without_jit_no_step_runs_after_the_last():
     steps = []
 
     def step(x):
-        steps.append(float(x))
-        return 2 * x, x
+        jax.debug.callback(lambda x: steps.append(float(x)), x)
+        return 2 * x, x > 0
 
+    run = sr.scan(step, 6, until=lambda x: x > 3)
     with jax.disable_jit():
-        x, ys = sr.scan(step, 6, until=lambda x: x > 3)(1.0)
-    assert (float(x), ys.tolist(), steps) == (4.0, [1.0, 2.0, 0, 0, 0, 0], [1.0, 2.0])
+        x, ys = run(1.0)
+    assert (float(x), ys.tolist(), steps) == (4.0, [True] * 2 + [False] * 4, [1.0, 2.0])
+    assert_close(run(1.0), (x, ys))
 
 
 @pytest.mark.parametrize(("policy", "most"), [(True, 2), ("nested", 3), ("max_carries", 5)])

@@ -147,7 +147,7 @@ def _unless_done(
     """Once it is done, the carry stays as it is, and outputs are zeros."""
     done, first, carry = state
     carry = jax.tree.map(functools.partial(_choose, done), carry, new_carry)
-    y = jax.tree.map(lambda leaf: _choose(done, 0, leaf), y)
+    y = jax.tree.map(lambda leaf: _choose(done, jnp.zeros_like(leaf), leaf), y)
     return (done | _is_done(until, carry), first, carry), y
 
 

@@ -169,9 +169,7 @@ class Checkpoints:
             code = _SYSTEM_ERROR.search(str(error))
             number = error.errno if isinstance(error, OSError) else code and int(code.group(1))
             reason = os.strerror(number) if number else error
-            problem = (
-                f"Can't write the checkpoint of step {self._saving}: {reason}. Earlier ones are unchanged"
-            )
+            problem = f"Can't write the checkpoint of step {self._saving}: {reason}. Earlier ones are whole"
             raise OSError(number or errno.EIO, problem, str(self.folder)) from error
 
 

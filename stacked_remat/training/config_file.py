@@ -108,10 +108,9 @@ class _Decoder:
             config_class = self._chosen(registry, tree, at)
         hints, fields = typing.get_type_hints(config_class), dataclasses.fields(config_class)
         valid = [field.name for field in fields]
-        for key in tree:
-            if key not in valid:
-                meant = self._meant(key, registry, valid)
-                raise ConfigError(f"Unknown key {self._named(below + key)}.{meant}")
+        if unknown := [key for key in tree if key not in valid]:
+            meant = self._meant(unknown[0], registry, valid)
+            raise ConfigError(f"Unknown key {self._named(below + unknown[0])}.{meant}")
         values = {key: self.value(hints[key], own, below + key) for key, own in tree.items()}
         for field in fields:
             required = field.default is field.default_factory is dataclasses.MISSING
@@ -191,14 +190,13 @@ class _Decoder:
     def _chosen(self, registry: Any, keys: dict[str, Any], at: str) -> Any:
         """The class that a section's `type` names; takes that key out of `keys`."""
         choices = registry.get_known_choices()
+        valid = ", ".join(choices)
         chosen = keys.pop("type") if "type" in keys else registry.default_choice_name()
         if chosen is None:
-            raise ConfigError(f"{self._named(at)} lacks the key `type`. Known types: {', '.join(choices)}.")
+            raise ConfigError(f"{self._named(at)} lacks the key `type`. Known types: {valid}.")
         if not isinstance(chosen, str) or chosen not in choices:
             hint = did_you_mean(str(chosen), choices)
-            raise ConfigError(
-                f"{self._named(f'{at}.type')} is {chosen!r}.{hint} Valid: {', '.join(choices)}."
-            )
+            raise ConfigError(f"{self._named(f'{at}.type')} is {chosen!r}.{hint} Valid: {valid}.")
         return choices[chosen]
 
     def _meant(self, key: str, registry: Any, valid: list[str]) -> str:

@@ -11,18 +11,17 @@ _URL_BEGIN = re.compile(r"[A-Za-z][\w+.-]*://")
 _WEB = re.compile(r"https?://", re.IGNORECASE)
 
 
-class ConfigError(ValueError):
+class _WithoutCredentials(ValueError):
+    def __init__(self, message: str):
+        super().__init__(without_credentials(message))
+
+
+class ConfigError(_WithoutCredentials):
     """A config that can't be used; the message names the key, where it was written, and the fix."""
 
-    def __init__(self, message: str):
-        super().__init__(without_credentials(message))
 
-
-class DataError(ValueError):
+class DataError(_WithoutCredentials):
     """Data that can't be used; the message names the file, the line or row if there is one, and the fix."""
-
-    def __init__(self, message: str):
-        super().__init__(without_credentials(message))
 
 
 def without_credentials(text: str) -> str:

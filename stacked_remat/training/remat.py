@@ -14,9 +14,7 @@ RematEntry: TypeAlias = bool | Mapping[str, Any] | str
 RematPresets: TypeAlias = Mapping[str, ScanCheckpointPolicy]
 """A model's own policies by name; they name values inside its layers."""
 
-_ALIASES = [
-    name for part in get_args(ScanCheckpointSpec) if get_origin(part) is Literal for name in get_args(part)
-]
+_ALIASES = get_args(next(part for part in get_args(ScanCheckpointSpec) if get_origin(part) is Literal))
 
 NO_PRESETS: RematPresets = MappingProxyType({})
 

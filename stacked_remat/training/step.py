@@ -223,14 +223,10 @@ class TrainStep(eqx.Module):
         after = _after(state, trained, optimizer_state)
         if self.skip_nonfinite:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-            trained, optimizer_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old),
-                (after.trained, after.optimizer_state),
-                (state.trained, state.optimizer_state),
-            )
-            metrics["skips"] = jnp.where(finite, 0, state.skips + 1)
-            kept = {"trained": trained, "optimizer_state": optimizer_state, "skips": metrics["skips"]}
-            after = dataclasses.replace(after, **kept)
+            skipped = dataclasses.replace(state, step=after.step, skips=state.skips + 1)
+            both = (dataclasses.replace(each, frozen=None) for each in (after, skipped))
+            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), *both)
+            after, metrics["skips"] = dataclasses.replace(kept, frozen=state.frozen), kept.skips
         return self.shard(after), metrics, found
 
     def _of_microbatches(self, compute: Compute, batch: TokenBatch, trained: Any) -> tuple[Any, Metrics, Any]:

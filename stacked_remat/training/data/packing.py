@@ -188,9 +188,8 @@ class PackedDocuments:
         self.seq_len = seq_len
         self.num_documents = len(self._documents)
         self.num_counted = self._documents.num_counted
-        self.fingerprint = hashlib.sha256(
-            f"{self._documents.fingerprint} {packing} {seq_len}".encode()
-        ).hexdigest()
+        packed = f"{self._documents.fingerprint} {packing} {seq_len}"
+        self.fingerprint = hashlib.sha256(packed.encode()).hexdigest()
         self._separate = separate
         pack = _SplitPacking if packing == "split" else _pack_whole
         self._pieces = pack(self._documents.lengths - 1, seq_len)

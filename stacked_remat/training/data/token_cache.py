@@ -176,10 +176,9 @@ def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterat
 class _Writer:
     def __init__(self, request: CacheRequest, folder: Path, state: CacheState, files: contextlib.ExitStack):
         self._request, self._folder, self._state = request, folder, state
-        self._files = {
-            name: files.enter_context((folder / name).open("ab")) for name in state.layout(request)
-        }
+        self._files = {}
         for name, (count, dtype) in state.layout(request).items():
+            self._files[name] = files.enter_context((folder / name).open("ab"))
             self._files[name].truncate(count * np.dtype(dtype).itemsize)
 
     def add(self, group: Sequence[tuple[int, Record]]) -> CacheState:

@@ -125,8 +125,9 @@ def test_devices_that_stop_at_different_steps(check_vma):
     spec = jax.P("d"), jax.P()
 
     def last(x, scale):
-        grown = sr.fold(lambda x, s: 1.3 * x + s, N, remat="nested", until=lambda x: x > 2.5)
-        return grown(x, shared(scale))
+        options = {"remat": "nested", "until": lambda x: x > 2.5}
+        given = sr.fold(lambda x, s: 1.3 * x + s, N, **options)(x, shared(scale))
+        return given + sr.fold(lambda x: 1.2 * x + scale, N, **options)(x)
 
     def on_devices(xs, scale):
         def local(x, scale):
@@ -155,6 +156,10 @@ def test_without_jit_no_step_runs_after_the_last():
         x, ys = run(1.0)
     assert (float(x), ys.tolist(), steps) == (4.0, [True] * 2 + [False] * 4, [1.0, 2.0])
     assert_close(run(1.0), (x, ys))
+    assert sr.fold(lambda c: (2 * c[0], c[1]), 6, until=lambda c: c[0] > 3)((1.0, jnp.tanh)) == (
+        4.0,
+        jnp.tanh,
+    )
 
 
 @pytest.mark.parametrize(("policy", "most"), [(True, 2), ("nested", 3), ("max_carries", 5)])

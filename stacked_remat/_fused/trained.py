@@ -103,7 +103,6 @@ class Trained:
 
     @functools.cached_property
     def layers(self) -> list[TrainedLayers]:
-        """The layers of each kind with trained arrays."""
         stacks, trained, found = self.nodes(self.model), self.nodes(self.trained), []
         for i in self.names:
             for kind, own in trained[i]._stacks.items():

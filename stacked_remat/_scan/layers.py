@@ -21,7 +21,6 @@ from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
 from .._sweep.slots import Arrays
-from .._sweep.store import varying_alike
 from .._sweep.trace import UntracedLayer, trace_layers
 from .checks import axis_or_name
 from .layer_axis import Join, TreeLayout, split_kinds
@@ -167,10 +166,6 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
             return scan_layers(loop, init, arguments)
     remat, plain, stops = loop.policy.for_layers(axis.size), None, call.until is not None
     arrays, static = eqx.partition(call.first(init), eqx.is_array_like)
-    if stops:  # devices may run other steps, so gradients of what they share are summed after the loop
-        arrays, *own = varying_alike((arrays, *((kind.arrays, kind.shared) for kind in kinds)))
-        pairs = zip(kinds, own, strict=True)
-        kinds = [dataclasses.replace(kind, arrays=x, shared=y) for kind, (x, y) in pairs]
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
@@ -213,7 +208,6 @@ def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyT
 
 
 def _checkpointed(remat: Remat, carry_name: str, is_rolled: bool, layer: Callable) -> Callable:
-    """A layer of a plain scan."""
     if remat.kept == EVERYTHING:
         return layer
 

@@ -80,11 +80,11 @@ class Call:
         return init if self.until is None else (_is_done(self.until, init), init, init)
 
     def given(self, carry: PyTree) -> PyTree:
-        """The carry that a step is given: once it is done the first one, where the step has derivatives."""
+        """The carry that a step is given: once it is done the first one, at which a step usually can run."""
         if self.until is None:
             return carry
         done, first, carry = carry
-        return jax.tree.map(functools.partial(_choose, done), lax.stop_gradient(first), carry)
+        return jax.tree.map(functools.partial(_choose, done), _fixed(first), carry)
 
     def is_done(self, carry: PyTree) -> bool:
         """Whether it is known that no step is left."""
@@ -149,6 +149,10 @@ def _unless_done(
     carry = jax.tree.map(functools.partial(_choose, done), carry, new_carry)
     y = jax.tree.map(lambda leaf: _choose(done, jnp.zeros_like(leaf), leaf), y)
     return (done | _is_done(until, carry), first, carry), y
+
+
+def _fixed(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.stop_gradient(leaf) if eqx.is_array_like(leaf) else leaf, tree)
 
 
 def _choose(done: Array, at_end: PyTree, otherwise: PyTree) -> PyTree:

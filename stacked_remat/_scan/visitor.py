@@ -79,11 +79,9 @@ class KindTypes:
     y_tree: Any
 
     def layer(self, x: Arrays, shared: Arrays, *, cotangents: bool = False) -> PyTree:
-        """The arguments of a layer."""
         return self.layout.layer(x, shared[self.constants :], cotangents=cotangents)
 
     def stacked(self, xs: Arrays, shared: Arrays, *, cotangents: bool) -> PyTree:
-        """The arguments of all layers."""
         return self.layout.stacked(xs, shared[self.constants :], cotangents=cotangents)
 
 

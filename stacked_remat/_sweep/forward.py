@@ -71,7 +71,6 @@ def _forward_step(
 def forward(
     spec: SweepSpec, perturbed: Perturbed, init: Carry, xs: OfKinds, shared: OfKinds
 ) -> tuple[Carry, OfKinds, Checkpoints]:
-    """Sweep forward."""
     init = [on_mesh(jnp.asarray(leaf)) for leaf in init]  # which may be Python numbers
     first, schedule, on_host = spec.remat.first_layers, spec.remat.schedule, spec.remat.carries == "host"
     state, kept = _start(spec, init, xs), Checkpoints([], ran=jnp.int32(0) if spec.stops else None)

@@ -34,7 +34,6 @@ class Kind:
 
     @property
     def output_types(self) -> list[Any]:
-        """The types of a layer's outputs."""
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
 
     def with_layer(self, closed: ClosedJaxpr, shared: Arrays) -> "tuple[Kind, Arrays]":
@@ -43,7 +42,6 @@ class Kind:
         return replace(self, jaxpr=jaxpr), [*constants, *shared]
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        """Run one layer."""
         evaluate = _eval_with_seams if self.by_rules else eval_jaxpr
         outputs = evaluate(self.jaxpr, (), *self.constants, *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
@@ -90,12 +88,10 @@ class Pattern:
 
     @classmethod
     def of(cls, layers: Iterable[str], kinds: Iterable[str]) -> "Pattern":
-        """The pattern of layers of these kinds."""
         names = sorted(kinds)
         return cls(tuple(map(names.index, layers)), tuple(names))
 
     def layers_of(self, kind: int) -> list[int]:
-        """The indices of the layers of a kind."""
         return [index for index, other in enumerate(self.kinds) if other == kind]
 
     @functools.cached_property

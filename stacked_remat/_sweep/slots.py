@@ -36,7 +36,6 @@ class Checkpoints(NamedTuple):
         return kept if self.origin is None else self.origin
 
     def first(self) -> Carry:
-        """The input of the first layer."""
         if self.origin is not None:
             return self.origin
         return [lax.index_in_dim(leaf, 0, keepdims=False) for leaf in self.source()]

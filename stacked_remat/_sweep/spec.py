@@ -22,7 +22,7 @@ from .gradient import Checkpoint, LayerPullback, Perturbed, merge, pick
 from .kinds import Kind, Pattern
 from .rules import primal_of
 from .slots import Arrays, Carry, OfKinds, TripsOf, entry_at
-from .store import Index, at_least_one, empty_stack, read_ahead, read_layer, zeros_of
+from .store import Index, at_least_one, empty_stack, on_all_devices, read_ahead, read_layer, zeros_of
 
 T = TypeVar("T")
 
@@ -45,7 +45,6 @@ class SweepSpec:
 
     @property
     def length(self) -> int:
-        """The number of layers."""
         return self.remat.length
 
     @property
@@ -105,18 +104,23 @@ class SweepSpec:
             return lax.fori_loop(0, number, one, state)
 
     def run(self, length: int, layer: Callable[[Index, T], T], state: T) -> tuple[T, Index | None]:
-        """`repeat` a layer, if it `stops` until all carries begin with True; how many ran, None for all."""
+        """`repeat` a layer, if it `stops` until all carries begin with True; how many ran, None for all.
+
+        On all devices as many, since steps and their derivatives may be collective.
+        """
         if not self.stops:
             return self.repeat(length, layer, state), None
 
-        def goes_on(loop: PyTree) -> Array:
-            return (loop[0] < length) & ~unvmap_all(loop[1][0][0])
+        def is_over(state: PyTree) -> Array:
+            return unvmap_all(on_all_devices(state[0][0]))
 
-        def one(loop: tuple[Index, T]) -> tuple[Index, T]:
-            k, state = loop
-            return k + 1, layer(k, state)
+        def one(loop: tuple[Index, Array, T]) -> tuple[Index, Array, T]:
+            k, _, state = loop
+            state = layer(k, state)
+            return k + 1, is_over(state), state
 
-        ran, state = lax.while_loop(goes_on, one, (jnp.int32(0), state))
+        start = jnp.int32(0), is_over(state), state
+        ran, _, state = lax.while_loop(lambda loop: (loop[0] < length) & ~loop[1], one, start)
         return state, ran
 
     def rows(self, kind: Kind) -> int:

@@ -99,6 +99,12 @@ def varying_over(array: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
+def on_all_devices(is_: Array) -> Array:
+    """Whether it is True on all devices of a `jax.shard_map` over which it varies."""
+    axes = tuple(sorted(_varies_over(jax.typeof(is_))))
+    return lax.pmin(is_.astype(jnp.int32), axes) > 0 if axes else is_
+
+
 def read(stacked: PyTree, index: Index) -> PyTree:
     """The entry at `index` of every array of a tree, on the device."""
 

@@ -43,7 +43,6 @@ class Examples:
         return [None if at is None else jnp.moveaxis(raw_array(leaf), at, 0) for leaf, at in pairs]
 
     def take(self, number: Any) -> Any:
-        """A batch of the example with this number."""
         return self._alone(jax.tree.map(lambda array: array[number], self._arrays))
 
     def _alone(self, arrays: list[Any]) -> Any:

@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec
 
 from .._activity import CALLS, CHECKPOINTS, is_differentiable, program_of, programs_in
 from .._noted import Notes, noting
+from .._placement import is_on_host, on_several_devices, platform
 from .._sweep.gradient import merge, pick
 from .._sweep.primitive import Rule, Sweep, sweep_of
 from .._sweep.rules import Linear
+from ..ops._expert_blocks import InStack
 from ..ops.cross_entropy import CrossEntropyCall
 from ..ops.grouped_experts import ExpertsCall
 from ._traced import equations_of, trace
@@ -83,7 +85,6 @@ class Interpreter:
         return [Value(array, (), True) for array in self._met(equation, rule, operands)]
 
     def _met(self, equation: Any, rule: Any, operands: list[Value]) -> Sequence[Any]:
-        """The results of an equation on weights and data, with deposits."""
         if equation.primitive.name in CHECKPOINTS:
             return self._checkpointed(equation, operands)
         if is_loop(equation):
@@ -103,7 +104,6 @@ class Interpreter:
         return self._deposited(equation if rule is None else equation_without_rules(equation), operands)
 
     def _deposited(self, equation: Any, operands: list[Value]) -> list[Any]:
-        """The results of an equation that has derivatives, with deposits for each operand's weights."""
         given = _arrays(operands)
         arrays = bind(equation, given)
         real = [is_differentiable(jnp.result_type(array)) for array in arrays]
@@ -128,7 +128,6 @@ class Interpreter:
             )
 
     def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:
-        """A `jax.checkpoint` around the same function with its deposits."""
 
         def run(arrays: list[Any]) -> list[Any]:
             left = iter(arrays)
@@ -139,7 +138,6 @@ class Interpreter:
         return jax.checkpoint(run, **options)([value.array for value in operands if not value.alongs])
 
     def _divided(self, equation: Any, operands: list[Value]) -> list[Any]:
-        """A `jax.shard_map` with deposits in what each device computes."""
         params = equation.params
         pairs = zip(params["in_specs"], operands, strict=True)
         extra = [spec for own, value in pairs for _ in value.alongs for spec in (own, PartitionSpec())]
@@ -162,6 +160,7 @@ class Interpreter:
         x, choices, gates = map(settled, operands[:3])
         weights, alongs = operands[3:], _alongs_of(operands[3:])
         count = len(weights)
+        in_stack = [value.array if isinstance(value.array, InStack) else None for value in weights]
         probes = [jnp.broadcast_to(along.probe, choices.shape) for along in alongs]
 
         def expert(arrays: Sequence[Any], rows: Any, gates_and_probes: Any) -> Any:
@@ -180,7 +179,8 @@ class Interpreter:
 
         options = {"expert": expert, "saved": None, "rebuild": lambda arrays: arrays, "kernels": None}
         arrays = [*_arrays(weights), *(along.direction for along in alongs)]
-        return dataclasses.replace(call, **options).run(x, choices, (gates, probes), arrays)
+        read = [*in_stack, *[None] * len(alongs)]
+        return dataclasses.replace(call, **options).run(x, choices, (gates, probes), arrays, read)
 
 
 def is_loop(equation: Any) -> bool:
@@ -202,7 +202,6 @@ def looped(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any
 
 
 def _scanned(equation: Any, operands: list[Value], evaluate: Evaluate) -> list[Any]:
-    """A `jax.lax.scan` with deposits in its body."""
     params = equation.params
     consts, carried = _unstacked_of_scan(equation)
     shared, xs = operands[:consts], [*map(_in_rows, operands[carried:])]
@@ -224,9 +223,11 @@ def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]
     kinds, stacks, commons = [], [], []
     for kind, own, common in zip(sweep.spec.kinds, xs, shared, strict=True):
         own = [*map(_in_rows, own)]
-        stacks.append([*_arrays(own), *_extra(own)])
-        unsliced = (*kind.unsliced, *[False] * len(_extra(own)))
-        layer, arrays = _layer_of(kind, common, own, evaluate), [*_arrays(common), *_extra(common)]
+        rows = jnp.arange(sweep.spec.rows(kind), dtype=jnp.int32)
+        stacks.append([*_arrays(own), *_extra(own), rows])
+        whole = [*map(_is_of_experts, own)]  # no others: what is noted is sliced
+        layer, arrays = _layer_of(kind, common, own, whole, evaluate), [*_arrays(common), *_extra(common)]
+        unsliced = (*whole, *[False] * (1 + len(_extra(own))))
         kind, arrays = dataclasses.replace(kind, unsliced=unsliced).with_layer(layer, arrays)
         kinds.append(kind)
         commons.append(arrays)
@@ -234,19 +235,27 @@ def _swept(sweep: Sweep, operands: list[Value], evaluate: Evaluate) -> list[Any]
     return jax.tree.leaves(sweep_of(spec, [*map(settled, init)], stacks, commons))
 
 
-def _layer_of(kind: Any, common: list[Value], own: list[Value], evaluate: Evaluate) -> Any:
-    """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra) -> (carry, y)`."""
+def _is_of_experts(value: Value) -> bool:
+    """Whether a stack may be matrices of experts that are not scored, which are read where they are."""
+    is_copied = platform() == "tpu" or is_on_host(value.array) or on_several_devices(value.array)
+    return value.array.ndim == 4 and not (value.alongs or value.depends or is_copied)
+
+
+def _layer_of(kind: Any, common: list[Value], own: list[Value], whole: Any, evaluate: Evaluate) -> Any:
+    """A closed jaxpr of a layer with deposits: `(shared, extra, carry, x, extra, row) -> (carry, y)`."""
     types = [var.aval for var in kind.jaxpr.invars]
     ends = len(common), len(common) + kind.carries
 
-    def layer(shared: Any, more: Any, carry: Any, x: Any, extra: Any) -> list[Any]:
+    def layer(shared: Any, more: Any, carry: Any, x: Any, extra: Any, row: Any) -> list[Any]:
+        x = merge(x, [InStack.of(stack, row) for stack in pick(x, whole)], whole)
         given = [*_inside(common, shared, more), *_data(carry), *_inside(own, x, extra)]
         return evaluate(kind.jaxpr, given)
 
     more = [jax.typeof(array) for array in _extra(common)]
     extra = [jax.eval_shape(lambda rows: rows[0], array) for array in _extra(own)]
-    given = types[: ends[0]], more, types[ends[0] : ends[1]], types[ends[1] :], extra
-    return jax.make_jaxpr(layer)(*given)
+    x = merge(types[ends[1] :], [jax.typeof(value.array) for value in pick(own, whole)], whole)
+    row = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.make_jaxpr(layer)(types[: ends[0]], more, types[ends[0] : ends[1]], x, extra, row)
 
 
 def _unstacked_of_scan(equation: Any) -> tuple[int, int]:
@@ -267,7 +276,7 @@ def _cross_entropy(call: CrossEntropyCall, operands: list[Value]) -> list[Any]:
 
 
 def _arrays(values: Sequence[Value]) -> list[Any]:
-    return [value.array for value in values]
+    return [value.own for value in values]
 
 
 def _alongs_of(values: Sequence[Value]) -> list[Along]:
@@ -290,7 +299,7 @@ def _in_rows(value: Value) -> Value:
         else Along(along.path, along.direction, jnp.broadcast_to(along.probe, (len(value.array),)))
         for along in value.alongs
     ]
-    return Value(value.array, tuple(alongs), value.depends)
+    return Value(value.own, tuple(alongs), value.depends)
 
 
 def _extra(values: Sequence[Value]) -> list[Any]:

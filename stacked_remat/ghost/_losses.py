@@ -104,32 +104,26 @@ class Task(eqx.Module):
     def of(
         model: Any, per_example_loss: Loss, batch: Any, objective: Objective, trainable: Any = True
     ) -> "Task":
-        """The task of a user's arguments."""
         params, static = eqx.partition(model, trained_mask(model, trainable))
         batch = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, batch)
         return Task(params, static, without_marks(per_example_loss), batch, objective)
 
     @property
     def model(self) -> Any:
-        """All of it."""
         return eqx.combine(self.params, self.static)
 
     def returned(self, params: Any) -> Any:
-        """What the loss function returns."""
         return self.of_model(eqx.combine(params, self.static), self.batch)
 
     def loss(self, params: Any) -> tuple[Any, Any]:
-        """The reduced loss, and what comes beside it."""
         returned = self.returned(params)
         self.objective.examples(returned)
         return self.objective.reduced(returned)
 
     def value_and_grad(self) -> tuple[tuple[Any, Any], Any]:
-        """These, and the gradients of the loss."""
         return jax.value_and_grad(self.loss, has_aux=True)(self.params)
 
     def of_example(self, model: Any, example: Any) -> Any:
-        """What the loss function returns for a batch of one example."""
         with errors_of_one_example():
             returned = self.of_model(model, example)
         check_size(self.objective.parts(returned)[0])

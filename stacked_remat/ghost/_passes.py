@@ -87,7 +87,6 @@ class Program:
 
     @staticmethod
     def of(scoring: Scoring, *, norms: bool) -> "Program":
-        """Trace the loss of one example."""
         task, notes = scoring.task, Notes()
         examples = Examples.of(task.batch, scoring.Batch)
         with examples.alone(), noting(notes):
@@ -114,7 +113,6 @@ class Program:
         return Program(scoring, examples, by_example, notes, one, loops, outside)
 
     def number(self, equation: Any) -> int | None:
-        """The place of a loop among the loops."""
         return next((number for number, loop in enumerate(self.loops) if loop[0] is equation), None)
 
     def values(self, model: Any, probes: dict[str, Any], example: Any) -> list[Value]:
@@ -273,7 +271,7 @@ def _one_by_one(program: Any, inputs: Sequence[Value]) -> list[Any]:
         return found, None, None, numbers
 
     run.defvjp(lambda *args: (run(*args), args[:3]), backward)
-    arrays = [value.array for value in inputs]
+    arrays = [value.own for value in inputs]
     given, others = pick(arrays, moved), [None if is_ else x for x, is_ in zip(arrays, moved, strict=True)]
     if not alongs:
         return layer(given, others)

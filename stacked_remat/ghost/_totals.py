@@ -45,7 +45,6 @@ def in_range(task: Task, direction: Any) -> tuple[Any, Any]:
 
 
 def norm_of(tree: Any) -> Any:
-    """The norm of all arrays together, in float32."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 

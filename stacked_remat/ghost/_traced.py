@@ -36,7 +36,6 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> Traced:
-    """Trace a function of trees, whose arrays may be types."""
     closed, shapes, rest = eqx.filter_make_jaxpr(fn)(*args)
     return Traced(closed, arrays_of(args), shapes, rest)
 
@@ -46,7 +45,6 @@ def is_traced(leaf: Any) -> bool:
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """The arrays of a tree, or their types."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_traced(leaf)]
 
 

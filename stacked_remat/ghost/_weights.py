@@ -15,6 +15,7 @@ from jax.interpreters import partial_eval
 
 from .._activity import is_differentiable
 from .._sweep.store import varying_over
+from ..ops._expert_blocks import InStack
 from ._traced import has_small_range
 
 
@@ -42,9 +43,13 @@ class Value:
     alongs: tuple[Along, ...] = ()
     depends: bool = False
 
+    @property
+    def own(self) -> Any:
+        """The array, also where it is read in a stack of all layers."""
+        return self.array.own if isinstance(self.array, InStack) else self.array
+
 
 def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation."""
     pairs = zip(equation.invars, operands, strict=True)
     given = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     debug_info = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
@@ -65,7 +70,6 @@ def without_rules(program: Any) -> Any:
 
 
 def equation_without_rules(equation: Any) -> Any:
-    """The same of an equation."""
     params = {name: without_rules(value) for name, value in equation.params.items()}
     if equation.primitive is primitives.stop_gradient_p:
         return equation.replace(primitive=primitives.copy_p)
@@ -92,7 +96,7 @@ SAME = "convert_element_type copy device_put name reshard sharding_constraint".s
 
 def of_weights(equation: Any, operands: Sequence[Value]) -> list[Value]:
     """The results of an equation on weights, and on values that are the same for all examples."""
-    given = [value.array for value in operands]
+    given = [value.own for value in operands]
     arrays = bind(equation, given)
     is_same = equation.primitive.name in SAME and is_differentiable(arrays[0].dtype)
     if is_same and has_small_range([equation]):  # which would lose small entries of a direction
@@ -149,7 +153,7 @@ def deposit(results: list[Any], along: Along, tangents: Callable[[Any], list[Any
 
 def settled(value: Value) -> Any:
     """A value as an array, with deposits for the weights that it alone depends on."""
-    arrays = [value.array]
+    arrays = [value.own]
     for along in value.alongs:
         arrays = deposit(arrays, along, lambda direction: [direction])
     return arrays[0]

@@ -87,8 +87,6 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The static arguments of a call."""
-
     scale: float  # of the scores
     size: int  # positions in a block of queries, and of keys, for kernels that do not choose it
     window: int | None = None  # positions that a query sees, its own included; None for all before it

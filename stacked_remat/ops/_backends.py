@@ -34,8 +34,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Backend(Generic[K]):
-    """An implementation of an operation."""
-
     kernel: K
     platform: str | None = None  # None for all
     dtypes: tuple[Any, ...] = ()  # where it is for one platform
@@ -43,7 +41,6 @@ class Backend(Generic[K]):
     is_partitioned: bool = False  # whether the compiler divides it among devices
 
     def why_not(self, call: Call) -> str | None:
-        """Why a call is not supported; None if it is."""
         if self.platform is None:
             return None
         if call.platform != self.platform:

@@ -30,7 +30,6 @@ class BlockPlan(NamedTuple):
 
 
 def block_plan(choices: Int[Array, "token choice"], experts: int) -> BlockPlan:
-    """The blocks of the experts of some choices."""
     size, at_once = sizes_of_blocks(choices.size, experts)
     _, order, counts = sorted_pairs(choices, experts)
     ends, blocks = jnp.cumsum(counts), -(-counts // size)
@@ -69,6 +68,15 @@ class InStack(eqx.Module):
     first: Int[Array, ""]  # of this layer's experts
     experts: int = eqx.field(static=True)
 
+    @staticmethod
+    def of(stack: Array, layer: Any) -> "InStack":
+        """That of a layer, in a stack `[layer, expert, ...]`."""
+        return InStack(stack.reshape(-1, *stack.shape[2:]), layer * stack.shape[1], stack.shape[1])
+
+    @property
+    def own(self) -> Array:
+        return lax.dynamic_slice_in_dim(self.stack, self.first, self.experts)
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.experts, *self.stack.shape[1:]
@@ -93,7 +101,7 @@ def of_layer(weights: Any, Experts: Axis) -> tuple[Any, list[InStack | None] | N
         moved = is_named(leaf) and leaf.axes[1].name != Experts.name
         if moved or array.dtype != raw_array(own).dtype or (platform() == "tpu" and not is_on_host(array)):
             return None
-        return InStack(array.reshape(-1, *array.shape[2:]), stack.layer_index * Experts.size, Experts.size)
+        return InStack.of(array, stack.layer_index)
 
     leaves, owns = (jax.tree.leaves(tree, is_leaf=is_named) for tree in (stack.stack, layer))
     pairs = [pair for pair in zip(leaves, owns, strict=True) if is_named(pair[0]) or is_array(pair[0])]
@@ -153,12 +161,10 @@ class BlockLoop(ExpertLoop):
 
 
 def _inputs_of(inputs: Inputs, at: BlockPlan) -> Inputs:
-    """The inputs of the blocks of one iteration."""
     return inputs.at(at.pair, tuple(_experts(array, at.expert) for array in inputs.weights))
 
 
 def _over_blocks(plan: BlockPlan, iteration: Callable[[Any, BlockPlan], Any], state: Any) -> Any:
-    """The state after the iterations for all blocks."""
     # GPUs copy what a conditional has.
     skips_padding = plan.expert.shape[1] == 1 and platform() == "cpu"
 

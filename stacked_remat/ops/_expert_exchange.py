@@ -37,8 +37,6 @@ def devices_along(over: Sequence[str]) -> int:
 
 
 class _Routes(NamedTuple):
-    """Where pairs go."""
-
     order: Int[Array, " pair"]  # the pairs by the device that they go to
     first: Int[Array, " device"]  # in `order`, of each device
     counts: Int[Array, " device"]  # how many go to each device
@@ -74,7 +72,6 @@ class Exchange:
         return Exchange(tuple(over), devices, slots, -(-to_each // slots), experts, apply)
 
     def run(self, x: Array, choices: Array, gates: Array, weights: Sequence[Array]) -> Array:
-        """The sum over each token's chosen experts."""
         numbers = choices.astype(jnp.int32)
         # Out-of-range choices are sorted last and go nowhere.
         _, order, counts = sorted_pairs(numbers // self.experts, self.devices)
@@ -88,7 +85,6 @@ class Exchange:
         return lax.all_to_all(rows, self.over, split_axis=0, concat_axis=0, tiled=True)
 
     def sent(self, routes: _Routes, i: Array) -> _Sent:
-        """The pairs of a round."""
         slot = i * self.slots + jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         last = routes.order.shape[0] - 1
         pair = routes.order[jnp.minimum(routes.first[:, None] + slot, last)]

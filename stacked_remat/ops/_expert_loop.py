@@ -39,7 +39,6 @@ class Inputs(NamedTuple):
     weights: tuple[Any, ...]
 
     def tokens(self, pair: Array) -> Array:
-        """The tokens of some (token, choice)."""
         return pair // jax.tree.leaves(self.gates)[0].shape[1]
 
     def at(self, pair: Array, weights: tuple[Any, ...]) -> "Inputs":

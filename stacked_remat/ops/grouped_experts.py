@@ -195,8 +195,9 @@ class ExpertsCall:
         `in_stack` has what is read in place of arrays, None for the array itself.
         """
 
-        def of_rows(rows: Any, arrays: tuple[Array, ...]) -> Array:
-            (x, choices, gates), read = rows, arrays
+        def of_rows(rows: Any, weights: Any) -> Array:
+            (x, choices, gates), (arrays, in_stack) = rows, weights
+            read = arrays
             if self.kernels is None or self.whole is None:
                 loop = BlockLoop(self.expert, self.saved, self.rebuild)
                 plan: Any = block_plan(choices, self.Experts.size)
@@ -207,7 +208,7 @@ class ExpertsCall:
                 plan = chunk_plan(choices, self.Experts.size, self.kernels.rows_of, x, arrays)
             return apply_experts(loop, Inputs(x, gates, arrays), (plan, read))
 
-        return call_on_rows(of_rows, (x, choices, gates), tuple(arrays))
+        return call_on_rows(of_rows, (x, choices, gates), (tuple(arrays), in_stack))
 
 
 def _check_tokens(x: Any, choices: Any, gates: Any) -> None:

@@ -128,7 +128,6 @@ class Interpreter:
             )
 
     def _checkpointed(self, equation: Any, operands: list[Value]) -> list[Any]:
-
         def run(arrays: list[Any]) -> list[Any]:
             left = iter(arrays)
             given = [value if value.alongs else Value(next(left), (), value.depends) for value in operands]

@@ -91,6 +91,7 @@ def tangents_of(equation: Any, arrays: Sequence[Any], directions: Mapping[int, A
     return jax.jvp(run, given, along)[1]
 
 
+# Primitives whose result is their operand, maybe cast.
 SAME = "convert_element_type copy device_put name reshard sharding_constraint".split()
 
 

@@ -29,6 +29,7 @@ from .command import Rows, benchmark
 from .record import check_close, median_ratio, timed_in_turn
 
 _FEW = 20  # carries
+_INTERNALS = ScanCheckpointPolicy(nested=True, save_block_internals=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Case:
     init: Any
     xs: Any = None
     stop: Callable[[Any], Any] | None = None
+    segments: int = 80  # which take the least memory where the internals of one are kept
 
     def masked(self, carry: Any, x: Any) -> tuple[Any, Any]:
         """The step, or nothing once the loop has stopped."""
@@ -79,7 +81,7 @@ def cases(steps: int, size: int, leaves: int) -> list[Case]:
     prime = next(n for n in range(steps + 1, 2 * steps + 2) if all(n % k for k in range(2, n)))
     return [
         Case("small state", steps, plain, start),
-        Case("recorded outputs", steps, recorded, start),
+        Case("recorded outputs", steps, recorded, start, segments=100),
         Case("per-step inputs", steps, plain, start, forces),
         Case("prime length", prime, plain, start),
         Case("many scalar leaves", steps, many, scalars),
@@ -91,15 +93,15 @@ Run = Callable[[Any, Any], tuple[Any, Any]]  # (init, xs) -> (carry, ys)
 
 
 def ours(remat: Any, case: Case) -> Run:
-    """This library."""
+    """This library; with `_INTERNALS`, those of a segment are kept while it is reversed."""
+    remat = dataclasses.replace(remat, nested=case.segments) if remat is _INTERNALS else remat
     return scan(case.step, hax.Axis("steps", case.length), remat=remat, until=case.stop)
 
 
 def equinox(checkpoints: int | None, case: Case) -> Run:
     """Equinox's checkpointed loops."""
-    stop = case.stop
+    stop, options = case.stop, {"kind": "checkpointed", "checkpoints": checkpoints}
     if stop is None:
-        options: Any = {"kind": "checkpointed", "checkpoints": checkpoints}
         return lambda init, xs: eqxi.scan(case.step, init, xs, length=case.length, **options)
     return lambda init, xs: (
         eqxi.while_loop(
@@ -107,8 +109,7 @@ def equinox(checkpoints: int | None, case: Case) -> Run:
             lambda carry: case.step(carry, None)[0],
             init,
             max_steps=case.length,
-            kind="checkpointed",
-            checkpoints=checkpoints,
+            **options,
         ),
         None,
     )
@@ -120,13 +121,9 @@ def plain_scan(case: Case) -> Run:
 
 
 def scan_of_scans(case: Case) -> Run:
-    """Two scans, both checkpointed, of the square root of the length each; with dummy steps at the end."""
+    """Two scans of the square root of the length, the outer one checkpointed; with dummy steps at the end."""
     size = math.isqrt(case.length - 1) + 1
     outer = -(-case.length // size)
-
-    def cut(x: Any) -> Any:
-        padded = jnp.concatenate([x, jnp.zeros_like(x, shape=(outer * size - len(x), *x.shape[1:]))])
-        return padded.reshape(outer, size, *x.shape[1:])
 
     def step(carry: Any, at: Any) -> Any:
         number, x = at
@@ -137,11 +134,12 @@ def scan_of_scans(case: Case) -> Run:
 
     @jax.checkpoint
     def segment(carry: Any, at: Any) -> Any:
-        return jax.lax.scan(jax.checkpoint(step), carry, at)
+        return jax.lax.scan(step, carry, at)
 
     def run(init: Any, xs: Any) -> Any:
         numbers = jnp.arange(outer * size).reshape(outer, size)
-        carry, ys = jax.lax.scan(segment, init, (numbers, jax.tree.map(cut, xs)))
+        cut = jax.tree.map(lambda x: jnp.pad(x, (0, outer * size - len(x))).reshape(outer, size), xs)
+        carry, ys = jax.lax.scan(segment, init, (numbers, cut))
         return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[: case.length], ys)
 
     return run
@@ -149,6 +147,8 @@ def scan_of_scans(case: Case) -> Run:
 
 VARIANTS: dict[str, Callable[[Case], Run]] = {
     "nested": functools.partial(ours, "nested"),
+    "nested, internals": functools.partial(ours, _INTERNALS),
+    "True": functools.partial(ours, True),
     f"max_carries={_FEW}": functools.partial(ours, ScanCheckpointPolicy(max_carries=_FEW)),
     "equinox, checkpointed": functools.partial(equinox, None),
     f"equinox, {_FEW} checkpoints": functools.partial(equinox, _FEW),

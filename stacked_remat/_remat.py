@@ -51,23 +51,21 @@ class Kept:
     def _saved(self) -> tuple[str, ...]:
         return self.internals if isinstance(self.internals, tuple) else ()
 
-    def policy(self, carry_name: str = "", carries: Carries = None) -> JaxPolicy:
-        """The `jax.checkpoint` policy of a layer, which keeps its carry of this name too.
+    def policy(self, carry_name: str = "") -> JaxPolicy:
+        """The `jax.checkpoint` policy of a layer, which moves its carry to the host if that has a name.
 
         Of names alone it is one of JAX's own, which are data and so survive `JAX_REMAT3=1`.
         """
-        saved, offloaded = ([carry_name] * (carries == where) for where in ("device", "host"))
-        names = (*saved, *self._saved), (*offloaded, *self.offloaded)
+        offloaded = (carry_name, *self.offloaded) if carry_name else self.offloaded
         if not callable(self.internals):
-            return _named_policy(*names)
+            return _named_policy(self._saved, offloaded)
         if getattr(jax.config, "jax_remat3", False) and not _goes_by_names(self.internals):
             raise ValueError(
                 f"JAX_REMAT3=1 keeps values by name alone and does not support {as_written(self.internals)}. "
                 'Name the values inside the block with checkpoint_name(value, "name") and save ["name"], or '
                 "unset JAX_REMAT3."
             )
-        # A layer's arguments are kept whether they are named or not.
-        return _joined_policy(self.internals, *names) if names[1] else self.internals
+        return _joined_policy(self.internals, offloaded) if offloaded else self.internals
 
     def checkpoint(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a layer of a rolled loop; with the barriers of `jax.checkpoint` where nothing is kept."""
@@ -103,10 +101,6 @@ class Remat:
         """Whether the first carries of segments are kept on the host."""
         return self.carries == "host" and self.schedule is not None
 
-    def layer_policy(self, carry_name: str) -> JaxPolicy:
-        """The `jax.checkpoint` policy of one layer whose input has this name."""
-        return self.kept.policy(carry_name, self.carries if self.schedule is None else "device")
-
     def swept(self) -> "Remat":
         """The same for a sweep: layers that are not cut are segments of one layer, or all of them first."""
         if self.schedule is not None or not self.length:
@@ -129,11 +123,11 @@ def _named_policy(saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPoli
 
 
 @functools.cache
-def _joined_policy(internals: JaxPolicy, saved: tuple[str, ...], offloaded: tuple[str, ...]) -> JaxPolicy:
-    named = _named_policy(saved, offloaded)
+def _joined_policy(internals: JaxPolicy, offloaded: tuple[str, ...]) -> JaxPolicy:
+    named = _named_policy((), offloaded)
 
     def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
-        is_named = primitive.name == "name" and params["name"] in (*saved, *offloaded)
+        is_named = primitive.name == "name" and params["name"] in offloaded
         return (named if is_named else internals)(primitive, *operands, **params)
 
     return policy

@@ -86,6 +86,11 @@ class Schedule:
         return (0, *next(self._expansions()).writes)
 
     @cached_property
+    def sources(self) -> int:
+        """How many slots hold inputs to run again from; others are only for visits of what runs again."""
+        return max(run.top_slot - run.visits for run in self.runs) + 2
+
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         """What the reverse sweep does, in order. As many numbers as there are layers, however few carries."""
         runs, sizes = [*self._expansions()], self.segments

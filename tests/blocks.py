@@ -32,6 +32,7 @@ POLICIES = {
     "names": ScanCheckpointPolicy(save_block_internals=_NAMES),
     "names offloaded": ScanCheckpointPolicy(save_carries="offload", offload_block_internals=_NAMES),
     "nested, names": ScanCheckpointPolicy(nested=True, save_block_internals=_NAMES),
+    "nested, internals": ScanCheckpointPolicy(nested=2, save_block_internals=True),
     "nested, offload, names": ScanCheckpointPolicy(
         nested=True, save_carries="offload", save_block_internals=_NAMES
     ),

@@ -108,6 +108,26 @@ def test_leaves_of_the_carry_that_no_layer_changes_are_kept_once(remat):
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_leaves_of_the_carry_that_no_derivative_reads_are_kept_for_each_segment():
+    """Where the internals of a segment are kept, which here are one array a step."""
+    size, steps, segments = 1 << 10, 400, 20
+
+    def step(carry):
+        q, p = carry
+        p = p - 0.1 * jnp.sin(q)
+        return q + 0.1 * p, p
+
+    def final(remat, q):
+        return jnp.sum(fold(step, steps, remat=remat)((q, jnp.zeros(size)))[0])
+
+    policy = ScanCheckpointPolicy(nested=segments, save_block_internals=True)
+    gradient = jax.jit(jax.grad(functools.partial(final, policy))).lower(jnp.ones(size)).compile()
+    arrays = gradient.memory_analysis().temp_size_in_bytes / (4 * size)
+    assert arrays < 2 * segments + steps // segments + 12
+    q = jnp.linspace(0, 1, size)
+    np.testing.assert_allclose(gradient(q), jax.grad(functools.partial(final, False))(q), rtol=1e-4)
+
+
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_batch_over_devices_that_is_mapped_shares_its_weights(explicit):
     """`nested` keeps its memory and sums gradients within layers, whatever stands around the fold."""

@@ -45,6 +45,18 @@ def execute(schedule: Schedule) -> tuple[int, int]:
     return most_alive(log), replays
 
 
+def execute_with_internals(schedule: Schedule) -> None:
+    """Runs a schedule where all visited layers run again first, from an input in one of some slots."""
+    held = {slot: layer for layer, slot in enumerate(schedule.forward) if slot < schedule.sources}
+    for run in schedule.runs:
+        bottom, slot = run.top - run.visits + 1, run.top_slot - run.visits + 1
+        count = max(0, bottom - run.start)
+        assert not count or held[run.slot] == run.start
+        held |= zip(run.writes[:count], range(run.start + 1, bottom + 1), strict=True)
+        assert held[slot] == bottom
+        assert max(held) < schedule.sources
+
+
 def most_alive(log: list[tuple[str, int, int]]) -> int:
     """The most values that were written and will still be read, backwards over the log."""
     alive: set[tuple[int, int]] = set()
@@ -57,6 +69,7 @@ def most_alive(log: list[tuple[str, int, int]]) -> int:
 
 def check(schedule: Schedule, length: int) -> None:
     alive, replays = execute(schedule)
+    execute_with_internals(schedule)
     used = {*schedule.forward, *(slot for run in schedule.runs for slot in run.writes)}
     assert schedule.length == length == len(schedule.forward)
     assert used == set(range(schedule.slots))

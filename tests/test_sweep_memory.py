@@ -128,3 +128,12 @@ def test_weights_are_not_among_the_saved_residuals():
     saving = mlp_gradients(nested(12, save_block_internals=True), 12)
     longest = 5  # of segments
     assert {(longest, WIDTH, 6), (longest, 6, WIDTH)}.isdisjoint(shapes_made(saving.jaxpr))
+
+
+def test_the_forward_pass_writes_the_first_input_of_a_segment_alone():
+    """On a CPU, where a write takes as long as a small step."""
+    jaxpr = mlp_gradients(nested(12), 12)
+    loops = [each for each in equations(jaxpr.jaxpr) if each.primitive.name in ("while", "scan")]
+    bodies = [[each.primitive.name for each in inner_equations(loop)] for loop in loops]
+    innermost = [names for names in bodies if "tanh" in names and not {"while", "scan"} & {*names}]
+    assert [("dynamic_update_slice" in names) for names in innermost] == [False, True, True]

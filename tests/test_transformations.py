@@ -1,7 +1,7 @@
 """Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
 
-A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged and
-an integer; outputs of the carry, of the weights alone, and of nothing but a shared argument; and, where no
+A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged, an
+integer and a leaf that derivatives do not read; outputs of the carry, of the weights alone, and of nothing but a shared argument; and, where no
 derivative is in forward mode alone, a rule that is not the derivative. Cases go through kinds of stacks and
 of derivatives; what up to two `jax.vmap`s map of each input, and what is differentiated, are drawn.
 """
@@ -27,7 +27,7 @@ LENGTH, WIDTH, EXAMPLES = 4, 2, 3
 Layers = hax.Axis("layers", LENGTH)
 POLICIES = policies(
     *("False", "True", "nested", "offload", "nested, offload"),
-    *("max_carries", "nested, names", "first layers", "segments"),
+    *("max_carries", "nested, names", "first layers", "segments", "nested, internals"),
 )
 INPUTS = {
     "x": jnp.linspace(-1, 1, WIDTH),
@@ -49,9 +49,9 @@ ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.
 
 
 def layer(carry, w, scale, given, rule, wave=jnp.sin):
-    (x, own, passed, count), (shift, apart) = carry, given
+    (x, own, passed, count, drift), (shift, apart) = carry, given
     kept = checkpoint_name(wave(x @ w + shift), "hidden")
-    new = (x * passed + rule(kept) * scale, jnp.cos(own * shift), passed, count + 1)
+    new = (x * passed + rule(kept) * scale, jnp.cos(own * shift), passed, count + 1, drift - 0.5 * x)
     return new, {
         "carry": jnp.sum(x**2),
         "weights": jnp.sum(w**2) * scale,
@@ -73,11 +73,11 @@ class Tanh(Sine):
 
 
 def total(run: Callable, shift: str, rule: Callable, inputs: dict) -> jax.Array:
-    init = (inputs["x"], inputs["own"], inputs["passed"], jnp.int32(0))
+    init = (inputs["x"], inputs["own"], inputs["passed"], jnp.int32(0), jnp.cos(inputs["x"]))
     carry, outputs = run(init, inputs["w"], inputs["scale"], (inputs[shift], inputs["apart"]), rule)
     weights = jnp.linspace(0.5, 2, LENGTH)
     outputs = sum(jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs))
-    return sum(jnp.sum(jnp.sin(leaf)) for leaf in carry[:3]) + 0.1 * jnp.sin(outputs)
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in (*carry[:3], carry[4])) + 0.1 * jnp.sin(outputs)
 
 
 def by_scan(policy, init, w, scale, given, rule):

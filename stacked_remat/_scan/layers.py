@@ -14,7 +14,7 @@ from haliax import Axis
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
 from .._policy import ScanCheckpointPolicy, resolve_policy
-from .._remat import EVERYTHING, NOTHING, Remat
+from .._remat import EVERYTHING, NOTHING, Kept, Remat
 from .._schedule import Tree, whole_number
 from .._static import PyTree, Static
 from .._sweep.kinds import Pattern
@@ -127,8 +127,8 @@ def scan_unrolled(
     parts = range(axis.size - count) if remat.schedule is None else remat.schedule.tree
     if all(isinstance(part, int) for part in parts):
         remat = dataclasses.replace(remat, schedule=None)
-    first = _unrolled_step(loop.call, arguments_of, Remat(count, EVERYTHING), _carry_name(axis))
-    layer = _unrolled_step(loop.call, arguments_of, remat, _carry_name(axis))
+    first = _unrolled_step(loop.call, arguments_of, Remat(count, EVERYTHING), axis)
+    layer = _unrolled_step(loop.call, arguments_of, remat, axis)
 
     def run(parts: Iterable[Tree], carry: PyTree) -> tuple[PyTree, list[PyTree]]:
         outputs = []
@@ -151,8 +151,9 @@ def _without_jit() -> bool:
     return bool(getattr(jax.config, "jax_disable_jit", False))
 
 
-def _carry_name(axis: Axis) -> str:
-    return f"scan({axis.name}) carry"
+def _carry_name(remat: Remat, axis: Axis) -> str:
+    """The name of the carries that are moved to the host one by one; empty if none are."""
+    return f"scan({axis.name}) carry" if remat.carries == "host" and remat.schedule is None else ""
 
 
 def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, PyTree]:
@@ -171,7 +172,7 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
     if not is_swept or (remat.carries is None and not pattern):
         is_rolled = loop.unroll_of(axis.size) < axis.size
-        plain = Bound("checkpointed", _checkpointed, (remat, _carry_name(axis), is_rolled))
+        plain = Bound("checkpointed", _checkpointed, (remat.kept, _carry_name(remat, axis), is_rolled))
     if stops and (remat.offloads or plain is not None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
@@ -207,16 +208,17 @@ def layers_at_once(loop: Loop, init: None, arguments: PyTree) -> tuple[None, PyT
     return init, loop.outputs([map_layers(run, *part, what) for part in parts])
 
 
-def _checkpointed(remat: Remat, carry_name: str, is_rolled: bool, layer: Callable) -> Callable:
-    if remat.kept == EVERYTHING:
+def _checkpointed(kept: Kept, carry_name: str, is_rolled: bool, layer: Callable) -> Callable:
+    if kept == EVERYTHING:
         return layer
 
     def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
         return layer(shared, checkpoint_name(carry, carry_name), x)
 
     # For GPUs also where carries come from the host, for which see `_sweep.reverse`.
-    prevent_cse = not is_rolled or (remat.carries == "host" and platform() == "cuda")
-    return jax.checkpoint(named, policy=remat.layer_policy(carry_name), prevent_cse=prevent_cse)
+    prevent_cse = not is_rolled or bool(carry_name and platform() == "cuda")
+    run = named if carry_name else layer
+    return jax.checkpoint(run, policy=kept.policy(carry_name), prevent_cse=prevent_cse)
 
 
 def _scan_kinds_unrolled(
@@ -244,19 +246,19 @@ def _scan_kinds_unrolled(
     return loop.call.last(eqx.combine(carry, static)), loop.outputs(ys)
 
 
-def _unrolled_step(call: Call, arguments_of: Callable, remat: Remat, carry_name: str) -> Callable:
+def _unrolled_step(call: Call, arguments_of: Callable, remat: Remat, axis: Axis) -> Callable:
     """A layer from carry to carry, checkpointed, its inputs read to the device."""
+    carry_name = _carry_name(remat, axis)
 
     def step(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        if remat.schedule is None and remat.kept != EVERYTHING:
-            carry = checkpoint_name(carry, carry_name)
+        carry = checkpoint_name(carry, carry_name) if carry_name else carry
         with saving_internals(remat.kept.names):
             args, kwargs = arguments_of(on_device(inputs))
             return call.outputs(call.applied(carry, args, kwargs), (args, kwargs))
 
     if remat.kept == EVERYTHING:
         return step
-    return recomputed(step, remat.layer_policy(carry_name), offloads=remat.offloads)
+    return recomputed(step, remat.kept.policy(carry_name), offloads=remat.offloads)
 
 
 def _replayed_whole(run: Callable, remat: Remat) -> Callable:
@@ -266,6 +268,6 @@ def _replayed_whole(run: Callable, remat: Remat) -> Callable:
 def _checkpoint_segment(run: Callable, remat: Remat, axis: Axis) -> Callable:
     if remat.carries != "host":
         return recomputed(run, None)  # its carry is kept, as all arguments are
-    boundary = f"{_carry_name(axis)} at a segment's start"
-    policy = NOTHING.policy(boundary, "host")
+    boundary = f"scan({axis.name}) carry at a segment's start"
+    policy = NOTHING.policy(boundary)
     return recomputed(lambda carry: run(checkpoint_name(carry, boundary)), policy, offloads=True)

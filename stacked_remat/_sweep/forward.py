@@ -10,11 +10,10 @@ import numpy as np
 from jax import lax
 
 from .._placement import has_host_arrays, platform, to_host
-from .._schedule import Schedule
 from .._static import PyTree
 from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
-from .slots import Carry, Checkpoints, Index, OfKinds, entry_at, trip_count
+from .slots import Carry, Checkpoints, Index, OfKinds, entry_at, slots_for, trip_count
 from .spec import SweepSpec
 from .store import empty_stack, on_mesh, read_before_writes, settle, write
 
@@ -42,12 +41,13 @@ def _forward_step(
     shared: OfKinds,
     parts: Sequence[range] = (),
     pullbacks: Sequence[LayerPullback] = (),
+    start: int = 0,
 ) -> Step:
-    """A step of a forward loop, which keeps the residuals of pullbacks; `parts` as in `SweepSpec.at`."""
+    """A forward loop's step from layer `start` on; keeps residuals of pullbacks. `parts` as in `spec.at`."""
 
-    def step(number: Index, state: PyTree) -> PyTree:
+    def step(k: Index, state: PyTree) -> PyTree:
         *state, fetched = state
-        fetched, number = settle(fetched, number)
+        fetched, number = settle(fetched, k + start)
         ahead = spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
 
         def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
@@ -89,54 +89,56 @@ def forward(
         (*state, residuals, fetched, carries), ran = spec.run(first, layer, loop)
         state, kept = (*state, [], fetched), Checkpoints([], None, carries, residuals, ran=ran)
     if schedule is not None:
-        step = _forward_step(spec, xs, shared)
-        run = _segments_on_host if on_host else _layers_in_slots
-        state, kept = run(spec, schedule, lambda k, state: step(k + first, state), state, kept)
+        step = _forward_step(spec, xs, shared, start=first)
+        pullbacks = [] if on_host else spec.pullbacks(perturbed, spec.remat.kept, xs, shared)
+        state, kept = _in_parts(spec, step, pullbacks, state, kept)
     if not spec.length or spec.stops or (on_host and (schedule is None or not first)):
         kept = kept._replace(origin=init)
     carry, ys, *_ = state
     return carry, ys, kept
 
 
-def _layers_in_slots(
-    spec: SweepSpec, schedule: Schedule, step: Step, state: PyTree, kept: Checkpoints
+def _in_parts(
+    spec: SweepSpec, step: Step, pullbacks: Sequence[LayerPullback], state: PyTree, kept: Checkpoints
 ) -> tuple[PyTree, Checkpoints]:
-    """Run `step(number, state)` for all layers; its input, `state[0]`, goes to the schedule's slot."""
-    slot_of = np.asarray(schedule.forward, np.int32)
-    slots = empty_stack(state[0], schedule.slots)
+    """Run the schedule's layers in parts; the first input of each, `state[0]`, goes to a slot or the host."""
+    schedule, slots, on_host = spec.remat.schedule, [], spec.remat.boundaries_on_host
+    assert schedule is not None
+    if on_host:
+        starts = np.cumsum((0, *schedule.segments[:-1]), dtype=np.int32)
+    else:
+        slot_of, held = np.asarray(schedule.forward, np.int32), spec.held(pullbacks)
+        slots = slots_for(state[0], schedule.slots, held, schedule.sources)
+        if all(held) and not spec.stops and (spec.unrolled or platform() != "cpu"):
 
-    def layer(slots: Carry, state: PyTree, number: Index, slot: Index) -> tuple[Carry, PyTree]:
-        return write(slots, slot, state[0]), step(number, state)
+            def layer(loop: tuple[Carry, PyTree], at: tuple[Index, Index]) -> tuple[PyTree, None]:
+                (slots, state), (number, slot) = loop, at
+                return (write(slots, slot, state[0]), step(number, state)), None
 
-    if not spec.stops:  # a scan over the table: where a loop looks it up, XLA for TPUs holds more
-        at = jnp.arange(schedule.length), jnp.asarray(slot_of)
-        (slots, state), _ = lax.scan(
-            lambda loop, at: (layer(*loop, *at), None), (slots, state), at, unroll=spec.unrolled
-        )
-        return state, kept._replace(slots=slots)
+            # All inputs are written: loops in a loop take a GPU more time, and a TPU more memory.
+            at = jnp.arange(schedule.length), jnp.asarray(slot_of)
+            (slots, state), _ = lax.scan(layer, (slots, state), at, unroll=spec.unrolled)
+            return state, kept._replace(slots=slots)
 
-    def one(number: Index, loop: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        *state, slots = loop  # the carry, which says whether to stop, is first
-        slots, state = layer(slots, tuple(state), number, entry_at(slot_of, number))
-        return (*state, slots)
+        starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)
+        if any(pullback.residuals for pullback in pullbacks):
+            starts = starts[: schedule.sources]  # to keep its internals, a segment runs to its last layer
+    sizes = np.diff(starts, append=schedule.length).astype(np.int32)
 
-    (*state, slots), ran = spec.run(schedule.length, one, (*state, slots))
-    return tuple(state), kept._replace(slots=slots, ran=kept.ran + ran)
+    def part(number: Index, loop: PyTree) -> PyTree:
+        *state, slots, ran = loop
+        first, trips = entry_at(starts, number), trip_count(sizes, number)
+        slots = slots if on_host else write(slots, number, state[0])
+        if trips == 1:
+            return *step(first, tuple(state)), slots, ran if ran is None else ran + 1
+        state, more = spec.run(trips, lambda k, state: step(first + k, state), tuple(state))
+        return *state, slots, ran if more is None else ran + more
 
-
-def _segments_on_host(
-    spec: SweepSpec, schedule: Schedule, step: Step, state: PyTree, kept: Checkpoints
-) -> tuple[PyTree, Checkpoints]:
-    """As `_layers_in_slots`, with each segment's first input on the host and nothing else kept."""
-    # A scan stacks what is on the host without a buffer on the device first.
-    starts = jnp.asarray(np.cumsum((0, *schedule.segments[:-1])), jnp.int32)
-    sizes = np.asarray(schedule.segments, np.int32)
-
-    def segment(state: PyTree, at: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        boundary = to_host(state[0])
-        trips = trip_count(sizes, at[1])
-        state = spec.repeat(trips, lambda k, state: step(at[0] + k, state), state)
-        return state, boundary
-
-    state, boundaries = lax.scan(segment, state, (starts, jnp.arange(len(starts))))
-    return state, kept._replace(boundaries=boundaries)
+    loop, boundaries = (*state, slots, kept.ran), None
+    if on_host:  # a scan stacks there without a buffer on the device first
+        numbers = jnp.arange(len(starts))
+        loop, boundaries = lax.scan(lambda loop, k: (part(k, loop), to_host(loop[0])), loop, numbers)
+    else:
+        loop, _ = spec.run(len(starts), part, loop)
+    *state, slots, ran = loop
+    return tuple(state), kept._replace(slots=slots, boundaries=boundaries, ran=ran)

@@ -17,8 +17,9 @@ from jax.extend.core import Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, forwarded_inputs
-from .._compat import without_constants
+from .._compat import trace_context, without_constants
 from .._placement import platform
+from .._remat import Kept
 from .._static import PyTree
 from .kinds import Kind
 from .slots import Arrays, Carry, Mask
@@ -26,6 +27,7 @@ from .store import Index, apart_from_transfers, write, zeros_like
 
 Checkpoint: TypeAlias = Callable[[Callable], Callable]
 LayerInputs: TypeAlias = tuple[Arrays, Carry, Arrays]  # `shared`, `carry`, `x`
+LayerTypes: TypeAlias = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Residuals(NamedTuple):
     constants: Arrays
     pullback: Callable
     is_saved: Mask
+    reads: Mask  # leaves of the carry, by `rest`
     types: list[ShapedArray]
 
 
@@ -175,34 +178,37 @@ class LayerPullback:
         of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
         return of_shared, of_carry, of_x
 
-    def with_residuals(self, inputs: LayerInputs, checkpoint: Checkpoint) -> "LayerPullback":
-        """Save what a checkpoint keeps, but for inputs and what depends on `x` and `shared` alone."""
-        structure: list[Any] = []
+    def with_residuals(self, types: LayerTypes, kept: Kept) -> "LayerPullback":
+        """Save what is kept, but for inputs and what depends on `x` and `shared` alone."""
         # With the seams of tangents other residuals would be found than without them.
         plain = replace(self, kind=replace(self.kind, by_rules=None))
+        # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+            return replace(self, residuals=_residuals(plain, types, kept, trace_context()))
 
-        def forward(*inputs: Any) -> Arrays:
-            results, pullback = plain._linearize(inputs, checkpoint)
-            leaves, tree = jax.tree.flatten(pullback)
-            structure[:] = [tree]
-            return [*results[0], *results[1], *leaves]
 
-        jaxpr, constants = without_constants(jax.make_jaxpr(forward)(*inputs))
-        first = len(jaxpr.outvars) - structure[0].num_leaves
-        shared, carry, x = map(len, inputs)
-        is_carry = [False] * (len(constants) + shared) + [True] * carry + [False] * x
-        depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[first:]
-        # Saved casts or transposes of weights would fill a buffer with a segment of weights.
-        is_saved = tuple(
-            of_carry and source is None
-            for of_carry, source in zip(depends, forwarded_inputs(jaxpr)[first:], strict=True)
-        )
-        unsaved = [False] * first + [not is_ for is_ in is_saved]
-        rest, _ = dce_jaxpr(jaxpr, unsaved, instantiate=True)
-        types = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)]
-        if not any(is_saved):
-            return self
-        return replace(self, residuals=Residuals(jaxpr, rest, constants, structure[0], is_saved, types))
+@functools.lru_cache(maxsize=512)  # for the forward sweep and the reverse sweep
+def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -> Residuals | None:
+    structure: list[Any] = []
+
+    def forward(*inputs: Any) -> Arrays:
+        results, found = pullback._linearize(inputs, kept.checkpoint)
+        leaves, tree = jax.tree.flatten(found)
+        structure[:] = [tree]
+        return [*results[0], *results[1], *leaves]
+
+    jaxpr, constants = without_constants(jax.make_jaxpr(forward)(*map(list, types)))
+    first = len(jaxpr.outvars) - structure[0].num_leaves
+    shared, carry, x = map(len, types)
+    is_carry = [False] * (len(constants) + shared) + [True] * carry + [False] * x
+    depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[first:]
+    # Saved casts or transposes of weights would fill a buffer with a segment of weights.
+    sources = forwarded_inputs(jaxpr)[first:]
+    is_saved = tuple(is_ and source is None for is_, source in zip(depends, sources, strict=True))
+    reads = tuple(number in sources for number, is_ in enumerate(is_carry) if is_)
+    rest, _ = dce_jaxpr(jaxpr, [False] * first + [not is_ for is_ in is_saved], instantiate=True)
+    saved = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)]
+    return Residuals(jaxpr, rest, constants, structure[0], is_saved, reads, saved) if saved else None
 
 
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does

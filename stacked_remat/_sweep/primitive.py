@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, unmapped_aval
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 
 from .._activity import active_outputs
 from .._compat import batch_jaxpr, is_concrete
@@ -30,14 +30,12 @@ from .rules import (
     as_arrays,
     compiled,
     floats,
-    is_zero,
     mapped,
     moved,
     not_mapped,
     of_part,
     primal_of,
     tangent_of,
-    types_of,
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
 from .spec import SweepSpec, by_rules
@@ -70,7 +68,7 @@ class Sweep(Differentiable):
     spec: SweepSpec
 
     def __init__(self, spec: SweepSpec, *args: PyTree) -> None:
-        self.in_avals = types_of(args)
+        self.in_avals = jax.tree.map(jax.typeof, args)
         ys = [
             [unmapped_aval(spec.rows(kind), 0, type_) for type_ in kind.output_types] for kind in spec.kinds
         ]
@@ -108,7 +106,7 @@ class Sweep(Differentiable):
         keeps_all = self.spec.remat.first_layers > 0
         given = self.out_tree.flatten_up_to(cotangents)
         pairs = zip(floats(self.out_aval), given, strict=True)
-        has_ct = tuple(is_ and (keeps_all or not is_zero(ct)) for is_, ct in pairs)
+        has_ct = tuple(is_ and (keeps_all or not isinstance(ct, ad.Zero)) for is_, ct in pairs)
         perturbed = self._perturbed(nonzero.value, has_ct)
         carry_ct, ys_ct = cotangents
         ys_ct = [as_arrays(pick(*each)) for each in zip(ys_ct, perturbed.ys, strict=True)]
@@ -187,7 +185,7 @@ class Rule(Differentiable):
     reference: Bound
 
     def __init__(self, fn: Bound, reference: Bound, *args: PyTree) -> None:
-        self.in_avals, (self.out_aval, self.effects) = types_of(args), _results(fn, *args)
+        self.in_avals, (self.out_aval, self.effects) = jax.tree.map(jax.typeof, args), _results(fn, *args)
         self.params = {"fn": fn, "reference": reference}
         super().__init__()
 

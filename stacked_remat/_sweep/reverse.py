@@ -23,15 +23,16 @@ from .gradient import (
     LayerPullback,
     LeafVisitor,
     Perturbed,
+    merge,
     pick,
     write_gradients,
     write_tangents,
     zero_gradients,
 )
 from .kinds import Kind
-from .slots import Arrays, Carry, Checkpoints, OfKinds, TripsOf, entry_at, trip_count
+from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds, TripsOf, entry_at, slots_for, trip_count
 from .spec import SweepSpec
-from .store import Index, empty_stack, read, read_before_writes, settle, write
+from .store import Index, read, read_before_writes, settle, write
 
 
 def pull_back(
@@ -69,7 +70,8 @@ def sweep_back(
 
     def layers(first: int, stop: int, kept: Kept) -> _Layers:
         pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
-        return _Layers(spec, range(first, stop), pullbacks, shared, ys_ct, visitor, xs_in)
+        held = spec.held(pullbacks)
+        return _Layers(spec, range(first, stop), pullbacks, held, shared, ys_ct, visitor, xs_in)
 
     if remat.schedule is not None:
         scheduled = layers(remat.first_layers, spec.length, remat.kept)
@@ -82,11 +84,12 @@ def sweep_back(
 
 @dataclass(frozen=True)
 class _Layers:
-    """How the layers with these numbers are run again and visited."""
+    """How the layers with these numbers are run again and visited; which leaves of carries visits read."""
 
     spec: SweepSpec
     numbers: range
     pullbacks: list[LayerPullback]
+    held: Mask
     shared: OfKinds
     ys_ct: OfKinds
     visitor: LeafVisitor
@@ -143,7 +146,7 @@ class _Layers:
 class _Loop(NamedTuple):
     """What goes from run to run: carries, residuals of a segment, what was fetched, cotangent and state."""
 
-    slots: Carry
+    slots: Carry | None
     saved: PyTree
     fetched: Arrays
     cotangent: Carry
@@ -177,6 +180,7 @@ def _visit_scheduled(
 
     saved = layers.spec.room(layers.pullbacks, plan.visited) if any(residuals) else None
     if boundaries is None:
+        assert all(len(leaf) == schedule.slots for leaf in pick(checkpoints.slots, layers.held))
         loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
         before, left = plan.skipped, len(runs) - plan.skipped
         trips = left if isinstance(left, int) else TripsOf(None, left)
@@ -187,7 +191,7 @@ def _visit_scheduled(
         r, boundary = at
         return run(r, loop._replace(slots=write(loop.slots, 0, to_device(boundary)))), None
 
-    slots = empty_stack(layers.spec.carry_types, plan.most_visits)
+    slots = slots_for(layers.spec.carry_types, plan.most_visits, layers.held, 1)
     loop = _Loop(slots, saved, fetched, cotangent, state)
     in_order = jnp.arange(len(runs))[::-1]  # the boundaries are stacked in the order of the forward sweep
     loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
@@ -265,12 +269,13 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 
 def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     bottom, bottom_slot, top = (entry_at(t, r) for t in (plan.bottom, plan.bottom_slot, plan.top))
+    held = layers.held
 
     def layer(k: Index, inner: Any) -> PyTree:
         slots, saved, carry, fetched = inner
         fetched, index = settle(fetched, bottom + k)
         ahead = layers.fetch(loop.state, jnp.minimum(index + 1, top))
-        slots = write(slots, bottom_slot + k, carry)
+        slots = merge(slots, write(pick(slots, held), bottom_slot + k, pick(carry, held)), held)
         carry, saved = layers.replay(loop.state, index, (carry, saved), fetched, bottom=bottom)
         return slots, saved, carry, ahead
 
@@ -301,14 +306,7 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 def _visit_first(
     layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
 ) -> tuple[Carry, PyTree]:
-    carries, residuals, spec = checkpoints.first_layers, checkpoints.residuals, layers.spec
-
-    def one(k: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
-        number = last - 1 - k
-        return layers.visit(number, 0, read(carries, number), residuals, [], loop)
-
-    last = trips = spec.remat.first_layers
-    if checkpoints.ran is not None:
-        last = jnp.minimum(unvmap_max(checkpoints.ran), last)
-        trips = TripsOf(None, last)
-    return spec.repeat(trips, one, (carry_ct, state))
+    carries, count = checkpoints.first_layers, len(layers.numbers)
+    plan = _Plan((Run(0, 0, tuple(range(1, count)), count),), 0, False, checkpoints.ran)
+    loop = _Loop(carries, checkpoints.residuals, layers.fetch(state, count - 1), carry_ct, state)
+    return _visit(layers, plan, 0, loop)[-2:]

@@ -41,16 +41,8 @@ def compiled(fn: Callable) -> Callable:
     return jax.jit(fn)
 
 
-def types_of(tree: PyTree) -> PyTree:
-    return jax.tree.map(jax.typeof, tree)
-
-
 def floats(types: PyTree) -> Mask:
     return tuple(is_differentiable(type_.dtype) for type_ in jax.tree.leaves(types))
-
-
-def is_zero(leaf: Any) -> bool:
-    return isinstance(leaf, ad.Zero)
 
 
 class Differentiable(HiPrim):
@@ -88,7 +80,7 @@ class Differentiable(HiPrim):
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         (args, nonzero), cts = residuals, self.out_tree.flatten_up_to(cotangents)
         is_float = floats(self.out_aval)
-        has_ct = tuple(is_ and not is_zero(ct) for is_, ct in zip(is_float, cts, strict=True))
+        has_ct = tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in zip(is_float, cts, strict=True))
         found = self.cotangents(nonzero.value, has_ct, args, as_arrays(pick(cts, has_ct)))
         self._add(found, sums, nonzero.value)
 
@@ -102,7 +94,7 @@ class Differentiable(HiPrim):
     def jvp(self, primals: PyTree, tangents: PyTree) -> PyTree:
         given = self.in_tree.flatten_up_to(tangents)
         zeros = [ad.Zero(type_.to_tangent_aval()) for type_ in self.out_avals_flat]
-        nonzero = self._nonzero([not is_zero(tangent) for tangent in given])
+        nonzero = self._nonzero([not isinstance(tangent, ad.Zero) for tangent in given])
         return self.primal(nonzero, primals), self._tangents(primals, given, zeros)
 
     def lin(self, nonzero: PyTree, *primals: PyTree) -> PyTree:
@@ -126,7 +118,7 @@ class Differentiable(HiPrim):
         self.vjp_bwd(residuals, cotangents, *self.in_tree.unflatten(scatter_leaves(sums, nonzero)))
 
     def _tangents(self, primals: PyTree, given: Sequence[PyTree], zeros: Sequence[PyTree]) -> PyTree:
-        nonzero = self._nonzero([not is_zero(tangent) for tangent in given])
+        nonzero = self._nonzero([not isinstance(tangent, ad.Zero) for tangent in given])
         found: Arrays = []
         if any(active := self.active(nonzero)):
             found = Linear(self, nonzero, primals, pick(given, nonzero))(primals, pick(given, nonzero))
@@ -177,7 +169,7 @@ class Linear(Differentiable):
     nonzero: Mask
 
     def __init__(self, of: Differentiable, nonzero: Mask, primals: PyTree, tangents: Arrays) -> None:
-        self.in_avals = (types_of(primals), types_of(tangents))
+        self.in_avals = jax.tree.map(jax.typeof, (primals, tangents))
         active = of.active(nonzero)
         self.out_aval = [type_.to_tangent_aval() for type_ in pick(of.out_avals_flat, active)]
         self.params = {"of": of, "nonzero": nonzero}

@@ -1,5 +1,6 @@
 """Carries kept in numbered slots, and trip counts and other entries of a schedule's tables."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .store import Index, write, zeros_of
+from .store import Index, empty_stack, write, zeros_of
 
 Arrays = list[Array]
 Carry = Arrays
@@ -48,6 +49,11 @@ class Checkpoints(NamedTuple):
         return eqx.tree_at(Checkpoints.source, zeros, [*map(jnp.asarray, first)])
 
 
+def slots_for(carry: Sequence[Any], size: int, held: Mask, sources: int) -> Carry:
+    """Slots for so many carries; only for the first ones of leaves that are not held within a segment."""
+    return [empty_stack(leaf, size if is_ else sources) for leaf, is_ in zip(carry, held, strict=True)]
+
+
 class TripsOf(NamedTuple):
     """A trip count that depends on the trip of the loop around; `table` has all, if data do not decide."""
 
@@ -65,5 +71,7 @@ def trip_count(table: Any, r: Index) -> int | TripsOf:
 
 
 def entry_at(table: Any, r: Index) -> Any:
-    """Look up an entry of a table, static if the index is."""
-    return int(table[r]) if isinstance(r, int) else jnp.asarray(table)[r]
+    """Look up an entry of a table, static if both are."""
+    if isinstance(r, int):
+        return int(table[r]) if isinstance(table, np.ndarray) else table[r]
+    return lax.dynamic_index_in_dim(jnp.asarray(table), r, keepdims=False, allow_negative_indices=False)

@@ -21,7 +21,7 @@ from .._trips import known_branches, known_trips
 from .gradient import Checkpoint, LayerPullback, Perturbed, merge, pick
 from .kinds import Kind, Pattern
 from .rules import primal_of
-from .slots import Arrays, Carry, OfKinds, TripsOf, entry_at
+from .slots import Arrays, Carry, Mask, OfKinds, TripsOf, entry_at
 from .store import Index, at_least_one, empty_stack, on_all_devices, read_ahead, read_layer, zeros_of
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ class SweepSpec:
 
     The schedule covers the layers after the first ones, which it numbers from zero. `pattern` is None for
     one kind; if it `stops`, a carry begins with a bool that says that the layers after it change nothing.
+    If it is `visited`, a user's visitor sees the carries.
     Of stacks, of what layers share, and of outputs it has lists for each kind.
     """
 
@@ -42,6 +43,7 @@ class SweepSpec:
     unroll: int = 1
     pattern: Pattern | None = None
     stops: bool = False
+    visited: bool = False
 
     @property
     def length(self) -> int:
@@ -103,13 +105,14 @@ class SweepSpec:
         with known_trips(total, entered):
             return lax.fori_loop(0, number, one, state)
 
-    def run(self, length: int, layer: Callable[[Index, T], T], state: T) -> tuple[T, Index | None]:
+    def run(self, trips: int | TripsOf, layer: Callable[[Index, T], T], state: T) -> tuple[T, Index | None]:
         """`repeat` a layer, if it `stops` until all carries begin with True; how many ran, None for all.
 
         On all devices as many, since steps and their derivatives may be collective.
         """
         if not self.stops:
-            return self.repeat(length, layer, state), None
+            return self.repeat(trips, layer, state), None
+        most = trips.number if isinstance(trips, TripsOf) else trips
 
         def is_over(state: PyTree) -> Array:
             return unvmap_all(on_all_devices(state[0][0]))
@@ -120,7 +123,7 @@ class SweepSpec:
             return k + 1, is_over(state), state
 
         start = jnp.int32(0), is_over(state), state
-        ran, _, state = lax.while_loop(lambda loop: (loop[0] < length) & ~loop[1], one, start)
+        ran, _, state = lax.while_loop(lambda loop: (loop[0] < most) & ~loop[1], one, start)
         return state, ran
 
     def rows(self, kind: Kind) -> int:
@@ -218,10 +221,16 @@ class SweepSpec:
                 return pullback
             x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
             # By types alone: the forward and the reverse sweep must find the same residuals.
-            inputs = shared[kind.number], self.carry_types, x
-            return pullback.with_residuals(inputs, kept.checkpoint)
+            types = tuple(map(jax.typeof, shared[kind.number])), tuple(self.carry_types), tuple(x)
+            return pullback.with_residuals(types, kept)
 
         return [of(kind) for kind in self.kinds]
+
+    def held(self, pullbacks: Sequence[LayerPullback]) -> Mask:
+        """Which leaves of the carries within a segment its visits read."""
+        every = (True,) * self.kinds[0].carries
+        read = [each.residuals.reads if each.residuals else every for each in pullbacks]
+        return every if self.visited else tuple(map(any, zip(*read, strict=True)))
 
     def room(self, pullbacks: Sequence[LayerPullback], parts: Iterable[range]) -> OfKinds:
         """Buffers of each kind for what its layers save, of one of these ranges of numbers at a time."""

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive, unmapped_aval
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import unmapped_aval
 from jaxtyping import Array
 
 from .._compat import made_on_host
@@ -110,42 +109,29 @@ def read(stacked: PyTree, index: Index) -> PyTree:
 
     def entry(stack: Array) -> Array:
         if is_on_host(stack) or jax.sharding.get_abstract_mesh().explicit_axes:
-            return _entry.bind(stack, jnp.asarray(index), axis=0)
+            return _entry_of(0)(stack, jnp.asarray(index))
         return _slice(stack, index, 0)
 
     return on_device(jax.tree.map(entry, stacked))
 
 
 def _slice(stack: Array, index: Index, axis: int) -> Array:
-    return lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
+    return lax.dynamic_index_in_dim(stack, index, axis, keepdims=False, allow_negative_indices=False)
 
 
-# `_slice`, of which `jax.vmap` makes a gather otherwise; host memory and some shardings have none.
-_entry = Primitive("entry")
-_entry.def_impl(jax.jit(_slice, static_argnames="axis"))
-_entry.def_abstract_eval(
-    lambda *types, axis: jax.make_jaxpr(functools.partial(_slice, axis=axis))(*types).out_avals[0]
-)
-mlir.register_lowering(_entry, mlir.lower_fun(_slice, multiple_results=False))
+@functools.cache
+def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
+    """`_slice`, of which `jax.vmap` makes a gather otherwise; host memory and some shardings have none."""
+    entry = jax.custom_batching.custom_vmap(functools.partial(_slice, axis=axis))
 
+    @entry.def_vmap
+    def _(_: int, is_mapped: list[bool], stack: Array, index: Array) -> tuple[Array, bool]:
+        if is_mapped[1]:
+            dims = [0 if is_ else None for is_ in is_mapped]
+            return jax.vmap(functools.partial(_slice, axis=axis), dims)(stack, index), True
+        return _entry_of(axis + 1)(stack, index), True
 
-def _jvp_of_entry(
-    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, axis: int
-) -> tuple[PyTree, PyTree]:
-    found = _entry.bind(*primals, axis=axis)
-    if isinstance(tangents[0], ad.Zero):
-        return found, ad.Zero(jax.typeof(found).to_tangent_aval())
-    return found, _entry.bind(tangents[0], primals[1], axis=axis)
-
-
-def _mapped_entry(args: Sequence[PyTree], dims: Sequence[PyTree], *, axis: int) -> tuple[PyTree, int]:
-    if dims[1] is not None:
-        return jax.vmap(functools.partial(_slice, axis=axis), dims)(*args), 0
-    return _entry.bind(jnp.moveaxis(args[0], dims[0], 0), args[1], axis=axis + 1), 0
-
-
-ad.primitive_jvps[_entry] = _jvp_of_entry
-batching.primitive_batchers[_entry] = _mapped_entry
+    return entry
 
 
 def read_layer(
@@ -218,6 +204,6 @@ def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
 
     def replaced(stack: Array, new: Array) -> Array:
         moved = to_host(new) if is_on_host(stack) else new
-        return lax.dynamic_update_index_in_dim(stack, moved, index, 0)
+        return lax.dynamic_update_index_in_dim(stack, moved, index, 0, allow_negative_indices=False)
 
     return jax.tree.map(replaced, stacked, entry)

@@ -291,7 +291,7 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 
     def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
         fetched, cotangent, state = inner
-        fetched, index = settle(fetched, bottom + visits - 1 - k)
+        fetched, index = settle(fetched, bottom + (visits - 1 - k))  # so that less `bottom` it is no sum
         ahead = layers.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
         if platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)

@@ -1,6 +1,7 @@
 """A program, an array or a weakly typed carry that is used again gives what it gives by itself."""
 
 import functools
+import itertools
 
 import equinox as eqx
 import haliax as hax
@@ -24,7 +25,7 @@ from stacked_remat import (
 )
 from stacked_remat.ops import chunked_cross_entropy
 
-from .blocks import assert_close
+from .blocks import assert_close, quick_jit
 
 LAYERS, EMBED, VOCAB = hax.make_axes(layers=4, embed=3, vocab=5)
 weights = jax.random.normal(jax.random.key(0), (LAYERS.size, EMBED.size))
@@ -173,6 +174,51 @@ def test_layers_that_keep_internals_beside_a_python_number_in_the_carry():
     for policy in (cut, False):
         found = gradient(weights, fold(layer, hax.Axis("l", 3), remat=policy))
         np.testing.assert_allclose(found, gradient(weights, loop), rtol=1e-5)
+
+
+def test_outputs_that_the_loss_does_not_use_may_be_all_that_has_internals():
+    """The forward sweep cannot know which are used, and without them a layer may have none that is kept."""
+    x, start = jnp.linspace(0.5, 1.5, 18).reshape(9, 2), jnp.linspace(0.3, 1, 2)
+    layers = {
+        "product": lambda c, x: (c * x, jnp.sin(c)),
+        "linear": lambda c, x: (0.9 * c + x, jnp.sin(checkpoint_name(2 * c, "h"))),
+        "of several": lambda c, x: (c * x, (jnp.sin(c), c**2 * x)),
+    }
+    cuts = [{"nested": True}, {"nested": 2}, {"nested": 4}, {"max_carries": 3}, {"max_carries": 6}]
+    cuts += [{"nested": 3, "first_layers": 2}, {"nested": 3, "save_carries": "offload"}]
+    pairs = zip(cuts, itertools.cycle((True, ["h"])), strict=False)
+    kept = [ScanCheckpointPolicy(**cut, save_block_internals=own) for cut, own in pairs]
+    runs = [(policy, until) for policy in kept for until in (None, lambda c: c[0] > 99)]
+    runs = [(False, None), *((policy, until) for policy, until in runs if not (until and policy.offloads))]
+
+    def gradient(layer, policy, until):
+        run = scan(layer, 9, remat=policy, until=until)
+        return jax.grad(lambda x, start: jnp.sum(run(start, x)[0] ** 2), (0, 1))(x, start)
+
+    @quick_jit
+    def gradients():
+        return {name: [gradient(layer, *run) for run in runs] for name, layer in layers.items()}
+
+    for name, (expected, *found) in gradients().items():
+        for one, run in zip(found, runs[1:], strict=True):
+            assert_close(one, expected, name=(name, *run))
+
+
+def test_effects_of_layers_whose_internals_are_kept_see_the_carry():
+    seen = []
+
+    def step(carry, x):
+        q, count = carry
+        jax.debug.callback(lambda value: seen.append(int(value)), count)
+        return (q + jnp.sin(q) * x, count + 1), None
+
+    def loss(x, remat):
+        return jnp.sum(scan(step, 9, remat=remat)((jnp.float32(1), jnp.float32(0)), x)[0][0])
+
+    policy = ScanCheckpointPolicy(nested=3, save_block_internals=True)
+    jax.block_until_ready(jax.jit(jax.grad(loss), static_argnums=1)(jnp.ones(9), policy))
+    jax.effects_barrier()
+    assert sorted({*seen}) == [*range(9)] and {*map(seen.count, range(9))} == {3}
 
 
 class Counted(eqx.Module):

@@ -107,7 +107,7 @@ def _in_parts(
     if on_host:
         starts = np.cumsum((0, *schedule.segments[:-1]), dtype=np.int32)
     else:
-        slot_of, held = np.asarray(schedule.forward, np.int32), spec.held(pullbacks)
+        slot_of, (saves, held) = np.asarray(schedule.forward, np.int32), spec.kept_in_segment(pullbacks)
         slots = slots_for(state[0], schedule.slots, held, schedule.sources)
         if all(held) and not spec.stops and (spec.unrolled or platform() != "cpu"):
 
@@ -121,8 +121,8 @@ def _in_parts(
             return state, kept._replace(slots=slots)
 
         starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)
-        if any(pullback.residuals for pullback in pullbacks):
-            starts = starts[: schedule.sources]  # to keep its internals, a segment runs to its last layer
+        if saves:  # then what a segment visits runs again, from its first layer
+            starts = starts[: schedule.sources]
     sizes = np.diff(starts, append=schedule.length).astype(np.int32)
 
     def part(number: Index, loop: PyTree) -> PyTree:

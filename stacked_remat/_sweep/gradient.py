@@ -63,7 +63,7 @@ class Residuals(NamedTuple):
     constants: Arrays
     pullback: Callable
     is_saved: Mask
-    reads: Mask  # leaves of the carry, by `rest`
+    reads: Mask  # leaves of the carry, by `rest`, which may have effects
     types: list[ShapedArray]
 
 
@@ -205,18 +205,13 @@ def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -
     # Saved casts or transposes of weights would fill a buffer with a segment of weights.
     sources = forwarded_inputs(jaxpr)[first:]
     is_saved = tuple(is_ and source is None for is_, source in zip(depends, sources, strict=True))
-    reads = tuple(number in sources for number, is_ in enumerate(is_carry) if is_)
-    rest, _ = dce_jaxpr(jaxpr, [False] * first + [not is_ for is_ in is_saved], instantiate=True)
-    saved = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)]
+    unsaved = [False] * first + [not is_ for is_ in is_saved]
+    (rest, _), (_, read) = (dce_jaxpr(jaxpr, unsaved, instantiate=every) for every in (True, False))
+    saved, reads = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)], tuple(pick(read, is_carry))
     return Residuals(jaxpr, rest, constants, structure[0], is_saved, reads, saved) if saved else None
 
 
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does
-
-
-# Called once for every layer, from the last to the first, with its kind, its row in the stacks of that kind,
-# and the visitor's state. Returns the cotangents of the perturbed leaves of the layer's input, and the state.
-LeafVisitor: TypeAlias = Callable[[LayerVisit, Kind, Index, Any], tuple[Carry, PyTree]]
 
 
 def zero_gradients(perturbed: Perturbed, shared: Sequence[Arrays], xs: Sequence[Arrays]) -> list[Any]:

@@ -102,12 +102,10 @@ class Sweep(Differentiable):
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         *kept, nonzero = residuals
-        # The first layers' residuals were kept for the cotangents of all outputs.
-        keeps_all = self.spec.remat.first_layers > 0
-        given = self.out_tree.flatten_up_to(cotangents)
-        pairs = zip(floats(self.out_aval), given, strict=True)
-        has_ct = tuple(is_ and (keeps_all or not isinstance(ct, ad.Zero)) for is_, ct in pairs)
-        perturbed = self._perturbed(nonzero.value, has_ct)
+        pairs = zip(floats(self.out_aval), self.out_tree.flatten_up_to(cotangents), strict=True)
+        has_ct = tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
+        every, some = self._perturbed(nonzero.value), self._perturbed(nonzero.value, has_ct)
+        perturbed = some if self.spec.serves(every, some, *kept[1:]) else every
         carry_ct, ys_ct = cotangents
         ys_ct = [as_arrays(pick(*each)) for each in zip(ys_ct, perturbed.ys, strict=True)]
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,15 @@ from .._placement import has_host_arrays, platform, to_device
 from .._remat import Kept
 from .._schedule import Run, Schedule
 from .._static import PyTree
-from .gradient import (
-    LayerPullback,
-    LeafVisitor,
-    Perturbed,
-    merge,
-    pick,
-    write_gradients,
-    write_tangents,
-    zero_gradients,
-)
+from .gradient import LayerPullback, Perturbed, merge, pick, write_gradients, write_tangents, zero_gradients
 from .kinds import Kind
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds, TripsOf, entry_at, slots_for, trip_count
 from .spec import SweepSpec
 from .store import Index, read, read_before_writes, settle, write
+
+# Called for every layer, from the last to the first, with a `LayerVisit`, its kind, its row in the stacks of
+# that kind, and the visitor's state. Returns the cotangents of the layer's perturbed carry, and the state.
+LeafVisitor: TypeAlias = Callable[[Any, Kind, Index, Any], tuple[Carry, PyTree]]
 
 
 def pull_back(
@@ -70,8 +65,8 @@ def sweep_back(
 
     def layers(first: int, stop: int, kept: Kept) -> _Layers:
         pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
-        held = spec.held(pullbacks)
-        return _Layers(spec, range(first, stop), pullbacks, held, shared, ys_ct, visitor, xs_in)
+        kept_too = spec.kept_in_segment(pullbacks)
+        return _Layers(spec, range(first, stop), pullbacks, *kept_too, shared, ys_ct, visitor, xs_in)
 
     if remat.schedule is not None:
         scheduled = layers(remat.first_layers, spec.length, remat.kept)
@@ -84,11 +79,12 @@ def sweep_back(
 
 @dataclass(frozen=True)
 class _Layers:
-    """How the layers with these numbers are run again and visited; which leaves of carries visits read."""
+    """How the layers with these numbers are run again and visited."""
 
     spec: SweepSpec
     numbers: range
     pullbacks: list[LayerPullback]
+    saves: bool
     held: Mask
     shared: OfKinds
     ys_ct: OfKinds
@@ -146,7 +142,7 @@ class _Layers:
 class _Loop(NamedTuple):
     """What goes from run to run: carries, residuals of a segment, what was fetched, cotangent and state."""
 
-    slots: Carry | None
+    slots: Carry
     saved: PyTree
     fetched: Arrays
     cotangent: Carry
@@ -156,8 +152,8 @@ class _Loop(NamedTuple):
 def _visit_scheduled(
     layers: _Layers, checkpoints: Checkpoints, cotangent: Carry, state: PyTree, schedule: Schedule
 ) -> tuple[Carry, PyTree]:
-    boundaries, residuals = checkpoints.boundaries, [each.residuals for each in layers.pullbacks]
-    types = [type_ for kept in residuals if kept for type_ in kept.types]
+    boundaries = checkpoints.boundaries
+    types = [type_ for each in layers.pullbacks if each.residuals for type_ in each.residuals.types]
     if any(type_.memory_space == jax.memory.Space.Host for type_ in types):
         raise ValueError(
             "With layers that are cut, save_block_internals keeps internals on the device while a segment is "
@@ -165,7 +161,7 @@ def _visit_scheduled(
             'inside the layer. Use one that does not offload, and save_carries="offload" beside it.'
         )
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
-    plan = _Plan(runs, layers.numbers.start, any(residuals), checkpoints.ran)
+    plan = _Plan(runs, layers.numbers.start, layers.saves, checkpoints.ran)
     first: Index = int(plan.first[0])
     if jax.eval_shape(lambda: layers.fetch(state, first)):
         # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
@@ -178,9 +174,8 @@ def _visit_scheduled(
             loop = _save(layers, plan, r, loop)
         return _visit(layers, plan, r, loop)
 
-    saved = layers.spec.room(layers.pullbacks, plan.visited) if any(residuals) else None
+    saved = layers.spec.room(layers.pullbacks, plan.visited) if layers.saves else None
     if boundaries is None:
-        assert all(len(leaf) == schedule.slots for leaf in pick(checkpoints.slots, layers.held))
         loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
         before, left = plan.skipped, len(runs) - plan.skipped
         trips = left if isinstance(left, int) else TripsOf(None, left)
@@ -291,7 +286,7 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 
     def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
         fetched, cotangent, state = inner
-        fetched, index = settle(fetched, bottom + (visits - 1 - k))  # so that less `bottom` it is no sum
+        fetched, index = settle(fetched, bottom + (visits - 1 - k))
         ahead = layers.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
         if platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
@@ -306,7 +301,7 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 def _visit_first(
     layers: _Layers, checkpoints: Checkpoints, carry_ct: Carry, state: PyTree
 ) -> tuple[Carry, PyTree]:
-    carries, count = checkpoints.first_layers, len(layers.numbers)
+    carries, count = checkpoints.first_layers or [], len(layers.numbers)
     plan = _Plan((Run(0, 0, tuple(range(1, count)), count),), 0, False, checkpoints.ran)
     loop = _Loop(carries, checkpoints.residuals, layers.fetch(state, count - 1), carry_ct, state)
     return _visit(layers, plan, 0, loop)[-2:]

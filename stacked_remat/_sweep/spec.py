@@ -226,11 +226,22 @@ class SweepSpec:
 
         return [of(kind) for kind in self.kinds]
 
-    def held(self, pullbacks: Sequence[LayerPullback]) -> Mask:
-        """Which leaves of the carries within a segment its visits read."""
-        every = (True,) * self.kinds[0].carries
-        read = [each.residuals.reads if each.residuals else every for each in pullbacks]
-        return every if self.visited else tuple(map(any, zip(*read, strict=True)))
+    def kept_in_segment(self, pullbacks: Sequence[LayerPullback]) -> tuple[bool, Mask]:
+        """Whether internals are kept while a segment is reversed; which leaves of its carries visits read."""
+        every, saved = (True,) * self.kinds[0].carries, [each.residuals for each in pullbacks]
+        read = zip(*(each.reads if each else every for each in saved), strict=True)
+        return any(saved), every if self.visited else tuple(map(any, read))
+
+    def serves(self, kept_for: Perturbed, perturbed: Perturbed, xs: OfKinds, shared: OfKinds) -> bool:
+        """Whether what the forward sweep keeps for one is what the reverse sweep needs for fewer outputs."""
+        remat = self.remat
+        if remat.first_layers:
+            return kept_for == perturbed
+        if remat.kept == NOTHING or remat.schedule is None or remat.boundaries_on_host:
+            return True
+        pullbacks = (self.pullbacks(each, remat.kept, xs, shared) for each in (kept_for, perturbed))
+        (saves, held), (saves_too, read) = map(self.kept_in_segment, pullbacks)
+        return saves == saves_too and not any(pick(read, [not is_ for is_ in held]))
 
     def room(self, pullbacks: Sequence[LayerPullback], parts: Iterable[range]) -> OfKinds:
         """Buffers of each kind for what its layers save, of one of these ranges of numbers at a time."""

@@ -5,7 +5,8 @@ A reverse sweep visits the layers from the last to the first and needs the input
 again. It is a stack: a slot holds the input of one layer, later slots hold later layers, and the top is
 consumed first.
 
-    forward:  the input of every layer goes to a slot, and stays until another does; or those that stay alone
+    forward:  the input of each layer goes to a slot, where a later one may replace it; only those that stay
+              need be written
     reverse:  for each *run*: read the carry held at the top of the stack, run some layers forward
               again, write their inputs to slots above it, then visit layers backwards, popping a slot each
 
@@ -82,12 +83,12 @@ class Schedule:
 
     @cached_property
     def forward(self) -> tuple[int, ...]:
-        """The slot for the input of each layer in the forward sweep, where the last one stays."""
+        """The slot of each layer's input in the forward sweep; a later input in the same slot replaces it."""
         return (0, *next(self._expansions()).writes)
 
     @cached_property
     def sources(self) -> int:
-        """How many slots hold inputs to run again from where internals are kept; others are for visits."""
+        """Where internals are kept, how many slots hold inputs to run again from; visits read the others."""
         return max(run.top_slot - run.visits for run in self.runs) + 2
 
     @cached_property

@@ -50,7 +50,7 @@ class Checkpoints(NamedTuple):
 
 
 def slots_for(carry: Sequence[Any], size: int, held: Mask, sources: int) -> Carry:
-    """Slots for so many carries; only for the first ones of leaves that are not held within a segment."""
+    """Slots for `size` carries; only `sources` of them for leaves that are not held within a segment."""
     return [empty_stack(leaf, size if is_ else sources) for leaf, is_ in zip(carry, held, strict=True)]
 
 

@@ -220,7 +220,7 @@ class SweepSpec:
             if kept == NOTHING:
                 return pullback
             x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
-            # By types alone: the forward and the reverse sweep must find the same residuals.
+            # By types alone, so that the forward and the reverse sweep find the same residuals.
             types = tuple(map(jax.typeof, shared[kind.number])), tuple(self.carry_types), tuple(x)
             return pullback.with_residuals(types, kept)
 
@@ -235,7 +235,7 @@ class SweepSpec:
     def serves(self, kept_for: Perturbed, perturbed: Perturbed, xs: OfKinds, shared: OfKinds) -> bool:
         """Whether what the forward sweep keeps for one is what the reverse sweep needs for fewer outputs."""
         remat = self.remat
-        if remat.first_layers:
+        if kept_for == perturbed or remat.first_layers:
             return kept_for == perturbed
         if remat.kept == NOTHING or remat.schedule is None or remat.boundaries_on_host:
             return True

@@ -89,8 +89,9 @@ def test_a_part_of_results_has_their_values_in_columns_by_what_was_given():
     assert first == ["lax.scan", ratio, *memory, "–"]  # the TPU's compiler ran out of memory
 
 
-def test_the_readme_has_the_figures_of_the_results():
-    with_tables(PAGES["README.md"].replace('<img alt="Temporaries', ""))  # also in the words for the picture
+def test_every_page_has_the_figures_of_the_results():
+    for text in PAGES.values():
+        with_tables(text.replace('<img alt="Temporaries', ""))  # also in the words for the README's picture
 
 
 def test_a_figure_that_no_result_has_is_an_error():

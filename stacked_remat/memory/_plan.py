@@ -134,27 +134,27 @@ class Search:
         """From a number of first layers to the cut of the others that needs least memory.
 
         The internals of a segment are kept while it is reversed. The bytes of a carry and of a layer's
-        internals are what three policies differ in; where one of them can't be compiled, there is no cut.
+        internals, with its input if that is read, are what three policies differ in; where one of them can't
+        be compiled, there is no cut.
         """
-        kept = dataclasses.replace(base, save_block_internals=base.save_block_internals or True)
+        slots = base.schedule(layers).slots
+        kept = dataclasses.replace(base, nested=slots, save_block_internals=base.save_block_internals or True)
         policies = ScanCheckpointPolicy(), dataclasses.replace(base, save_block_internals=False), kept
-        schedule = base.schedule(layers)
-        if schedule.slots == layers or _NEVER in map(self._cost, policies):
+        if slots == layers or _NEVER in map(self._cost, policies):
             return None
         found = [self.trial(policy).report for policy in policies]
         totals = [report.total for report in found if report is not None]
         if len(totals) < len(found):
             return None
         every_carry, cut, with_internals = totals
-        carry = max(0, every_carry - cut) / (layers - schedule.slots)
-        visited_at_once = max(run.visits for run in schedule.runs)
-        internals = max(0, with_internals - cut) / (visited_at_once - 1)
+        carry = max(0, every_carry - cut) / (layers - slots)
+        internals = max(0, with_internals - cut) / (-(-layers // slots) - 1)  # both keep as many starts
 
         def of_count(first_layers: int) -> ScanCheckpointPolicy:
             rest = layers - first_layers
 
             def needs(longest: int) -> float:
-                return (-(-rest // longest) - 1 + longest) * carry + longest * internals
+                return -(-rest // longest) * carry + longest * internals
 
             # Segments of one layer would be visited together, with the internals of all of them.
             longest = min(range(min(2, rest), rest + 1), key=needs)

@@ -17,15 +17,15 @@ LAYERS = 48
 def optimum(layers, internals, most):
     """The least FLOPs of a gradient in forward evaluations of a layer, for each memory in carries.
 
-    A layer's internals are kept when it runs (3 evaluations in all), or the carry runs ahead to a layer whose
-    input is kept, and what follows is reversed first. What is reversed frees its memory.
+    A layer's internals are kept when it runs (3 evaluations in all), its input among them if its derivative
+    reads that; or the carry runs ahead to a layer whose input is kept, and what follows is reversed first.
+    What is reversed frees its memory.
     """
     never = 10**9
     # By layers, and by what is free beside the first one's input.
     table = [[0] * most, [3 if free >= internals else never for free in range(most)]]
     for length in range(2, layers + 1):
-        kept = internals + 1  # with the next layer's input
-        row = [3 + table[length - 1][free - kept] if free >= kept else never for free in range(most)]
+        row = [3 + table[length - 1][free - internals] if free >= internals else never for free in range(most)]
         for free in range(1, most):
             ahead = (k + table[length - k][free - 1] + table[k][free] for k in range(1, length))
             row[free] = min(row[free], *ahead)
@@ -46,7 +46,7 @@ def optimum_of_loops(layers, inputs, internals):
         for k in range(1, layers)
         if inputs
     ]
-    kept = [3 + optimum_of_loops(layers - 1, inputs - 1, internals - 1)] if inputs and internals > 1 else []
+    kept = [3 + optimum_of_loops(layers - 1, inputs, internals - 1)] if internals > 1 else []
     return min(ahead + kept, default=10**9)
 
 
@@ -56,13 +56,12 @@ def cost(policy, internals):
     first = policy.first_layers
     rest = LAYERS - first
     if policy.saves_everything and not policy.is_nested:
-        return 3 * LAYERS, LAYERS * (1 + internals)
+        return 3 * LAYERS, LAYERS * internals
     schedule = policy.schedule(rest)
-    again, held = schedule.replays, 1
+    again, carries, held = schedule.replays, schedule.slots, 1
     if policy.save_block_internals:  # the layers of a segment run to be visited, and others before
         again = sum(max(0, run.replays - run.visits + 1) for run in schedule.runs)
-        held = max(run.visits for run in schedule.runs)
-    carries = first + schedule.slots
+        carries, held = schedule.sources, max(run.visits for run in schedule.runs)
     return 3 * first + 4 * rest + again, carries + (first + held) * internals
 
 
@@ -102,14 +101,15 @@ def test_below_nested_as_many_carries_are_kept_as_fit(internals):
 @pytest.mark.parametrize("internals", [2, 4, 18])
 def test_plans_take_hardly_more_flops_than_the_optimum(internals):
     least = shrinking(LAYERS).slots + internals
-    most = LAYERS * (1 + internals)
+    most = LAYERS * internals
     best = optimum(LAYERS, internals, most)
     # Below this, only the optimum shares memory between the inputs of segments and internals: with a buffer
-    # for each, no order takes 1.05 times its FLOPs.
+    # for each, no order takes 1.05 times its FLOPs at the least of the 20 budgets.
     cuts = [ScanCheckpointPolicy(nested=k, save_block_internals=True) for k in range(1, LAYERS + 1)]
     kept = min(cost(policy, internals)[1] for policy in cuts)
     found = []
-    for budget in (least + (k + 1) * (most - least) // 20 for k in range(20)):
+    budgets = [least + (k + 1) * (most - least) // 20 for k in range(20)]
+    for budget in sorted({*range(least, kept + 4), *budgets}):
         flops, trials = planned(internals, budget)
         found.append(flops)
         if budget >= kept:
@@ -117,6 +117,7 @@ def test_plans_take_hardly_more_flops_than_the_optimum(internals):
         else:
             places = range(1, (budget - 1) // internals + 1)
             of_loops = min(optimum_of_loops(LAYERS, budget - k * internals - 1, k) for k in places)
-            assert 1.05 * best[budget] < of_loops <= flops <= 1.1 * of_loops
+            assert of_loops <= flops <= 1.2 * best[budget]
+            assert budget not in budgets or 1.05 * best[budget] < of_loops
         assert trials <= 40
     assert found == sorted(found, reverse=True)  # a larger budget never plans more

@@ -350,7 +350,7 @@ def loop_over(
 ) -> Loop:
     """The loop of a method over layers, which calls `fn`, or the blocks themselves."""
     given = {name for name, value in {"remat": remat, **options}.items() if value is not None}
-    for kind in {type(block) for block in layers._kinds} if fn is None else ():
+    for kind in {type(block) for block in layers._kinds} if given and fn is None else ():
         for name in sorted(given & {*signature_of(kind.__call__).parameters}):
             via = f"{method.removesuffix('_vjp')}_via(lambda block, x: block(x, {name}=...), {name}=...)(x)"
             raise TypeError(

@@ -1,5 +1,6 @@
 """The loop over tiles as a JAX primitive: forwards and backwards, one tile exists at a time."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from jaxtyping import Array
 from ._activity import active_outputs, is_differentiable
 from ._compat import batch_jaxpr, without_constants
 from ._static import PyTree
-from ._sweep.gradient import merge, pick
-from ._sweep.rules import Bound, Differentiable, compiled, moved, not_mapped, primal_of
+from ._sweep.gradient import pick
+from ._sweep.rules import Bound, Differentiable, compiled, moved, not_mapped, of_part, primal_of
 from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
 from ._sweep.trace import kept
@@ -122,10 +123,8 @@ def _pull_back(tiling: Tiling, nonzero: Mask, has_ct: Mask, arrays: Arrays, cota
     jaxpr, count = tiling.jaxpr, len(arrays)
 
     def rule(tile: Arrays) -> Arrays:
-        def run(part: Arrays) -> Arrays:
-            return pick(eval_jaxpr(jaxpr, (), *merge(tile[:count], part, nonzero)), has_ct)
-
-        return jax.vjp(run, pick(tile[:count], nonzero))[1](tile[count:])[0]
+        of_tile = functools.partial(eval_jaxpr, jaxpr, ())
+        return jax.vjp(*of_part(of_tile, tile[:count], nonzero, has_ct))[1](tile[count:])[0]
 
     return tiling.cut.loop(
         rule,

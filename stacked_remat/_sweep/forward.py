@@ -48,7 +48,7 @@ def _forward_step(
     def step(k: Index, state: PyTree) -> PyTree:
         *state, fetched = state
         fetched, number = settle(fetched, k + start)
-        ahead = spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
+        ahead = fetched and spec.fetch(xs, jnp.minimum(number + 1, spec.length - 1))
 
         def run(kind: Kind, row: Index, state: PyTree) -> PyTree:
             (carry, ys, residuals, ahead), own = state, shared[kind.number]
@@ -121,7 +121,7 @@ def _in_parts(
             return state, kept._replace(slots=slots)
 
         starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)
-        if saves:  # then what a segment visits runs again, from its first layer
+        if saves or schedule.runs[0].replays:  # then the last segment runs again, from its first layer
             starts = starts[: schedule.sources]
     sizes = np.diff(starts, append=schedule.length).astype(np.int32)
 

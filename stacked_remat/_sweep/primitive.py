@@ -207,8 +207,8 @@ class Rule(Differentiable):
 
 def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
     """The types of what a function returns, and its effects."""
-    closed, found = jax.make_jaxpr(compiled(fn), return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(found), closed.out_avals), closed.effects
+    traced = compiled(fn).trace(*args)
+    return jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals), traced.jaxpr.effects
 
 
 def _tangents(

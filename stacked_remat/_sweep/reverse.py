@@ -163,10 +163,10 @@ def _visit_scheduled(
     runs = schedule.runs if boundaries is None else _one_run_per_segment(schedule)
     plan = _Plan(runs, layers.numbers.start, layers.saves, checkpoints.ran)
     first: Index = int(plan.first[0])
-    if jax.eval_shape(lambda: layers.fetch(state, first)):
-        # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
-        first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
     fetched = layers.fetch(state, first)
+    if fetched:  # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
+        first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
+        fetched = layers.fetch(state, first)
 
     def run(r: Index, loop: _Loop) -> _Loop:
         loop = _advance(layers, plan, r, loop)
@@ -246,7 +246,7 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     def layer(k: Index, inner: tuple[Carry, Carry, Arrays, Index | None]) -> PyTree:
         slots, carry, fetched, held = inner  # how many inputs that the run holds are there
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
-        ahead = layers.fetch(loop.state, index + 1)
+        ahead = fetched and layers.fetch(loop.state, index + 1)
         carry, _ = layers.replay(loop.state, index, (carry, None), fetched, plan.advanced)
         slots = write(slots, slot + 1 + (k if held is None else held), carry)
         if held is not None:
@@ -269,7 +269,7 @@ def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     def layer(k: Index, inner: Any) -> PyTree:
         slots, saved, carry, fetched = inner
         fetched, index = settle(fetched, bottom + k)
-        ahead = layers.fetch(loop.state, jnp.minimum(index + 1, top))
+        ahead = fetched and layers.fetch(loop.state, jnp.minimum(index + 1, top))
         slots = merge(slots, write(pick(slots, held), bottom_slot + k, pick(carry, held)), held)
         carry, saved = layers.replay(loop.state, index, (carry, saved), fetched, bottom=bottom)
         return slots, saved, carry, ahead
@@ -285,12 +285,12 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     visits = trips.number if isinstance(trips, TripsOf) else trips
 
     def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
-        fetched, cotangent, state = inner
-        fetched, index = settle(fetched, bottom + (visits - 1 - k))
-        ahead = layers.fetch(state, jnp.where(k == visits - 1, entry_at(plan.next_first, r), index - 1))
+        (fetched, cotangent, state), place = inner, visits - 1 - k
+        fetched, index = settle(fetched, bottom + place)
+        ahead = fetched and layers.fetch(state, jnp.where(place == 0, entry_at(plan.next_first, r), index - 1))
         if platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
-        carry = read(loop.slots, entry_at(plan.bottom_slot, r) + visits - 1 - k)
+        carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)
         return ahead, *layers.visit(index, bottom, carry, loop.saved, fetched, (cotangent, state))
 
     inner = (loop.fetched, loop.cotangent, loop.state)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ class Bound:
     """A function with its first arguments: a `functools.partial` that equals another with equal ones."""
 
     name: str
-    fn: Callable
-    bound: tuple[Any, ...]
+    fn: Callable = field(repr=False)
+    bound: tuple[Any, ...] = field(repr=False)  # JAX asks for the text of what it traces
 
     @property
     def __name__(self) -> str:

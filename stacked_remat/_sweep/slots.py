@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .store import Index, empty_stack, write, zeros_of
+from .store import Index, empty_stack, slice_of, write, zeros_of
 
 Arrays = list[Array]
 Carry = Arrays
@@ -74,4 +74,4 @@ def entry_at(table: Any, r: Index) -> Any:
     """Look up an entry of a table, static if both are."""
     if isinstance(r, int):
         return int(table[r]) if isinstance(table, np.ndarray) else table[r]
-    return lax.dynamic_index_in_dim(jnp.asarray(table), r, keepdims=False, allow_negative_indices=False)
+    return slice_of(jnp.asarray(table), r, 0)

@@ -110,25 +110,27 @@ def read(stacked: PyTree, index: Index) -> PyTree:
     def entry(stack: Array) -> Array:
         if is_on_host(stack) or jax.sharding.get_abstract_mesh().explicit_axes:
             return _entry_of(0)(stack, jnp.asarray(index))
-        return _slice(stack, index, 0)
+        return slice_of(stack, index, 0)
 
     return on_device(jax.tree.map(entry, stacked))
 
 
-def _slice(stack: Array, index: Index, axis: int) -> Array:
-    return lax.dynamic_index_in_dim(stack, index, axis, keepdims=False, allow_negative_indices=False)
+def slice_of(stack: Array, index: Index, axis: int) -> Array:
+    # Not `lax.dynamic_index_in_dim`, a `jax.jit` that is traced anew for each type.
+    entry = lax.dynamic_slice_in_dim(stack, index, 1, axis, allow_negative_indices=False)
+    return lax.squeeze(entry, (axis,))
 
 
 @functools.cache
 def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
-    """`_slice`, of which `jax.vmap` makes a gather otherwise; host memory and some shardings have none."""
-    entry = jax.custom_batching.custom_vmap(functools.partial(_slice, axis=axis))
+    """`slice_of`, of which `jax.vmap` makes a gather otherwise; host memory and some shardings have none."""
+    entry = jax.custom_batching.custom_vmap(functools.partial(slice_of, axis=axis))
 
     @entry.def_vmap
     def _(_: int, is_mapped: list[bool], stack: Array, index: Array) -> tuple[Array, bool]:
         if is_mapped[1]:
             dims = [0 if is_ else None for is_ in is_mapped]
-            return jax.vmap(functools.partial(_slice, axis=axis), dims)(stack, index), True
+            return jax.vmap(functools.partial(slice_of, axis=axis), dims)(stack, index), True
         return _entry_of(axis + 1)(stack, index), True
 
     return entry
@@ -203,7 +205,7 @@ def write(stacked: PyTree, index: Index, entry: PyTree) -> PyTree:
     """Replace the entry at `index` of every array of a tree; in place, in a compiled loop."""
 
     def replaced(stack: Array, new: Array) -> Array:
-        moved = to_host(new) if is_on_host(stack) else new
-        return lax.dynamic_update_index_in_dim(stack, moved, index, 0, allow_negative_indices=False)
+        moved = lax.expand_dims(to_host(new) if is_on_host(stack) else new, (0,))
+        return lax.dynamic_update_slice_in_dim(stack, moved, index, 0, allow_negative_indices=False)
 
     return jax.tree.map(replaced, stacked, entry)

@@ -56,6 +56,25 @@ def test_the_python_on_the_page_runs(page):
     exec(compile(_program(page), page, "exec"), {"__name__": page.stem})
 
 
+def test_type_checkers_know_the_values_on_first_pages(tmp_path):
+    """Pyright knows the types of variables, parameters and lambdas, but for what Equinox leaves open."""
+    pytest.importorskip("pyright")
+    rules = ("reportUnknownVariableType", "reportUnknownParameterType", "reportUnknownLambdaType")
+    config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic", **dict.fromkeys(rules, "error")}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    programs = {page: _program(ROOT / page) for page in ("README.md", "docs/getting-started.md")}
+    for page, program in programs.items():
+        (tmp_path / page.replace("/", "_")).with_suffix(".py").write_text(program)
+    check = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", tmp_path]
+    result = json.loads(subprocess.run(check, stdout=subprocess.PIPE, text=True).stdout)
+    assert result["summary"]["filesAnalyzed"] == len(programs)
+    found = [
+        (entry["message"], Path(entry["file"]).read_text().splitlines()[entry["range"]["start"]["line"]])
+        for entry in result["generalDiagnostics"]
+    ]
+    assert not [entry for entry in found if not re.search(r"eqx\.(filter_grad|tree_at)", entry[1])]
+
+
 def test_pages_and_configs_install_from_the_checkout():
     # A message may name `stacked_remat[data]`: pip then adds the extra to the library that is installed.
     files = [*PAGES, *(ROOT / "docs" / "gallery").glob("*.py"), *(ROOT / "models").rglob("*.yaml")]

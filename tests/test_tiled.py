@@ -76,6 +76,8 @@ def test_a_dimension_of_plain_arrays_modules_keys_and_sums():
         tiles=4,
     )
     assert_close(tiled_keys(jnp.moveaxis(x, 1, 0), keys, 0.1), jnp.moveaxis(expected, 1, 0))
+    again = tiled(lambda x, keys: (2 * x, jax.vmap(jax.random.fold_in, (0, None))(keys, 1)), 0, tiles=4)
+    assert (again(weight, keys)[1] == jax.vmap(jax.random.fold_in, (0, None))(keys, 1)).all()
 
     def loss(weight, x):
         return {"loss": jnp.sum((x * weight) ** 2), "count": jnp.sum(x > 0)}

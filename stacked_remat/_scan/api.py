@@ -5,7 +5,6 @@ leaves a step on raw arrays, which `layers.py` runs under the checkpoint policy.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
+from .._schedule import whole_number
 from .._static import PyTree
 from .arguments import Caller, argument_namer
 from .checks import describe
@@ -122,7 +122,8 @@ def lax_scan(
         The final carry and the stacked outputs.
 
     Raises:
-        ValueError: there is neither an array in `xs` nor a `length`, or they disagree; and as `scan`.
+        ValueError: there is neither an array in `xs` nor a `length`, they disagree, or `length` is negative;
+            and as `scan`.
         TypeError: `length` is no integer.
     """
     leaves = jax.tree.leaves(xs, is_leaf=is_named)
@@ -131,7 +132,9 @@ def lax_scan(
             "lax_scan: xs has no plain array to split. Pass length=, how many steps to run; for named arrays "
             "use scan with their axis."
         )
-    axis = "steps" if length is None else Axis("steps", operator.index(length))
+    if length is not None:
+        length = whole_number("length", length, "the number of steps", least=0)
+    axis = "steps" if length is None else Axis("steps", length)
     return scan(f, axis, remat=remat, reverse=reverse, unroll=unroll)(init, per_layer(xs))
 
 

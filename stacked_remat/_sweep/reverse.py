@@ -164,7 +164,8 @@ def _visit_scheduled(
     plan = _Plan(runs, layers.numbers.start, layers.saves, checkpoints.ran)
     first: Index = int(plan.first[0])
     fetched = layers.fetch(state, first)
-    if fetched:  # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
+    if fetched:
+        # Without the barrier XLA reads the first layer before the forward sweep, and holds it meanwhile.
         first, cotangent = lax.optimization_barrier((jnp.int32(first), cotangent))
         fetched = layers.fetch(state, first)
 
@@ -287,7 +288,8 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
         (fetched, cotangent, state), place = inner, visits - 1 - k
         fetched, index = settle(fetched, bottom + place)
-        ahead = fetched and layers.fetch(state, jnp.where(place == 0, entry_at(plan.next_first, r), index - 1))
+        below = fetched and jnp.where(place == 0, entry_at(plan.next_first, r), index - 1)
+        ahead = fetched and layers.fetch(state, below)
         if platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
         carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)

@@ -25,7 +25,8 @@ def optimum(layers, internals, most):
     # By layers, and by what is free beside the first one's input.
     table = [[0] * most, [3 if free >= internals else never for free in range(most)]]
     for length in range(2, layers + 1):
-        row = [3 + table[length - 1][free - internals] if free >= internals else never for free in range(most)]
+        row = [3 + table[length - 1][free - internals] for free in range(internals, most)]
+        row = [never] * internals + row
         for free in range(1, most):
             ahead = (k + table[length - k][free - 1] + table[k][free] for k in range(1, length))
             row[free] = min(row[free], *ahead)

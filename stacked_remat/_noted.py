@@ -1,4 +1,4 @@
-"""Calls that a trace of a program notes, with a rule for whoever interprets the traced program."""
+"""Tag calls, with a rule, so that a jaxpr interpreter recognises them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -88,12 +88,12 @@ class Schedule:
 
     @cached_property
     def sources(self) -> int:
-        """Where internals are kept, how many slots hold inputs to run again from; visits read the others."""
+        """How many slots replays start from where internals are kept; only visits read the others."""
         return max(run.top_slot - run.visits for run in self.runs) + 2
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """What the reverse sweep does, in order. As many numbers as there are layers, however few carries."""
+        """What the reverse sweep does, in order; O(length) numbers, however few slots."""
         runs, sizes = [*self._expansions()], self.segments
         runs[0] = Run(runs[0].top, runs[0].top_slot, (), runs[0].visits)
         if len(sizes) > 1 and sizes[0] > 1 and len(set(sizes)) == 1:

@@ -19,7 +19,7 @@ from ._sweep.gradient import pick
 from ._sweep.rules import Bound, Differentiable, compiled, moved, not_mapped, of_part, primal_of
 from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
-from ._sweep.trace import kept
+from ._sweep.trace import cached
 
 Dims = tuple[int | None, ...]
 Derived = tuple["Tiling", Arrays]  # a tiling, and its constants
@@ -154,7 +154,7 @@ class Tiles(Differentiable):
         def derived() -> Derived:
             return Tiling.of(old.cut, primal_of(old.jaxpr, nonzero), old.inputs, old.outputs)
 
-        return run_tiles(kept((old, nonzero), (), derived), args)
+        return run_tiles(cached((old, nonzero), (), derived), args)
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))

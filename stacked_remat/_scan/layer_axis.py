@@ -151,10 +151,8 @@ def _entries(
     are_split = [is_split(leaf, axis, is_scanned, rule) for _, leaf, rule in entries]
     split = [entry for entry, is_ in zip(entries, are_split, strict=True) if is_]
     if absent := [path for path, leaf, _ in split if raw_array(leaf) is None]:
-        raise ValueError(
-            f"{caller.what}: {caller.name_of(absent[0])} has no array, as of a tree that was filtered or "
-            "partitioned. Put the parts together first: eqx.combine(trained, frozen)."
-        )
+        name = caller.name_of(absent[0])
+        raise ValueError(f"{caller.what}: {name} is None; did you forget eqx.combine(trained, frozen)?")
     axis = resolve_axis(axis, split, caller.what)
     if is_scanned is is_named_or_shaped_array:  # a predicate of the caller's decides about these too
         check_no_lists(tree, axis, caller)

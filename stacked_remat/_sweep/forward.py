@@ -84,7 +84,7 @@ def forward(
             carries = write(carries, number, state[0])
             return *step(number, state), carries
 
-        (carry, ys, _, fetched), residuals = state, spec.room(pullbacks, [range(first)])
+        (carry, ys, _, fetched), residuals = state, spec.residual_buffers(pullbacks, [range(first)])
         loop = carry, ys, residuals, fetched, carries
         (*state, residuals, fetched, carries), ran = spec.run(first, layer, loop)
         state, kept = (*state, [], fetched), Checkpoints([], None, carries, residuals, ran=ran)
@@ -101,23 +101,23 @@ def forward(
 def _in_parts(
     spec: SweepSpec, step: Step, pullbacks: Sequence[LayerPullback], state: PyTree, kept: Checkpoints
 ) -> tuple[PyTree, Checkpoints]:
-    """Run the schedule's layers in parts; the first input of each, `state[0]`, goes to a slot or the host."""
+    """Run the schedule's layers; inputs (`state[0]`) that replays start from go to slots or to the host."""
     schedule, slots, on_host = spec.remat.schedule, [], spec.remat.boundaries_on_host
     assert schedule is not None
     if on_host:
         starts = np.cumsum((0, *schedule.segments[:-1]), dtype=np.int32)
     else:
-        slot_of, (saves, held) = np.asarray(schedule.forward, np.int32), spec.kept_in_segment(pullbacks)
-        slots = slots_for(state[0], schedule.slots, held, schedule.sources)
-        if all(held) and not spec.stops and (spec.unrolled or platform() != "cpu"):
+        slot_of, (saves, is_read) = np.asarray(schedule.forward, np.int32), spec.kept_in_segment(pullbacks)
+        slots = slots_for(state[0], schedule.slots, is_read, schedule.sources)
+        if all(is_read) and not spec.stops and (spec.unrolled or platform() != "cpu"):
 
-            def layer(loop: tuple[Carry, PyTree], at: tuple[Index, Index]) -> tuple[PyTree, None]:
-                (slots, state), (number, slot) = loop, at
+            def layer(loop: tuple[Carry, PyTree], step_of: tuple[Index, Index]) -> tuple[PyTree, None]:
+                (slots, state), (number, slot) = loop, step_of
                 return (write(slots, slot, state[0]), step(number, state)), None
 
             # All inputs are written: loops in a loop take a GPU more time, and a TPU more memory.
-            at = jnp.arange(schedule.length), jnp.asarray(slot_of)
-            (slots, state), _ = lax.scan(layer, (slots, state), at, unroll=spec.unrolled)
+            steps = jnp.arange(schedule.length), jnp.asarray(slot_of)
+            (slots, state), _ = lax.scan(layer, (slots, state), steps, unroll=spec.unrolled)
             return state, kept._replace(slots=slots)
 
         starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)

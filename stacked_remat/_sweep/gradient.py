@@ -63,7 +63,7 @@ class Residuals(NamedTuple):
     constants: Arrays
     pullback: Callable
     is_saved: Mask
-    reads: Mask  # leaves of the carry, by `rest`, which may have effects
+    reads: Mask  # which leaves of the carry `rest` reads; all if it has effects
     types: list[ShapedArray]
 
 
@@ -181,7 +181,7 @@ class LayerPullback:
     def with_residuals(self, types: LayerTypes, kept: Kept) -> "LayerPullback":
         """Save what is kept, but for inputs and what depends on `x` and `shared` alone."""
         # With the seams of tangents other residuals would be found than without them.
-        plain = replace(self, kind=replace(self.kind, by_rules=None))
+        plain = replace(self, kind=replace(self.kind, for_values=None))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             return replace(self, residuals=_residuals(plain, types, kept, trace_context()))
@@ -251,7 +251,7 @@ def write_tangents(perturbed: Perturbed, visit: LayerVisit, *at: Any) -> tuple[C
 
 @jax.custom_jvp
 def _unread(old: PyTree, new: PyTree) -> PyTree:
-    """`new` for its derivatives. XLA removes values that loops pass on, and no sums that nothing reads."""
+    """`old`, with derivatives of `new`: XLA removes what loops pass on, and no sums that nothing reads."""
     return jax.tree.map(functools.partial(lax.select_n, False), old, new)  # mapped where either is
 
 

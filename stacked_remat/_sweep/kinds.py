@@ -21,7 +21,7 @@ from .store import Index, write
 class Kind:
     """Layers of one kind, `jaxpr` being `(shared, carry, x) -> (carry, y)`.
 
-    Of the stacks in `x` it takes those that are `unsliced` whole. `by_rules` is for values alone: a layer
+    Of the stacks in `x` it takes those that are `unsliced` whole. `for_values` is for values alone: a layer
     with the forward rules of `jax.custom_vjp`s, which takes `constants` first.
     """
 
@@ -29,7 +29,7 @@ class Kind:
     jaxpr: Jaxpr
     carries: int
     unsliced: Mask
-    by_rules: "Kind | None" = None
+    for_values: "Kind | None" = None
     constants: tuple[PyTree, ...] = field(default=(), compare=False)
 
     @property
@@ -42,7 +42,7 @@ class Kind:
         return replace(self, jaxpr=jaxpr), [*constants, *shared]
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        evaluate = _eval_with_seams if self.by_rules else eval_jaxpr
+        evaluate = _eval_with_barriers if self.for_values else eval_jaxpr
         outputs = evaluate(self.jaxpr, (), *self.constants, *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
@@ -53,30 +53,30 @@ class Kind:
     @property
     def evaluated(self) -> "Kind":
         """The same, whose `layer` is for values and not for derivatives."""
-        return self.by_rules or self
+        return self.for_values or self
 
 
-def _eval_with_seams(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
+def _eval_with_barriers(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:
     """`eval_jaxpr`, where the tangent of a product, a sum of two, is there before what reads it.
 
     Otherwise XLA for GPUs holds the parts of all such sums at once.
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:
-        seam = _seam if equation.primitive.name == "dot_general" else lambda x: x
+        before_reads = _barrier if equation.primitive.name == "dot_general" else lambda x: x
         own = [*{var: None for var in equation.invars if isinstance(var, Var)}]
         one = jaxpr.replace(invars=own, eqns=[equation], outvars=equation.outvars)
-        found = eval_jaxpr(one, (), *(seam(known[var]) for var in own))
-        known |= zip(equation.outvars, map(seam, found), strict=True)
+        found = eval_jaxpr(one, (), *(before_reads(known[var]) for var in own))
+        known |= zip(equation.outvars, map(before_reads, found), strict=True)
     return [known[out] if isinstance(out, Var) else out.val for out in jaxpr.outvars]
 
 
 @jax.custom_jvp
-def _seam(x: Any) -> Any:
+def _barrier(x: Any) -> Any:
     return x
 
 
-_seam.defjvp(lambda primals, tangents: (_seam(*primals), lax.optimization_barrier(*tangents)))
+_barrier.defjvp(lambda primals, tangents: (_barrier(*primals), lax.optimization_barrier(*tangents)))
 
 
 @dataclass(frozen=True)

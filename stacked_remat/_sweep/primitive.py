@@ -38,7 +38,7 @@ from .rules import (
     tangent_of,
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
-from .spec import SweepSpec, by_rules
+from .spec import SweepSpec, for_forward_mode
 from .trace import TracedLayer, kinds_of, without_passed_on
 
 
@@ -229,7 +229,7 @@ def _for_tangents(fn: Bound) -> Bound:
     first, *rest = fn.bound
     if fn.fn is _mapped:
         return replace(fn, bound=(_for_tangents(first), *rest))
-    return replace(fn, bound=(by_rules(first, *rest), *rest)) if fn.fn in (forward, pull_back) else fn
+    return replace(fn, bound=(for_forward_mode(first, *rest), *rest)) if fn.fn in (forward, pull_back) else fn
 
 
 def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> PyTree:

@@ -40,7 +40,7 @@ def pull_back(
     ys_ct: OfKinds,
 ) -> Arrays:
     """Sweep back to the cotangents of the perturbed leaves of init, xs and shared."""
-    visitor = functools.partial(write_tangents if spec.kinds[0].by_rules else write_gradients, perturbed)
+    visitor = functools.partial(write_tangents if spec.kinds[0].for_values else write_gradients, perturbed)
     state = zero_gradients(perturbed, shared, xs)
     swept = functools.partial(sweep_back, spec, perturbed, checkpoints, shared, carry_ct, ys_ct)
     carry_ct, gradients = swept(visitor, state, xs_in=lambda state: xs)
@@ -65,8 +65,8 @@ def sweep_back(
 
     def layers(first: int, stop: int, kept: Kept) -> _Layers:
         pullbacks = spec.pullbacks(perturbed, kept, xs_in(state), shared)
-        kept_too = spec.kept_in_segment(pullbacks)
-        return _Layers(spec, range(first, stop), pullbacks, *kept_too, shared, ys_ct, visitor, xs_in)
+        saves, is_read = spec.kept_in_segment(pullbacks)
+        return _Layers(spec, range(first, stop), pullbacks, saves, is_read, shared, ys_ct, visitor, xs_in)
 
     if remat.schedule is not None:
         scheduled = layers(remat.first_layers, spec.length, remat.kept)
@@ -85,7 +85,7 @@ class _Layers:
     numbers: range
     pullbacks: list[LayerPullback]
     saves: bool
-    held: Mask
+    is_read: Mask
     shared: OfKinds
     ys_ct: OfKinds
     visitor: LeafVisitor
@@ -140,7 +140,7 @@ class _Layers:
 
 
 class _Loop(NamedTuple):
-    """What goes from run to run: carries, residuals of a segment, what was fetched, cotangent and state."""
+    """The state of the loop over runs."""
 
     slots: Carry
     saved: PyTree
@@ -175,7 +175,7 @@ def _visit_scheduled(
             loop = _save(layers, plan, r, loop)
         return _visit(layers, plan, r, loop)
 
-    saved = layers.spec.room(layers.pullbacks, plan.visited) if layers.saves else None
+    saved = layers.spec.residual_buffers(layers.pullbacks, plan.visited) if layers.saves else None
     if boundaries is None:
         loop = _Loop(checkpoints.slots, saved, fetched, cotangent, state)
         before, left = plan.skipped, len(runs) - plan.skipped
@@ -187,7 +187,7 @@ def _visit_scheduled(
         r, boundary = at
         return run(r, loop._replace(slots=write(loop.slots, 0, to_device(boundary)))), None
 
-    slots = slots_for(layers.spec.carry_types, plan.most_visits, layers.held, 1)
+    slots = slots_for(layers.spec.carry_types, plan.most_visits, layers.is_read, 1)
     loop = _Loop(slots, saved, fetched, cotangent, state)
     in_order = jnp.arange(len(runs))[::-1]  # the boundaries are stacked in the order of the forward sweep
     loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
@@ -218,9 +218,9 @@ class _Plan:
         )
         rows = zip(self.start.tolist(), self.advances.tolist(), strict=True)
         self.advanced = [range(start, start + count) for start, count in rows]
-        self.first_held = table(itertools.accumulate((len(run.holds) for run in runs[:-1]), initial=0))
-        self.held = table([first + layer for run in runs for layer in run.holds] or [0])
-        self.holds_all = len(self.held) >= sum(run.replays for run in runs)
+        self.kept_from = table(itertools.accumulate((len(run.holds) for run in runs[:-1]), initial=0))
+        self.kept = table([first + layer for run in runs for layer in run.holds] or [0])
+        self.keeps_all = len(self.kept) >= sum(run.replays for run in runs)
         self.top = table(first + run.top for run in runs)
         self.visits: Any = table(run.visits for run in runs)
         self.most_advances, self.most_visits = int(self.advances.max()), int(self.visits.max())
@@ -245,19 +245,19 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     slot = entry_at(plan.slot, r)
 
     def layer(k: Index, inner: tuple[Carry, Carry, Arrays, Index | None]) -> PyTree:
-        slots, carry, fetched, held = inner  # how many inputs that the run holds are there
+        slots, carry, fetched, written = inner  # how many inputs that the run keeps are there
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = fetched and layers.fetch(loop.state, index + 1)
         carry, _ = layers.replay(loop.state, index, (carry, None), fetched, plan.advanced)
-        slots = write(slots, slot + 1 + (k if held is None else held), carry)
-        if held is not None:
-            is_held = entry_at(plan.held, entry_at(plan.first_held, r) + held) == index + 1
-            held += lax.convert_element_type(is_held, jnp.int32)
-        return slots, carry, ahead, held
+        slots = write(slots, slot + 1 + (k if written is None else written), carry)
+        if written is not None:
+            is_kept = entry_at(plan.kept, entry_at(plan.kept_from, r) + written) == index + 1
+            written += lax.convert_element_type(is_kept, jnp.int32)
+        return slots, carry, ahead, written
 
     if not plan.most_advances:
         return loop
-    inner = (loop.slots, read(loop.slots, slot), loop.fetched, None if plan.holds_all else jnp.int32(0))
+    inner = (loop.slots, read(loop.slots, slot), loop.fetched, None if plan.keeps_all else jnp.int32(0))
     trips = trip_count(plan.advances, r)
     slots, _, fetched, _ = layers.spec.repeat(trips, layer, inner)
     return loop._replace(slots=slots, fetched=fetched)
@@ -265,13 +265,13 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 
 def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     bottom, bottom_slot, top = (entry_at(t, r) for t in (plan.bottom, plan.bottom_slot, plan.top))
-    held = layers.held
+    is_read = layers.is_read
 
     def layer(k: Index, inner: Any) -> PyTree:
         slots, saved, carry, fetched = inner
         fetched, index = settle(fetched, bottom + k)
         ahead = fetched and layers.fetch(loop.state, jnp.minimum(index + 1, top))
-        slots = merge(slots, write(pick(slots, held), bottom_slot + k, pick(carry, held)), held)
+        slots = merge(slots, write(pick(slots, is_read), bottom_slot + k, pick(carry, is_read)), is_read)
         carry, saved = layers.replay(loop.state, index, (carry, saved), fetched, bottom=bottom)
         return slots, saved, carry, ahead
 
@@ -288,15 +288,14 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     def layer(k: Index, inner: tuple[Arrays, Carry, Any]) -> tuple[Arrays, Carry, Any]:
         (fetched, cotangent, state), place = inner, visits - 1 - k
         fetched, index = settle(fetched, bottom + place)
-        below = fetched and jnp.where(place == 0, entry_at(plan.next_first, r), index - 1)
-        ahead = fetched and layers.fetch(state, below)
+        below = jnp.where(place == 0, entry_at(plan.next_first, r), index - 1) if fetched else 0
+        ahead = layers.fetch(state, below)
         if platform() == "cuda":
             ahead, state = read_before_writes(ahead, state)
         carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)
         return ahead, *layers.visit(index, bottom, carry, loop.saved, fetched, (cotangent, state))
 
-    inner = (loop.fetched, loop.cotangent, loop.state)
-    fetched, cotangent, state = layers.spec.repeat(trips, layer, inner)
+    fetched, cotangent, state = layers.spec.repeat(trips, layer, (loop.fetched, loop.cotangent, loop.state))
     return loop._replace(fetched=fetched, cotangent=cotangent, state=state)
 
 

@@ -21,7 +21,7 @@ Mask = tuple[bool, ...]
 class Checkpoints(NamedTuple):
     """What the forward sweep keeps: inputs of layers, and residuals of the first ones, of each kind.
 
-    `origin` is the first input, if no other has it on the device; `ran` counts layers that may stop.
+    `origin` is the first input, if no other surely has it on the device; `ran` counts layers that may stop.
     """
 
     slots: Carry
@@ -49,9 +49,9 @@ class Checkpoints(NamedTuple):
         return eqx.tree_at(Checkpoints.source, zeros, [*map(jnp.asarray, first)])
 
 
-def slots_for(carry: Sequence[Any], size: int, held: Mask, sources: int) -> Carry:
-    """Slots for `size` carries; only `sources` of them for leaves that are not held within a segment."""
-    return [empty_stack(leaf, size if is_ else sources) for leaf, is_ in zip(carry, held, strict=True)]
+def slots_for(carry: Sequence[Any], size: int, is_read: Mask, sources: int) -> Carry:
+    """Slots for `size` carries; only `sources` of them for leaves that are not read within a segment."""
+    return [empty_stack(leaf, size if is_ else sources) for leaf, is_ in zip(carry, is_read, strict=True)]
 
 
 class TripsOf(NamedTuple):

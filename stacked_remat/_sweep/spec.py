@@ -1,7 +1,7 @@
 """A sweep over layers on lists of arrays, its equivalent scan, and the sweep of its tangents."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -233,17 +233,17 @@ class SweepSpec:
         return any(saved), every if self.visited else tuple(map(any, read))
 
     def serves(self, kept_for: Perturbed, perturbed: Perturbed, xs: OfKinds, shared: OfKinds) -> bool:
-        """Whether what the forward sweep keeps for one is what the reverse sweep needs for fewer outputs."""
+        """Whether checkpoints kept for `kept_for` suffice for `perturbed`, which has fewer outputs."""
         remat = self.remat
         if kept_for == perturbed or remat.first_layers:
             return kept_for == perturbed
         if remat.kept == NOTHING or remat.schedule is None or remat.boundaries_on_host:
             return True
         pullbacks = (self.pullbacks(each, remat.kept, xs, shared) for each in (kept_for, perturbed))
-        (saves, held), (saves_too, read) = map(self.kept_in_segment, pullbacks)
-        return saves == saves_too and not any(pick(read, [not is_ for is_ in held]))
+        (saves, is_read), (saves_too, read) = map(self.kept_in_segment, pullbacks)
+        return saves == saves_too and not any(pick(read, [not is_ for is_ in is_read]))
 
-    def room(self, pullbacks: Sequence[LayerPullback], parts: Iterable[range]) -> OfKinds:
+    def residual_buffers(self, pullbacks: Sequence[LayerPullback], parts: Sequence[range]) -> OfKinds:
         """Buffers of each kind for what its layers save, of one of these ranges of numbers at a time."""
 
         def of(pullback: LayerPullback) -> Arrays:
@@ -254,12 +254,12 @@ class SweepSpec:
         return [*map(of, pullbacks)]
 
 
-def by_rules(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
+def for_forward_mode(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
     """The sweep for derivatives of its gradient: a `jax.custom_vjp` has no jvp, and its rule has."""
 
     def of(kind: Kind) -> Kind:
         mask = sum(perturbed.of_layer(kind), ())
         jaxpr, constants = without_constants(primal_of(kind.jaxpr, mask))
-        return replace(kind, by_rules=replace(kind, jaxpr=jaxpr, constants=tuple(constants)))
+        return replace(kind, for_values=replace(kind, jaxpr=jaxpr, constants=tuple(constants)))
 
     return replace(spec, kinds=tuple(map(of, spec.kinds)))

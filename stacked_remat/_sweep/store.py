@@ -63,7 +63,7 @@ def zeros_after(done: PyTree, like: PyTree) -> PyTree:
     _, zero = lax.optimization_barrier(varying_alike((done, jnp.zeros((), jnp.int32))))
 
     def zeros(leaf: Any) -> Array:
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         if isinstance(leaf, ShapedArray) and (is_key or _varies_over(leaf) != _varies_over(jax.typeof(zero))):
             return zeros_of(leaf)
         return jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape, out_sharding=_sharding_of(leaf, ()))

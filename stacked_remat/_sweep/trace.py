@@ -49,7 +49,7 @@ class TracedLayer(NamedTuple):
 
 
 class UntracedLayer(NamedTuple):
-    """A layer on trees, `body(shared, carry, x) -> (carry, y)`; its trace is kept by `key`."""
+    """A layer on trees, `body(shared, carry, x) -> (carry, y)`; its trace is memoized by `key`."""
 
     body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]
     shared: Arrays
@@ -67,7 +67,7 @@ def trace_layers(
         traced, before = [], init
         for layer in layers:
             trace = functools.partial(_trace, layer, init)
-            found = kept(layer.key, (layer.shared, layer.stacks, init), trace)
+            found = cached(layer.key, (layer.shared, layer.stacks, init), trace)
             check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
             leaves = [*map(_as_type, jax.tree.leaves(init), (var.aval for var in found.jaxpr.outvars))]
             init = jax.tree.unflatten(found.carry_tree, leaves)
@@ -115,8 +115,8 @@ _traced: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 _MOST_TRACES = 32  # of one function
 
 
-def kept(key: Any, inputs: PyTree, trace: Callable[[], T]) -> T:
-    """What `trace` returns; outside of `jax.jit` what it did for this key, which begins with a function."""
+def cached(key: Any, inputs: PyTree, trace: Callable[[], T]) -> T:
+    """What `trace` returns; outside of `jax.jit` memoized by types and a key that begins with a function."""
     leaves, tree = jax.tree.flatten(inputs)
     if key is None or not all(map(is_concrete, leaves)):
         return trace()

@@ -133,18 +133,16 @@ class Search:
     def _cut_with_internals(self, base: ScanCheckpointPolicy, layers: int) -> _OfCount | None:
         """From a number of first layers to the cut of the others that needs least memory.
 
-        The internals of a segment are kept while it is reversed. The bytes of a carry and of a layer's
-        internals, with its input if that is read, are what three policies differ in; where one of them can't
-        be compiled, there is no cut.
+        The internals of a segment are kept while it is reversed. Three policies differ in bytes of carries
+        and of what is kept of a layer; where one of them can't be compiled, there is no cut.
         """
         slots = base.schedule(layers).slots
         kept = dataclasses.replace(base, nested=slots, save_block_internals=base.save_block_internals or True)
         policies = ScanCheckpointPolicy(), dataclasses.replace(base, save_block_internals=False), kept
         if slots == layers or _NEVER in map(self._cost, policies):
             return None
-        found = [self.trial(policy).report for policy in policies]
-        totals = [report.total for report in found if report is not None]
-        if len(totals) < len(found):
+        totals = [one.total for one in (self.trial(policy).report for policy in policies) if one is not None]
+        if len(totals) < len(policies):
             return None
         every_carry, cut, with_internals = totals
         carry = max(0, every_carry - cut) / (layers - slots)

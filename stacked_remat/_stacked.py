@@ -28,7 +28,7 @@ from ._scan.layers import Loop, layers_at_once, map_layers, scan_layers
 from ._scan.marks import Marked, applied, changed, check_unmarked, is_array, is_named, is_split, per_kind
 from ._scan.stacking import name_stacked, stack_layers, take_rows
 from ._scan.step import Verb
-from ._scan.sweep_back import SweepBack, sweep_forward
+from ._scan.sweep_back import SweepBack, fold_forward
 from ._state_dict import layers_from_state_dict, stack_as
 from ._static import PyTree
 from ._sweep.store import at_least_one
@@ -89,7 +89,7 @@ class StackedKinds(BlockFoldable[M]):
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
         blocks = self._per_kind(lambda _, stack: Marked(stack.stacked, "stored"))
         arguments, template = ((blocks, *args), kwargs), eqx.filter(self, is_array, inverse=True)
-        return sweep_forward(loop, init, arguments, lambda blocks: template._with_blocks(blocks))
+        return fold_forward(loop, init, arguments, lambda blocks: template._with_blocks(blocks))
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`, …

@@ -14,7 +14,7 @@ from .._activity import is_differentiable, not_differentiable
 from .._static import PyTree
 from .._sweep.gradient import LayerPullback, LayerVisit
 from .._sweep.kinds import Kind
-from .._sweep.primitive import sweep_forward as keeping_sweep
+from .._sweep.primitive import sweep_forward
 from .._sweep.reverse import sweep_back
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
@@ -299,7 +299,7 @@ def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
     return filled
 
 
-def sweep_forward(
+def fold_forward(
     loop: Loop, init: PyTree, arguments: PyTree, with_layers: Callable[[PyTree], PyTree]
 ) -> tuple[PyTree, SweepBack]:
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments.
@@ -325,7 +325,7 @@ def sweep_forward(
     of_ys = [floats(kind.output_types) for kind in of_kinds]
     perturbed = spec.perturbed(floats(first.init), [*map(floats, xs)], of_shared, of_ys)
     with jax.named_scope(f"scan({axis.name})"):
-        carry, ys, checkpoints = keeping_sweep(spec, perturbed, first.init, xs, shared)
+        carry, ys, checkpoints = sweep_forward(spec, perturbed, first.init, xs, shared)
     carry = jtu.tree_unflatten(first.carry_tree, carry)
     outputs = [kind.named(layer.output(own)) for kind, layer, own in zip(kinds, traced, ys, strict=True)]
     outputs = loop.outputs(outputs)

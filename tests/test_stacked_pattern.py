@@ -355,5 +355,5 @@ def test_mistakes_are_refused_by_name():
         blocks.scan(x, scale, sr.per_layer(per_kind(own)), shift)
     with pytest.raises(TypeError, match="marked per_kind"):
         blocks.scan(per_kind({"tanh": x, "sine": x}), scale, own, shift)
-    with pytest.raises(ValueError, match=r"no array.*eqx.combine"):
+    with pytest.raises(ValueError, match=r"is None; did you forget eqx.combine"):
         eqx.filter(blocks, eqx.is_array, inverse=True).scan(x, scale, per_kind(own), shift)

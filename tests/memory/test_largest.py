@@ -62,7 +62,9 @@ def test_lines_of_a_module_are_not_those_of_the_libraries_that_call_it():
 
     blocks = eqx.filter_eval_shape(lambda weight: Stacked(Tanh(weight), Layers), ARGUMENTS[0])
     report = memory.report(eqx.filter_grad(loss), blocks, ARGUMENTS[1])
-    assert report.largest and {each.source.split(":")[0] for each in report.largest} <= {__file__, ""}
+    # XLA takes the line of one instruction of a fusion: of the block or of the fold.
+    ours = {__file__, inspect.getsourcefile(Tanh), ""}
+    assert report.largest and {each.source.split(":")[0] for each in report.largest} <= ours
 
 
 def test_what_does_not_fit_names_them(monkeypatch: pytest.MonkeyPatch):

@@ -88,7 +88,7 @@ class Schedule:
 
     @cached_property
     def sources(self) -> int:
-        """How many slots replays start from where internals are kept; only visits read the others."""
+        """How many slots hold inputs that replays start from; visits alone read those of later slots."""
         return max(run.top_slot - run.visits for run in self.runs) + 2
 
     @cached_property

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ class Tiling:
     """
 
     cut: Cut
-    jaxpr: Jaxpr
+    jaxpr: Jaxpr = field(repr=False)
     inputs: Dims
     outputs: Dims
     __name__ = "tiles"

@@ -231,7 +231,7 @@ def test_every_order_of_transformations(name, cases):
 
 
 def test_hessian_products_where_internals_are_kept():
-    """What is kept of a layer is the same for values and tangents, in which products have seams."""
+    """What is kept of a layer is the same for values and tangents, in which products have barriers."""
     x, w = jnp.linspace(-1, 1, WIDTH)[None], INPUTS["w"]
     order, pattern = [0, 2, 3, 1], tuple("abba")
 

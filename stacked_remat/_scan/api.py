@@ -122,7 +122,7 @@ def lax_scan(
         The final carry and the stacked outputs.
 
     Raises:
-        ValueError: `xs` has no array and there is no `length`, they disagree, it is negative; as `scan`.
+        ValueError: `xs` has no array and there is no `length`; they disagree; or as `scan`.
         TypeError: `length` is no integer.
     """
     leaves = jax.tree.leaves(xs, is_leaf=is_named)

@@ -101,7 +101,7 @@ def forward(
 def _in_parts(
     spec: SweepSpec, step: Step, pullbacks: Sequence[LayerPullback], state: PyTree, kept: Checkpoints
 ) -> tuple[PyTree, Checkpoints]:
-    """Run the schedule's layers; inputs (`state[0]`) that replays start from go to slots or to the host."""
+    """Run the schedule's layers; the inputs that stay (`state[0]`) go to slots, or to the host."""
     schedule, slots, on_host = spec.remat.schedule, [], spec.remat.boundaries_on_host
     assert schedule is not None
     if on_host:

@@ -180,7 +180,7 @@ class LayerPullback:
 
     def with_residuals(self, types: LayerTypes, kept: Kept) -> "LayerPullback":
         """Save what is kept, but for inputs and what depends on `x` and `shared` alone."""
-        # With the seams of tangents other residuals would be found than without them.
+        # With barriers on tangents other residuals would be found than without them.
         plain = replace(self, kind=replace(self.kind, for_values=None))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):

@@ -204,7 +204,7 @@ def _one_run_per_segment(schedule: Schedule) -> tuple[Run, ...]:
 
 
 class _Plan:
-    """The runs of a schedule from layer `first` on: tables with an entry per run, or per input it holds."""
+    """The runs of a schedule from layer `first` on: tables by run, or by input that replays keep."""
 
     def __init__(self, runs: tuple[Run, ...], first: int, saving: bool, ran: Index | None):
         def table(entries: Iterable[int]) -> np.ndarray:
@@ -235,9 +235,9 @@ class _Plan:
             ran = unvmap_max(ran)
             self.skipped = jnp.argmax(np.minimum(self.start, self.bottom) < ran).astype(jnp.int32)
             # The first input that a replay keeps; if that layer did not run, the replay is of no use.
-            kept = table(first + (run.holds[0] if run.holds else run.start) for run in runs)
+            first_kept = table(first + (run.holds[0] if run.holds else run.start) for run in runs)
             left = jnp.clip(ran - 1 - self.start, 0, self.advances)
-            self.advances = jnp.where(kept < ran, left, 0)
+            self.advances = jnp.where(first_kept < ran, left, 0)
             self.visits = jnp.clip(ran - self.bottom, 0, self.visits)
 
 
@@ -245,7 +245,7 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     slot = entry_at(plan.slot, r)
 
     def layer(k: Index, inner: tuple[Carry, Carry, Arrays, Index | None]) -> PyTree:
-        slots, carry, fetched, written = inner  # how many inputs that the run keeps are there
+        slots, carry, fetched, written = inner  # how many of the inputs that it keeps
         fetched, index = settle(fetched, entry_at(plan.start, r) + k)
         ahead = fetched and layers.fetch(loop.state, index + 1)
         carry, _ = layers.replay(loop.state, index, (carry, None), fetched, plan.advanced)

@@ -21,7 +21,7 @@ Mask = tuple[bool, ...]
 class Checkpoints(NamedTuple):
     """What the forward sweep keeps: inputs of layers, and residuals of the first ones, of each kind.
 
-    `origin` is the first input, if no other surely has it on the device; `ran` counts layers that may stop.
+    `origin` is the first input, where others may lack it on the device; `ran` counts layers that may stop.
     """
 
     slots: Carry

@@ -242,8 +242,7 @@ def plan(
     for `nested=True` cuts that keep the internals of a segment while it is reversed (`nested=k,
     save_block_internals=True`): then no layer runs more than twice.
     For layers that are alike, the plan takes at most 1.05 times the FLOPs of any order of the same operations
-    where such a cut fits. Below that the carries of loops and their internals would have to share memory, and
-    it takes up to 1.2 times as many.
+    where such a cut fits, and up to 1.2 times as many below that.
 
     Args:
         fn_of_policy: makes the function to compile from a policy, for example

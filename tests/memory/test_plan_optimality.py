@@ -104,8 +104,8 @@ def test_plans_take_hardly_more_flops_than_the_optimum(internals):
     least = shrinking(LAYERS).slots + internals
     most = LAYERS * internals
     best = optimum(LAYERS, internals, most)
-    # Below this, only the optimum shares memory between the inputs of segments and internals: with a buffer
-    # for each, no order takes 1.05 times its FLOPs at the least of the 20 budgets.
+    # Below this, the optimum shares memory between the inputs of segments and internals: at the least of the
+    # 20 budgets, no order with a buffer for each comes within 1.05 times its FLOPs.
     cuts = [ScanCheckpointPolicy(nested=k, save_block_internals=True) for k in range(1, LAYERS + 1)]
     kept = min(cost(policy, internals)[1] for policy in cuts)
     found = []

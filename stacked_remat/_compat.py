@@ -27,6 +27,7 @@ import jax._src.interpreters.batching
 import jax._src.interpreters.partial_eval
 import jax._src.lib
 import jax._src.named_sharding
+import jax._src.util
 import jax.core
 import jax.extend.core
 import jax.numpy as jnp
@@ -162,6 +163,44 @@ ad.primitive_transposes[device_put_p] = _transpose_to_source
 def is_concrete(array: Any) -> bool:
     """Whether the value of an array is known: it is not traced by `jit`, `vmap` or the like."""
     return jax._src.core.is_concrete(array)
+
+
+def is_eager() -> bool:
+    """Whether no program is traced around the caller: arrays are at most differentiated or mapped.
+
+    So not within `jax.jit`, `jax.checkpoint`, a loop of JAX or `jax.shard_map`, or under `jax.disable_jit`.
+    """
+    trace: Any = jax._src.core.trace_ctx.trace
+    kinds = jax._src.interpreters.ad, jax._src.interpreters.batching
+    while type(trace).__module__ in [kind.__name__ for kind in kinds]:
+        trace = trace.parent_trace
+    return isinstance(trace, jax._src.core.EvalTrace) and not jax.config.jax_disable_jit
+
+
+def cleared_with_jax(cache: Any) -> Any:
+    """A `functools.lru_cache` that `jax.clear_caches` clears."""
+    jax._src.util.register_cache(cache, cache.__name__)
+    return cache
+
+
+DebugInfo = jax._src.core.DebugInfo
+# Types of parameters of primitives whose values are equal where they mean the same.
+VALUE_TYPES = (
+    jax._src.core.AbstractValue,
+    jax._src.core.Primitive,
+    jax._src.effects.Effect,
+    jax._src.named_sharding.UnspecifiedValue,
+    jax.sharding.Sharding,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.PartitionSpec,
+    jax.ShapeDtypeStruct,
+    jax.tree_util.SequenceKey,
+    jax.tree_util.DictKey,
+    jax.tree_util.GetAttrKey,
+    jax.tree_util.FlattenedIndexKey,
+    jax.tree_util.PyTreeDef,
+)
 
 
 def trace_context() -> Any:

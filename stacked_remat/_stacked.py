@@ -89,7 +89,7 @@ class StackedKinds(BlockFoldable[M]):
         warn_of_ambiguous(init, ((None, *args), kwargs), self.Layers, loop.call.caller)
         blocks = self._per_kind(lambda _, stack: Marked(stack.stacked, "stored"))
         arguments, template = ((blocks, *args), kwargs), eqx.filter(self, is_array, inverse=True)
-        return fold_forward(loop, init, arguments, lambda blocks: template._with_blocks(blocks))
+        return fold_forward(loop, init, arguments, template)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Self:
         """These layers with their arrays read from keys `prefix.0.key`, `prefix.1.key`, …

@@ -21,7 +21,6 @@ from ._scan.marks import Entry, is_array, is_named, raw_array, take_marks_off
 from ._schedule import whole_number
 from ._static import PyTree, Static
 from ._sweep.store import varying_alike
-from ._sweep.trace import cached
 from ._tiles import Cut, Dims, Tiling, run_tiles
 
 
@@ -159,8 +158,7 @@ def _by_tile(caller: _Caller, cut: Cut, arguments: PyTree, dims: Dims) -> PyTree
 
     last = cut.size % cut.length
     first = cut.size - last
-    values, tree = jax.tree.flatten(static)
-    whole, tiling, constants = cached((caller.fn, "tiled", caller[1:], cut, dims, tree, *values), given, plan)
+    whole, tiling, constants = plan()
     inputs = part(given, 0, first) if last else given
     found = run_tiles((tiling, constants), inputs) if first > cut.length else by_itself(inputs)
     if last:

@@ -13,13 +13,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array
 
 from ._activity import active_outputs, is_differentiable
-from ._compat import batch_jaxpr, without_constants
+from ._compat import batch_jaxpr, is_eager, without_constants
 from ._static import PyTree
 from ._sweep.gradient import pick
-from ._sweep.rules import Bound, Differentiable, compiled, moved, not_mapped, of_part, primal_of
+from ._sweep.primitive import Rule, tangents_by
+from ._sweep.programs import jitted, run
+from ._sweep.rules import Bound, Differentiable, moved, not_mapped, of_part, primal_of
 from ._sweep.slots import Arrays, Mask
 from ._sweep.store import zeros_after
-from ._sweep.trace import cached
 
 Dims = tuple[int | None, ...]
 Derived = tuple["Tiling", Arrays]  # a tiling, and its constants
@@ -139,28 +140,32 @@ class Tiles(Differentiable):
     tiling: Tiling
 
     def __init__(self, tiling: Tiling, types: Sequence[ShapedArray]) -> None:
+        self._program = jitted(tiling)
         self.in_avals = tuple(types)
-        self.out_aval = jax.make_jaxpr(compiled(tiling))(*types).out_avals
+        self.out_aval = self._program.trace(*types).jaxpr.out_avals
         self.params = {"tiling": tiling}
         self.effects = tiling.jaxpr.effects
         super().__init__()
 
     def expand(self, *arrays: Array) -> Arrays:
-        return compiled(self.tiling)(*arrays)
+        return run(self._program, *arrays)
 
     def primal(self, nonzero: Mask, args: PyTree) -> Arrays:
         old = self.tiling
-
-        def derived() -> Derived:
-            return Tiling.of(old.cut, primal_of(old.jaxpr, nonzero), old.inputs, old.outputs)
-
-        return run_tiles(cached((old, nonzero), (), derived), args)
+        return run_tiles(Tiling.of(old.cut, primal_of(old.jaxpr, nonzero), old.inputs, old.outputs), args)
 
     def active(self, nonzero: Mask) -> Mask:
         return tuple(active_outputs(self.tiling.jaxpr, nonzero))
 
+    def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
+        if not is_eager():
+            return super().tangent(nonzero, primals, tangents)
+        active = self.active(nonzero)
+        return tangents_by(self.tiling, self.tiling, nonzero, active, primals, tangents)
+
     def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
-        return compiled(Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct)))([*args], cts)
+        back = Bound("tiles_back", _pull_back, (self.tiling, nonzero, has_ct))
+        return Rule(back, back, [*args], cts)([*args], cts) if is_eager() else jitted(back)([*args], cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):

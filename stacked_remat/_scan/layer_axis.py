@@ -1,6 +1,5 @@
 """How a tree is split over an axis, for layers of one or several kinds, and put together again."""
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -194,7 +193,7 @@ def divide(tree: PyTree, axis: Axis, pattern: Pattern, caller: Caller) -> tuple[
     """A marked tree for the layers of each kind, and what joins such again, and sums what is shared."""
     entries, tree, are_split, _ = _entries(tree, axis, caller, is_named_or_shaped_array, pattern.names)
     treedef = jtu.tree_structure(tree, is_leaf=lambda node: isinstance(node, NamedArray | PerKind))
-    are_per_kind = [isinstance(leaf, PerKind) for _, leaf, _ in entries]
+    are_per_kind = tuple(isinstance(leaf, PerKind) for _, leaf, _ in entries)
 
     def part(number: int, leaf: Any, is_: bool) -> Any:
         if isinstance(leaf, PerKind):
@@ -202,21 +201,37 @@ def divide(tree: PyTree, axis: Axis, pattern: Pattern, caller: Caller) -> tuple[
         rows = pattern.layers_of(number)
         return Marked(take_rows(leaf, axis, rows), "per_layer") if is_ else Marked(leaf, "shared")
 
-    def join(of_kinds: Sequence[PyTree]) -> PyTree:
-        parts = zip(*(treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
-        return jtu.tree_unflatten(treedef, map(joined, are_per_kind, are_split, parts))
-
-    def joined(is_per_kind: bool, is_: bool, found: tuple[PyTree, ...]) -> Any:
-        if is_per_kind:
-            return PerKind(dict(zip(pattern.names, found, strict=True)))
-        there = [part for part in found if is_array(raw_array(part))]
-        if is_ and there:
-            return _in_order(found, axis, pattern)
-        return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
-
     pairs = [*zip((leaf for _, leaf, _ in entries), are_split, strict=True)]
     parts = ([part(number, *pair) for pair in pairs] for number in range(len(pattern.names)))
+    join = KindsJoin(treedef, are_per_kind, tuple(are_split), axis, pattern)
     return [jtu.tree_unflatten(treedef, own) for own in parts], join
+
+
+@dataclass(frozen=True)
+class KindsJoin:
+    """Makes one tree of those of each kind, and sums what is shared."""
+
+    treedef: Any
+    are_per_kind: tuple[bool, ...]
+    are_split: tuple[bool, ...]
+    axis: Axis
+    pattern: Pattern
+
+    def __call__(self, of_kinds: Sequence[PyTree]) -> PyTree:
+        parts = zip(*(self.treedef.flatten_up_to(tree) for tree in of_kinds), strict=True)
+        return jtu.tree_unflatten(self.treedef, map(self._joined, self.are_per_kind, self.are_split, parts))
+
+    def _joined(self, is_per_kind: bool, is_split: bool, found: tuple[PyTree, ...]) -> Any:
+        if is_per_kind:
+            return PerKind(dict(zip(self.pattern.names, found, strict=True)))
+        there = [part for part in found if is_array(raw_array(part))]
+        if is_split and there:
+            return _in_order(found, self.axis, self.pattern)
+        return jax.tree.map(lambda *parts: sum(parts), *there) if there else found[0]
+
+
+def _only(of_kinds: Sequence[PyTree]) -> PyTree:
+    return of_kinds[0]
 
 
 def split_kinds(
@@ -228,7 +243,7 @@ def split_kinds(
 ) -> tuple[list[Split], Join]:
     """As `split_tree`, for the layers of each kind; and what makes one tree of those for each kind."""
     if pattern is None:
-        return [split_tree(tree, axis, caller, is_scanned)], operator.itemgetter(0)
+        return [split_tree(tree, axis, caller, is_scanned)], _only
     assert isinstance(axis, Axis)
     parts, join = divide(tree, axis, pattern, caller)
     return [

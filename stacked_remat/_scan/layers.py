@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
+from .._compat import is_eager
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
 from .._placement import has_host_arrays, on_device, platform
 from .._policy import ScanCheckpointPolicy, resolve_policy
@@ -21,7 +22,7 @@ from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
 from .._sweep.slots import Arrays
-from .._sweep.trace import UntracedLayer, trace_layers
+from .._sweep.trace import UntracedLayer, has_refs, trace_layers
 from .checks import axis_or_name
 from .layer_axis import Join, TreeLayout, split_kinds
 from .marks import IsScanned, is_array, is_named_or_shaped_array
@@ -44,11 +45,8 @@ class Layers:
         layout = self.layout
         unpack = layout.arguments if whole else layout.layer
         body = array_step(self.call, static, names, unpack)
-        leaves, tree = jax.tree.flatten(static)
         unsliced = layout.unsliced if whole else [False] * len(self.arrays)
-        call = self.call
-        key = call.owner, call.fn is call.owner, call.caller.what, call.verb, call.until, self.name, layout
-        return UntracedLayer(body, self.shared, self.arrays, unsliced, (*key, tree, *leaves, names))
+        return UntracedLayer(body, self.shared, self.arrays, unsliced)
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
@@ -181,6 +179,9 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     with jax.named_scope(f"scan({axis.name})"):
         untraced = [kind.untraced(static, remat.kept.names, whole=True) for kind in kinds]
         traced = trace_layers(untraced, arrays, offloads=remat.offloads, replays=plain is None)
+        is_primitive = is_eager() and not has_refs([layer.shared for layer in traced])
+        if is_primitive and remat.carries and axis.size:
+            plain = None
         run = functools.partial(
             run_layers,
             traced,
@@ -192,7 +193,9 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
             unroll=loop.unroll_of(axis.size),
             stops=stops,
         )
-        carry, ys = _replayed_whole(run, remat)(traced[0].init, xs)
+        # In eager mode a plain scan is a primitive, which keeps its arguments alone.
+        replayed = run if is_primitive and plain is not None else _replayed_whole(run, remat)
+        carry, ys = replayed(traced[0].init, xs)
     last = call.last(eqx.combine(carry, static))
     return last, loop.outputs([kind.named(y) for kind, y in zip(kinds, ys, strict=True)])
 

@@ -11,10 +11,12 @@ import jax.tree_util as jtu
 from jax import lax
 
 from .._activity import is_differentiable, not_differentiable
-from .._static import PyTree
+from .._compat import is_eager
+from .._static import PyTree, Static
 from .._sweep.gradient import LayerPullback, LayerVisit
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_forward
+from .._sweep.programs import run
 from .._sweep.reverse import sweep_back
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
@@ -47,7 +49,6 @@ class SweepBack(eqx.Module):
     _xs: list[Arrays]
     _shared: list[Arrays]
     _types: SweepTypes = eqx.field(static=True)
-    _with_layers: Callable[[PyTree], PyTree] = eqx.field(static=True)
 
     def __call__(
         self,
@@ -81,9 +82,17 @@ class SweepBack(eqx.Module):
                 "A visitor is a function (visit, state) -> LayerResult; got "
                 f"{describe(visitor)}. Write sweep_back(cotangent, visitor, state)."
             )
-        found = _visited(self, _cotangents(self._types, cotangent), visitor, state, layer_state)
-        found = jax.tree.map(_without_derivatives, found)
-        return found._replace(layers=self._with_layers(found.layers))
+        arrays, static = eqx.partition((self, cotangent, state, layer_state), eqx.is_array)
+
+        def visited(arrays: PyTree) -> tuple[PyTree, Static]:
+            sweep, cotangent, state, layer_state = eqx.combine(arrays, static)
+            found = _visited(sweep, _cotangents(self._types, cotangent), visitor, state, layer_state)
+            found, rest = eqx.partition(found, eqx.is_array)
+            return found, Static(rest)
+
+        found, rest = run(jax.jit(visited), arrays) if is_eager() else visited(arrays)
+        found = eqx.combine(jax.tree.map(_without_derivatives, found), rest.value)
+        return found._replace(layers=self._types.template._with_blocks(found.layers))
 
 
 _Cotangents: TypeAlias = tuple[Arrays, list[Arrays]]  # of the carry, and of the outputs of each kind
@@ -147,7 +156,7 @@ def _visited(
     else:
         marked = Marked(layer_state, "per_layer")
     caller = Caller("sweep_back", lambda path: f"layer_state{jtu.keystr(path)}")
-    states, join = split_kinds(marked, types.axis, types.loop.pattern, caller)
+    states, join = split_kinds(marked, types.axis, types.spec.pattern, caller)
     arrays, static = eqx.partition(state, eqx.is_array_like)
 
     def visit(leaves: LayerVisit, own: Kind, row: Index, loop: _Loop) -> tuple[Arrays, tuple[_Part, PyTree]]:
@@ -300,11 +309,11 @@ def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
 
 
 def fold_forward(
-    loop: Loop, init: PyTree, arguments: PyTree, with_layers: Callable[[PyTree], PyTree]
+    loop: Loop, init: PyTree, arguments: PyTree, template: PyTree
 ) -> tuple[PyTree, SweepBack]:
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments.
 
-    `with_layers` puts layers of that form into the result of the reverse sweep.
+    `template` is the stack without its arrays, for the result of the reverse sweep.
     """
     kinds, join, axis = loop.split(arguments)
     remat = loop.policy.for_layers(axis.size)
@@ -330,7 +339,8 @@ def fold_forward(
     outputs = [kind.named(layer.output(own)) for kind, layer, own in zip(kinds, traced, ys, strict=True)]
     outputs = loop.outputs(outputs)
     types = SweepTypes(
-        loop,
+        template,
+        loop.call.verb == "scan",
         spec,
         perturbed,
         kinds=tuple(
@@ -344,5 +354,5 @@ def fold_forward(
         outputs=jax.eval_shape(lambda: (carry, eqx.filter(outputs, is_array))),
     )
     y = eqx.combine(carry, static)
-    sweep_back = SweepBack(checkpoints, xs, shared, types, with_layers)
+    sweep_back = SweepBack(checkpoints, xs, shared, types)
     return (y, outputs) if types.has_output else y, sweep_back

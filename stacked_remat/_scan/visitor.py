@@ -1,6 +1,7 @@
 """What a visitor of the layers is given in a reverse sweep and what it returns: trees, made of leaves."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,13 +15,13 @@ from jax.tree_util import KeyPath
 from .._activity import is_differentiable
 from .._placement import platform
 from .._static import PyTree
-from .._sweep.gradient import LayerCotangents, LayerVisit, Perturbed, scatter_leaves
+from .._sweep.gradient import LayerCotangents, LayerPullback, LayerVisit, Perturbed, scatter_leaves
 from .._sweep.kinds import Kind
+from .._sweep.programs import description
 from .._sweep.slots import Arrays
 from .._sweep.spec import SweepSpec
 from .checks import describe
 from .layer_axis import Join, TreeLayout
-from .layers import Loop
 from .marks import is_named, raw_array
 
 
@@ -87,9 +88,13 @@ class KindTypes:
 
 @dataclass(frozen=True, eq=False)
 class SweepTypes:
-    """Static description of a reverse sweep; `outputs` are the types of what the forward sweep returned."""
+    """Static description of a reverse sweep; equal for two that do the same.
 
-    loop: Loop
+    `template` is the stack without arrays, and `outputs` are the types of what the forward sweep returned.
+    """
+
+    template: PyTree
+    has_output: bool  # whether a layer returns an output beside its carry
     spec: SweepSpec
     perturbed: Perturbed
     kinds: tuple[KindTypes, ...]
@@ -99,10 +104,18 @@ class SweepTypes:
     carry_static: Any
     outputs: PyTree
 
-    @property
-    def has_output(self) -> bool:
-        """Whether a layer returns an output beside its carry."""
-        return self.loop.call.verb == "scan"
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SweepTypes) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property
+    def _key(self) -> Hashable:
+        trees = map(jtu.tree_flatten, (self.template, self.carry_static, self.outputs))
+        pullbacks = [LayerPullback(kind.own, self.perturbed).jaxpr for kind in self.kinds]
+        static = self.has_output, self.spec, self.perturbed, self.kinds, self.axis, self.join, self.carry_tree
+        return description((static, pullbacks, [*trees]))
 
     def carry_cotangent(self, leaves: Arrays) -> PyTree:
         """The cotangent of a carry, from its leaves that have one."""

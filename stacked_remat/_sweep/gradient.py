@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, forwarded_inputs
@@ -163,6 +163,21 @@ class LayerPullback:
 
         return LayerVisit(index, x, carry, (*shared,), {}, cotangents, None, None, vjp)
 
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        """The product as a jaxpr of `(inputs, cotangents)`."""
+        shared, carry = len(self.perturbed.shared[self.kind.number]), self.kind.carries
+        types = [var.aval for var in self.kind.jaxpr.invars]
+        inputs = types[:shared], types[shared : shared + carry], types[shared + carry :]
+        carry_ct, y_ct = (
+            [var.aval.to_ct_aval() for var in pick(outputs, mask)]
+            for outputs, mask in (
+                (self.kind.jaxpr.outvars[:carry], self.perturbed.carry),
+                (self.kind.jaxpr.outvars[carry:], self.perturbed.ys[self.kind.number]),
+            )
+        )
+        return jax.make_jaxpr(lambda *given: self(given[:3], [], given[3:]))(*inputs, carry_ct, y_ct)
+
     def _transposed(self, pullback: Callable, cotangents: PyTree, totals: Sequence[PyTree]) -> PyTree:
         if all(total is None for total in totals):
             return pullback(cotangents)
@@ -184,11 +199,14 @@ class LayerPullback:
         plain = replace(self, kind=replace(self.kind, for_values=None))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-            return replace(self, residuals=_residuals(plain, types, kept, trace_context()))
+            key = plain.kind.jaxpr, plain.perturbed, types, kept, trace_context()
+            known = plain.kind.residuals
+            if key not in known:
+                known[key] = _residuals(plain, types, kept)
+            return replace(self, residuals=known[key])
 
 
-@functools.lru_cache(maxsize=512)  # for the forward sweep and the reverse sweep
-def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -> Residuals | None:
+def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept) -> Residuals | None:
     structure: list[Any] = []
 
     def forward(*inputs: Any) -> Arrays:

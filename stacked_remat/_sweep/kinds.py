@@ -31,6 +31,9 @@ class Kind:
     unsliced: Mask
     for_values: "Kind | None" = None
     constants: tuple[PyTree, ...] = field(default=(), compare=False)
+    # What the forward sweep finds to save, for the reverse sweep, which must find the same. It lives with the
+    # trace of the layer.
+    residuals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def output_types(self) -> list[Any]:

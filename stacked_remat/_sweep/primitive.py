@@ -19,16 +19,17 @@ from jax.extend.core import ClosedJaxpr, unmapped_aval
 from jax.interpreters import ad, batching
 
 from .._activity import active_outputs
-from .._compat import batch_jaxpr, is_concrete
+from .._compat import batch_jaxpr, is_eager
 from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import Checkpoint, Perturbed, merge, pick
+from .programs import jitted, run
 from .reverse import pull_back
 from .rules import (
     Bound,
     Differentiable,
     as_arrays,
-    compiled,
+    cotangents_of,
     floats,
     mapped,
     moved,
@@ -39,7 +40,7 @@ from .rules import (
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
 from .spec import SweepSpec, for_forward_mode
-from .trace import TracedLayer, kinds_of, without_passed_on
+from .trace import TracedLayer, has_refs, kinds_of, without_passed_on
 
 
 def run_layers(
@@ -55,8 +56,8 @@ def run_layers(
     traced, carry_tree = [layer._replace(init=[*init]) for layer in traced], traced[0].carry_tree
     traced, passed_on = without_passed_on(traced)
     spec, shared = SweepSpec(kinds_of(traced, unsliced), **fields), [layer.shared for layer in traced]
-    run = sweep_of if plain is None else functools.partial(plain_scan, plain)
-    carry, ys = run(spec, traced[0].init, stacks, shared)
+    scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
+    carry, ys = scanned(spec, traced[0].init, stacks, shared)
     outputs = [layer.output(own) for layer, own in zip(traced, ys, strict=True)]
     carry = merge(init, carry, [not is_ for is_ in passed_on])
     return jax.tree.unflatten(carry_tree, carry), outputs
@@ -78,7 +79,11 @@ class Sweep(Differentiable):
         super().__init__()
 
     def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
-        return compiled(Bound("sweep", primal, (self.spec,)))(init, xs, shared)
+        return run(self._program, init, xs, shared)
+
+    @functools.cached_property
+    def _program(self) -> Any:
+        return jitted(Bound("sweep", primal, (self.spec,)))
 
     def _perturbed(self, nonzero: Mask, outputs: Mask | None = None) -> Perturbed:
         _, ys = self.out_tree.unflatten(floats(self.out_aval) if outputs is None else outputs)
@@ -139,7 +144,7 @@ class Sweep(Differentiable):
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         fn, reference = (Bound("sweep", run, (self.spec,)) for run in (primal, SweepSpec.reference))
-        return _tangents(fn, reference, nonzero, self.active(nonzero), primals, tangents)
+        return tangents_by(fn, reference, nonzero, self.active(nonzero), primals, tangents)
 
 
 def sweep_of(spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds) -> tuple[Carry, OfKinds]:
@@ -148,10 +153,13 @@ def sweep_of(spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds) -> tupl
 
 
 def plain_scan(checkpoint: Checkpoint, spec: SweepSpec, *args: PyTree) -> tuple[Carry, OfKinds]:
-    """Run the layers of a plain scan, each checkpointed; compiled once where nothing is traced."""
-    run = Bound("scan", SweepSpec.plain, (spec, checkpoint))
-    is_eager = all(map(is_concrete, jax.tree.leaves(args)))
-    return (compiled(run) if is_eager else run)(*args)
+    """Run the layers of a plain scan, each checkpointed."""
+    plain = Bound("scan", SweepSpec.plain, (spec, checkpoint))
+    if not is_eager():
+        return plain(*args)
+    if has_refs(args):
+        return jitted(plain)(*args)
+    return Rule(plain, plain, *args)(*args)
 
 
 def _mapped_layers(
@@ -183,12 +191,17 @@ class Rule(Differentiable):
     reference: Bound
 
     def __init__(self, fn: Bound, reference: Bound, *args: PyTree) -> None:
+        self._program = jitted(fn)
         self.in_avals, (self.out_aval, self.effects) = jax.tree.map(jax.typeof, args), _results(fn, *args)
         self.params = {"fn": fn, "reference": reference}
         super().__init__()
 
     def expand(self, *args: PyTree) -> PyTree:
-        return compiled(self.fn)(*args)
+        return run(self._program, *args)
+
+    def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
+        back = Bound("cotangents", cotangents_of, (self.reference, nonzero, has_ct))
+        return Rule(back, back, args, cts)(args, cts) if is_eager() else back(args, cts)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -202,16 +215,16 @@ class Rule(Differentiable):
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         of = nonzero, self.active(nonzero)
-        return _tangents(_for_tangents(self.fn), self.reference, *of, primals, tangents)
+        return tangents_by(_fortangents_by(self.fn), self.reference, *of, primals, tangents)
 
 
 def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
     """The types of what a function returns, and its effects."""
-    traced = compiled(fn).trace(*args)
+    traced = jitted(fn).trace(*args)
     return jax.tree.unflatten(traced.out_tree, traced.jaxpr.out_avals), traced.jaxpr.effects
 
 
-def _tangents(
+def tangents_by(
     fn: Bound, reference: Bound, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays
 ) -> Arrays:
     """The tangents of the active outputs of `fn`, by its loops; in reverse mode by those of `reference`."""
@@ -224,11 +237,11 @@ def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
     return mapped(fn, axis, tree.unflatten(dims))(*args)
 
 
-def _for_tangents(fn: Bound) -> Bound:
+def _fortangents_by(fn: Bound) -> Bound:
     """A function of a sweep, or one that calls it, for its derivatives in forward mode alone."""
     first, *rest = fn.bound
     if fn.fn is _mapped:
-        return replace(fn, bound=(_for_tangents(first), *rest))
+        return replace(fn, bound=(_fortangents_by(first), *rest))
     return replace(fn, bound=(for_forward_mode(first, *rest), *rest)) if fn.fn in (forward, pull_back) else fn
 
 

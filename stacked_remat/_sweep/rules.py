@@ -35,12 +35,6 @@ class Bound:
         return self.fn(*self.bound, *args)
 
 
-@functools.lru_cache(maxsize=512)
-def compiled(fn: Callable) -> Callable:
-    """`jax.jit(fn)`, the same for equal functions, so that each is traced and compiled once."""
-    return jax.jit(fn)
-
-
 def floats(types: PyTree) -> Mask:
     return tuple(is_differentiable(type_.dtype) for type_ in jax.tree.leaves(types))
 
@@ -71,7 +65,7 @@ class Differentiable(HiPrim):
 
     def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
         """The cotangents of the inputs in the first mask, from those of the outputs in the second."""
-        return jax.vjp(*of_part(self.reference, args, nonzero, has_ct))[1](cts)[0]
+        return cotangents_of(self.reference, nonzero, has_ct, args, cts)
 
     def vjp_fwd(self, nonzero: PyTree, *args: PyTree) -> PyTree:
         nonzero = self._nonzero(self.in_tree.flatten_up_to(nonzero))
@@ -143,6 +137,11 @@ def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tange
     """The tangents of some outputs of `fn`, from those of some inputs."""
     run, part = of_part(fn, primals, nonzero, active)
     return jax.jvp(run, (part,), (tangents,))[1]
+
+
+def cotangents_of(fn: Callable, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
+    """The cotangents of some inputs of `fn`, from those of some outputs."""
+    return jax.vjp(*of_part(fn, args, nonzero, has_ct))[1](cts)[0]
 
 
 def of_part(

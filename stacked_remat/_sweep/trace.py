@@ -1,30 +1,24 @@
 """A layer traced to a jaxpr, with the types of its carry settled and its effects checked."""
 
-import functools
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from .._activity import forwarded_inputs
-from .._compat import is_concrete, ordered_effects, trace_context, without_constants
+from .._compat import ordered_effects, without_constants
 from .._static import PyTree
 from .gradient import pick
 from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import at_least_one, read_layer, varying_as
-
-T = TypeVar("T")
-
 
 class TracedLayer(NamedTuple):
     """A layer's jaxpr on leaves. The first `constants` of what it shares are what it closes over."""
@@ -49,13 +43,12 @@ class TracedLayer(NamedTuple):
 
 
 class UntracedLayer(NamedTuple):
-    """A layer on trees, `body(shared, carry, x) -> (carry, y)`; its trace is memoized by `key`."""
+    """A layer on trees, `body(shared, carry, x) -> (carry, y)`."""
 
     body: Callable[[Arrays, Any, Any], tuple[PyTree, PyTree]]
     shared: Arrays
     stacks: PyTree
     unsliced: Sequence[bool]
-    key: Any = None
 
 
 def trace_layers(
@@ -66,8 +59,7 @@ def trace_layers(
     while True:
         traced, before = [], init
         for layer in layers:
-            trace = functools.partial(_trace, layer, init)
-            found = cached(layer.key, (layer.shared, layer.stacks, init), trace)
+            found = _trace(layer, init)
             check_effects(found.jaxpr, found.shared if replays else (), offloads=offloads)
             leaves = [*map(_as_type, jax.tree.leaves(init), (var.aval for var in found.jaxpr.outvars))]
             init = jax.tree.unflatten(found.carry_tree, leaves)
@@ -109,32 +101,6 @@ def _settled(
     carry, _ = jax.eval_shape(scanned, layer.shared, init, x)
     found = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
     return init if _same_types(found, init) else found
-
-
-_traced: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_MOST_TRACES = 32  # of one function
-
-
-def cached(key: Any, inputs: PyTree, trace: Callable[[], T]) -> T:
-    """What `trace` returns; outside of `jax.jit` memoized by types and a key that begins with a function."""
-    leaves, tree = jax.tree.flatten(inputs)
-    if key is None or not all(map(is_concrete, leaves)):
-        return trace()
-    owner, *rest = key
-    # Values that are equal may differ: 1, 1.0 and True.
-    whole = (*rest, repr(key), tree, *map(jax.typeof, leaves), trace_context())
-    try:
-        known = _traced.setdefault(owner, {})
-        found = known.get(whole)
-    except TypeError:  # something has no hash, or no weak references
-        return trace()
-    if found is None:
-        found = trace()
-        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
-            if len(known) == _MOST_TRACES:
-                del known[next(iter(known))]
-            known[whole] = found
-    return found
 
 
 def kinds_of(traced: Sequence[TracedLayer], unsliced: Sequence[Sequence[bool]]) -> tuple[Kind, ...]:
@@ -187,9 +153,13 @@ def _same_types(init: PyTree, carry: PyTree) -> bool:
     return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)
 
 
+def has_refs(arrays: PyTree) -> bool:
+    return any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(arrays))
+
+
 def check_effects(jaxpr: Jaxpr, constants: Sequence[PyTree], *, offloads: bool) -> None:
     """Refuse effects of a layer with which JAX cannot compile the backward pass; says what to do instead."""
-    if any(isinstance(constant, jax.Ref) for constant in constants):
+    if has_refs(constants):
         raise TypeError(
             "The layer reads or writes a jax.Ref, which a policy that cuts the layers (nested, "
             "max_carries, first_layers) cannot differentiate. Make it part of the carry or "

@@ -1,0 +1,249 @@
+"""Programs that are called outside of `jax.jit`: traced at each call, compiled once for equal jaxprs.
+
+A jaxpr is described by a key: its equations, types, parameters and inner jaxprs. Arrays within it, which an
+inner `jax.jit` closes over, are in the key by identity, as weak references. So nothing here knows a user's
+function, or keeps an array: the only things kept are executables. `jax.clear_caches` forgets them.
+"""
+
+import dataclasses
+import enum
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
+from jax.extend import core
+
+from .._activity import expansion
+from .._compat import VALUE_TYPES, DebugInfo, cleared_with_jax, is_eager, trace_context, without_constants
+from .._static import PyTree
+
+# Of these primitives only one parameter says what they compute; the others are rules for transformations.
+_COMPUTES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vmap_call": "call"}
+
+
+class Structure(NamedTuple):
+    """A key that is equal for jaxprs that compute the same; what it refers to weakly.
+
+    If it `is_closed`, all in it is compared by value, or is an array.
+    """
+
+    key: Hashable
+    arrays: tuple["_Identity", ...]
+    is_closed: bool
+
+
+class _Identity:
+    """An object, compared by identity, not kept alive."""
+
+    def __init__(self, value: Any):
+        self._hash = id(value)
+        try:
+            self.value: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # it has no weak references, and so equals nothing
+            self.value = lambda: None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        mine = self.value()
+        return isinstance(other, _Identity) and mine is not None and mine is other.value()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+_structures: weakref.WeakKeyDictionary[core.Jaxpr, Structure] = weakref.WeakKeyDictionary()
+
+
+def structure(jaxpr: core.Jaxpr) -> Structure:
+    """What a jaxpr computes, to compare it with others."""
+    found = _structures.get(jaxpr)
+    if found is None:
+        description = _Description()
+        key = description.of_jaxpr(jaxpr)
+        found = Structure(key, tuple(description.arrays), description.is_closed)
+        _structures[jaxpr] = found
+    return found
+
+
+def description(value: Any) -> Hashable:
+    """A key of a value, equal for those that mean the same; what it can't look into is itself."""
+    return _Description().of(value)
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+class _Description:
+    """Makes the key of one jaxpr, and notes what is no plain value in it."""
+
+    def __init__(self) -> None:
+        self.arrays: list[_Identity] = []
+        self.is_closed = True
+        self._functions: list[Any] = []  # that are being described: one may refer to itself
+
+    def of_jaxpr(self, jaxpr: core.Jaxpr) -> Hashable:
+        numbers: dict[Any, int] = {}
+        inputs = (*jaxpr.constvars, *jaxpr.invars)
+        for var in inputs:
+            numbers[var] = len(numbers)
+        equations = []
+        for equation in jaxpr.eqns:
+            operands = tuple(self._of_atom(atom, numbers) for atom in equation.invars)
+            for var in equation.outvars:
+                numbers[var] = len(numbers)
+            outputs = tuple(var.aval for var in equation.outvars)
+            own = equation.primitive, equation.ctx, operands, outputs, self._of_parameters(equation)
+            equations.append(own)
+        outputs = tuple(self._of_atom(atom, numbers) for atom in jaxpr.outvars)
+        in_types = tuple(var.aval for var in inputs)
+        return len(jaxpr.constvars), in_types, tuple(equations), outputs
+
+    def _of_atom(self, atom: Any, numbers: dict[Any, int]) -> Hashable:
+        if isinstance(atom, core.Literal):
+            return atom.aval, self.of(atom.val)
+        return numbers[atom]
+
+    def _of_parameters(self, equation: core.JaxprEqn) -> Hashable:
+        expanded = expansion(equation)
+        if expanded is not None:
+            return self.of(expanded)
+        name = _COMPUTES.get(equation.primitive.name)
+        if name is not None:
+            return self.of(equation.params[name])
+        return self._of_items(equation.params)
+
+    def _of_inner(self, jaxpr: core.Jaxpr) -> Hashable:
+        found = structure(jaxpr)
+        self.arrays += found.arrays
+        self.is_closed &= found.is_closed
+        return found.key
+
+    def of(self, value: Any) -> Hashable:
+        """The key of a value among the parameters, or of a constant."""
+        if value is None or isinstance(value, bool | str | bytes | int):
+            return type(value), value
+        if isinstance(value, float | complex):
+            return type(value), repr(value)  # 0.0 equals -0.0, and nan not itself
+        if isinstance(value, VALUE_TYPES) and _has_hash(value):
+            return value
+        if isinstance(value, core.Jaxpr):
+            return self._of_inner(value)
+        if isinstance(value, core.ClosedJaxpr):
+            return self._of_inner(value.jaxpr), self._of_sequence(value.consts)
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+            found = _Identity(value)
+            self.arrays.append(found)
+            return found
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            return type(value), value.dtype, value.shape, value.tobytes()
+        if isinstance(value, enum.Enum | np.dtype | type):
+            return value
+        return self._of_container(value)
+
+    def _of_container(self, value: Any) -> Hashable:
+        if isinstance(value, DebugInfo):
+            return None
+        if isinstance(value, tuple | list):
+            return type(value), self._of_sequence(value)
+        if isinstance(value, Mapping):
+            return type(value), self._of_items(value)
+        if isinstance(value, set | frozenset):
+            return type(value), frozenset(map(self.of, value))
+        if isinstance(value, types.FunctionType):
+            return self._of_function(value)
+        if isinstance(value, functools.partial):
+            return type(value), *map(self.of, (value.func, value.args, value.keywords))
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value) if field.compare]
+            return type(value), tuple(self.of(getattr(value, name)) for name in names)
+        is_of_jax = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+        if is_of_jax and hasattr(value, "__dict__") and not callable(value):
+            return type(value), self._of_items(vars(value))
+        self.is_closed = False
+        return _Identity(value)
+
+    def _of_function(self, function: types.FunctionType) -> Hashable:
+        """A function by its code and what it closes over, since each trace may make another."""
+        if function in self._functions:
+            return len(self._functions) - self._functions.index(function)
+        self._functions.append(function)
+        try:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:  # one that is still empty
+            self.is_closed = False
+            return _Identity(function)
+        else:
+            held = cells, function.__defaults__, function.__kwdefaults__
+            return function.__code__, function.__module__, *map(self.of, held)
+        finally:
+            self._functions.pop()
+
+    def _of_sequence(self, values: Sequence[Any]) -> tuple[Hashable, ...]:
+        return tuple(map(self.of, values))
+
+    def _of_items(self, values: Mapping[str, Any]) -> tuple[Hashable, ...]:
+        return tuple((name, self.of(value)) for name, value in values.items())
+
+
+@cleared_with_jax
+@functools.lru_cache(maxsize=512)
+def _kept(_: Hashable) -> list[Any]:
+    """The place of the executable with this key: empty, or with one entry."""
+    return []
+
+
+# Functions that are traced now. Their programs live as long as a primitive that runs one.
+_jitted: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
+
+
+def jitted(fn: Callable) -> Any:
+    """`jax.jit(fn)`, the same for equal functions while someone holds it, so that each is traced once."""
+    found = _jitted.get(fn)
+    if found is None:
+        found = _jitted[fn] = jax.jit(fn)
+    return found
+
+
+def run(jitted_fn: Any, *args: PyTree) -> PyTree:
+    """Call a jitted function of arrays; outside of any trace by an executable that an equal one left."""
+    if not is_eager():
+        return jitted_fn(*args)
+    traced = jitted_fn.trace(*args)
+    # What it closes over are arguments of the executable, which so holds none of it.
+    jaxpr, constants = without_constants(traced.jaxpr)
+    inputs = [*constants, *jax.tree.leaves(args)]
+    found = structure(jaxpr)
+    if not found.is_closed or not all(map(_is_value, inputs)):
+        return jitted_fn(*args)
+    inputs = [*map(jnp.asarray, inputs)]
+    places = tuple((array.committed, array.format) for array in inputs)
+    place = _kept((traced.fun_name, found.key, places, trace_context(), jax.config.jax_default_device))
+    if not place:
+        place.append(_compiled(traced.fun_name, jaxpr, inputs))
+        for array in found.arrays:
+            weakref.finalize(array.value(), place.clear).atexit = False
+    return jax.tree.unflatten(traced.out_tree, place[0](*inputs))
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, Tracer)
+
+
+def _compiled(name: str, jaxpr: core.Jaxpr, inputs: Sequence[Any]) -> Any:
+    def evaluate(*inputs: Any) -> list[Any]:
+        return eval_jaxpr(jaxpr, (), *inputs)
+
+    evaluate.__name__ = name
+    return jax.jit(evaluate).lower(*inputs).compile()

@@ -133,7 +133,7 @@ class LayerPullback:
     def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are saved."""
         if self.residuals is None:
-            return self.kind.evaluated.layer(*inputs), []
+            return self.kind.values(*inputs), []
         outputs = eval_jaxpr(self.residuals.forward, (), *self.residuals.constants, *sum(inputs, []))
         carries, results = self.kind.carries, len(outputs) - len(self.residuals.is_saved)
         saved = pick(outputs[results:], self.residuals.is_saved)
@@ -181,7 +181,7 @@ class LayerPullback:
     def with_residuals(self, types: LayerTypes, kept: Kept) -> "LayerPullback":
         """Save what is kept, but for inputs and what depends on `x` and `shared` alone."""
         # With barriers on tangents other residuals would be found than without them.
-        plain = replace(self, kind=replace(self.kind, for_values=None))
+        plain = replace(self, kind=replace(self.kind, in_forward_mode=False))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
             return replace(self, residuals=_residuals(plain, types, kept, trace_context()))

@@ -178,17 +178,19 @@ class LayerPullback:
         of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
         return of_shared, of_carry, of_x
 
-    def with_residuals(self, types: LayerTypes, kept: Kept) -> "LayerPullback":
-        """Save what is kept, but for inputs and what depends on `x` and `shared` alone."""
+    def with_residuals(self, types: LayerTypes, kept: Kept, flags: int = 0) -> "LayerPullback":
+        """Save what is kept, but for inputs and what depends on `x`, `shared` and first leaves of the carry."""
         # With barriers on tangents other residuals would be found than without them.
         plain = replace(self, kind=replace(self.kind, in_forward_mode=False))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-            return replace(self, residuals=_residuals(plain, types, kept, trace_context()))
+            return replace(self, residuals=_residuals(plain, types, kept, flags, trace_context()))
 
 
 @functools.lru_cache(maxsize=512)  # for the forward sweep and the reverse sweep
-def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -> Residuals | None:
+def _residuals(
+    pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: int, _: Any
+) -> Residuals | None:
     structure: list[Any] = []
 
     def forward(*inputs: Any) -> Arrays:
@@ -201,7 +203,8 @@ def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -
     first = len(jaxpr.outvars) - structure[0].num_leaves
     shared, carry, x = map(len, types)
     is_carry = [False] * (len(constants) + shared) + [True] * carry + [False] * x
-    depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[first:]
+    is_data = [False] * (len(constants) + shared + flags) + [True] * (carry - flags) + [False] * x
+    depends = active_outputs(jaxpr, is_data, counts=lambda _: True)[first:]
     # Saved casts or transposes of weights would fill a buffer with a segment of weights.
     sources = forwarded_inputs(jaxpr)[first:]
     is_saved = tuple(is_ and source is None for is_, source in zip(depends, sources, strict=True))

@@ -225,7 +225,8 @@ class SweepSpec:
             x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
             # By types alone, so that the forward and the reverse sweep find the same residuals.
             types = tuple(map(jax.typeof, shared[kind.number])), tuple(self.carry_types), tuple(x)
-            return pullback.with_residuals(types, kept)
+            # Whether the layers stop chooses inputs: those are read again, as others are.
+            return pullback.with_residuals(types, kept, flags=int(self.stops))
 
         return [of(kind) for kind in self.kinds]
 

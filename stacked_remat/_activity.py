@@ -36,14 +36,18 @@ def has_tangent(var: core.Var) -> bool:
 def active_carry(
     layers: Sequence[tuple[core.Jaxpr, Sequence[bool], Sequence[bool]]],
     init: Sequence[bool],
-    counts: Callable[[core.Var], bool] = has_tangent,
+    active_in: Callable[[core.Jaxpr, list[bool]], Sequence[bool]] | None = None,
 ) -> list[bool]:
-    """Find the carry leaves that are active in a layer `(shared, carry, x) -> (carry, y)` of some kind."""
+    """Find the carry leaves that are active in a layer `(shared, carry, x) -> (carry, y)` of some kind.
+
+    `active_in` finds a layer's active outputs, by default `active_outputs`.
+    """
+    active_in = active_in or active_outputs
     carry = list(init)
     while True:
         grown = carry
         for jaxpr, shared, xs in layers:
-            outputs = active_outputs(jaxpr, [*shared, *carry, *xs], counts)[: len(carry)]
+            outputs = active_in(jaxpr, [*shared, *carry, *xs])[: len(carry)]
             grown = [old or new for old, new in zip(grown, outputs, strict=True)]
         if grown == carry:
             return carry

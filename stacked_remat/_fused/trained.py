@@ -187,7 +187,8 @@ def coupling(optimizer: Any, params: PyTree, owners: Sequence[Any], dtype: DType
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(params)]
     for owner in sorted(set(owners)):
         own = [other == owner for other in owners]
-        later = active_carry([(jaxpr, [*constants, *own, *own], ())], states, counts)
+        active_in = functools.partial(active_outputs, counts=counts)
+        later = active_carry([(jaxpr, [*constants, *own, *own], ())], states, active_in)
         found = active_outputs(jaxpr, [*constants, *own, *own, *later], counts)[len(states) :]
         coupled = [i for i, is_ in enumerate(found) if is_ and not own[i]]
         if coupled:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
+from jaxtyping import Array
 
 from .._compat import is_eager
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
@@ -22,6 +23,7 @@ from .._sweep.kinds import Pattern
 from .._sweep.primitive import run_layers
 from .._sweep.rules import Bound
 from .._sweep.slots import Arrays
+from .._sweep.store import at_least_one, read
 from .._sweep.trace import UntracedLayer, has_refs, trace_layers
 from .checks import axis_or_name
 from .layer_axis import Join, TreeLayout, split_kinds
@@ -47,6 +49,12 @@ class Layers:
         body = array_step(self.call, static, names, unpack)
         unsliced = layout.unsliced if whole else [False] * len(self.arrays)
         return UntracedLayer(body, self.shared, self.arrays, unsliced)
+
+    def inputs(self, index: int, *, whole: bool) -> list[Array | None]:
+        """What is split, for the layer at an index; None for what a layer takes the whole of."""
+        unsliced = self.layout.unsliced if whole else [False] * len(self.arrays)
+        pairs = zip(self.arrays, unsliced, strict=True)
+        return [None if is_ else read(at_least_one(stack), index) for stack, is_ in pairs]
 
     def named(self, stacked: PyTree) -> PyTree:
         """Their stacked outputs, with the axis of the layers."""
@@ -104,6 +112,14 @@ class Loop:
             kinds.append(Layers(self.call, layout, arrays, on_device(shared), name))
         return kinds, join, self.axis if isinstance(self.axis, Axis) else kinds[0].layout.axis
 
+    def first(self, init: PyTree, kinds: Sequence[Layers], *, whole: bool) -> PyTree:
+        """What goes into the first layer, from the first carry."""
+        if self.call.until is None:
+            return init
+        (layers,) = kinds  # a pattern of kinds has no `until`
+        index = max(0, layers.layout.axis.size - 1) if self.reverse else 0
+        return self.call.first(init, layers.inputs(index, whole=whole))
+
     def outputs(self, of_kinds: Sequence[PyTree]) -> PyTree:
         """The outputs of each kind by name, or of the only one."""
         return dict(zip(self.pattern.names, of_kinds, strict=True)) if self.pattern else of_kinds[0]
@@ -160,11 +176,11 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     call, pattern = loop.call, loop.pattern
     if _without_jit():
         if all(kind.layout.axis.size for kind in kinds):
-            return _scan_kinds_unrolled(loop, kinds, axis, call.first(init))
+            return _scan_kinds_unrolled(loop, kinds, axis, loop.first(init, kinds, whole=False))
         with jax.disable_jit(False):  # only a traced layer tells the types of outputs that there are none of
             return scan_layers(loop, init, arguments)
     remat, plain, stops = loop.policy.for_layers(axis.size), None, call.until is not None
-    arrays, static = eqx.partition(call.first(init), eqx.is_array_like)
+    arrays, static = eqx.partition(loop.first(init, kinds, whole=True), eqx.is_array_like)
     xs = [kind.arrays for kind in kinds]
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))

@@ -30,7 +30,8 @@ Until: TypeAlias = Callable[[PyTree], Any]  # of a carry: whether to stop
 class Call:
     """How a loop calls the user's function, `owner`, by `fn`.
 
-    With `until` a triple goes from step to step: whether it is done, the first carry, and the carry.
+    With `until` a triple goes from step to step: whether it is done, what the first step is given, and the
+    carry.
     """
 
     caller: Caller
@@ -75,16 +76,23 @@ class Call:
         """What a loop of such calls returns."""
         return {"fold": carry, "scan": (carry, outputs), "map": outputs}[self.verb]
 
-    def first(self, init: PyTree) -> PyTree:
-        """What goes into the first step, from the first carry."""
-        return init if self.until is None else (_is_done(self.until, init), init, init)
+    def first(self, init: PyTree, inputs: Sequence[Array | None]) -> PyTree:
+        """What goes into the first step, from the first carry and that step's inputs that are split."""
+        assert self.until is not None
+        return _is_done(self.until, init), _fixed((init, [*inputs])), init
 
-    def given(self, carry: PyTree) -> PyTree:
-        """The carry that a step is given: once it is done the first one, at which a step usually can run."""
+    def given(self, carry: PyTree, inputs: Sequence[Array]) -> tuple[PyTree, Sequence[Array]]:
+        """The carry and inputs that a step is given: once it is done the first ones.
+
+        With these a step usually can run, and has a derivative; with the last carry, or with inputs for
+        steps that are not taken, it may have none.
+        """
         if self.until is None:
-            return carry
-        done, first, carry = carry
-        return jax.tree.map(functools.partial(_choose, done), _fixed(first), carry)
+            return carry, inputs
+        done, (first, first_inputs), carry = carry
+        pairs = zip(first_inputs, inputs, strict=True)
+        chosen = [new if old is None else _choose(done, old, new) for old, new in pairs]
+        return jax.tree.map(functools.partial(_choose, done), first, carry), chosen
 
     def is_done(self, carry: PyTree) -> bool:
         """Whether it is known that no step is left."""
@@ -106,9 +114,10 @@ def array_step(
 
     def step(shared: PyTree, arrays: PyTree, inputs: PyTree) -> tuple[PyTree, tuple[PyTree, Static]]:
         carry = eqx.combine(arrays, static)
+        given, inputs = call.given(carry, inputs)
         with saving_internals(names):
             args, kwargs = unpack(inputs, shared)
-            result = call.applied(call.given(carry), args, kwargs)
+            result = call.applied(given, args, kwargs)
         new_carry, y = call.outputs(result, (args, kwargs))
         carry = eqx.combine(arrays, static)  # a state of Equinox that was updated can't be read
         try:

@@ -20,7 +20,7 @@ from .._sweep.programs import run
 from .._sweep.reverse import sweep_back
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
-from .._sweep.spec import SweepSpec
+from .._sweep.spec import SweepSpec, differentiated
 from .._sweep.store import Index, at_least_one, on_mesh, read, write, zeros_like
 from .._sweep.trace import kinds_of, trace_layers
 from .arguments import Caller, signature_error
@@ -308,9 +308,7 @@ def _filled(new: PyTree, before: PyTree, what: str) -> PyTree:
     return filled
 
 
-def fold_forward(
-    loop: Loop, init: PyTree, arguments: PyTree, template: PyTree
-) -> tuple[PyTree, SweepBack]:
+def fold_forward(loop: Loop, init: PyTree, arguments: PyTree, template: PyTree) -> tuple[PyTree, SweepBack]:
     """The forward sweep of `fold_vjp` and `scan_vjp`; the layers are the first of the arguments.
 
     `template` is the stack without its arrays, for the result of the reverse sweep.
@@ -327,12 +325,13 @@ def fold_forward(
     traced = trace_layers(untraced, arrays, offloads=remat.offloads)
     xs, shared = [kind.arrays for kind in kinds], [layer.shared for layer in traced]
     of_kinds = kinds_of(traced, [[False] * len(own) for own in xs])
-    parts, first = [*zip(kinds, of_kinds, traced, strict=True)], traced[0]
+    first = traced[0]
     options: Any = {"reverse": loop.reverse, "unroll": loop.unroll_of(axis.size), "pattern": loop.pattern}
     spec = SweepSpec(of_kinds, remat.swept(), visited=True, **options)
     of_shared = [[False] * layer.constants + [*floats(layer.shared[layer.constants :])] for layer in traced]
     of_ys = [floats(kind.output_types) for kind in of_kinds]
     perturbed = spec.perturbed(floats(first.init), [*map(floats, xs)], of_shared, of_ys)
+    spec, perturbed, shared = differentiated(spec, perturbed, shared)
     with jax.named_scope(f"scan({axis.name})"):
         carry, ys, checkpoints = sweep_forward(spec, perturbed, first.init, xs, shared)
     carry = jtu.tree_unflatten(first.carry_tree, carry)
@@ -344,8 +343,8 @@ def fold_forward(
         spec,
         perturbed,
         kinds=tuple(
-            KindTypes(own, layer.constants, kind.name, kind.layout, layer.output_tree)
-            for kind, own, layer in parts
+            KindTypes(own, len(leaves) - len(kind.shared), kind.name, kind.layout, layer.output_tree)
+            for kind, own, layer, leaves in zip(kinds, spec.kinds, traced, shared, strict=True)
         ),
         axis=axis,
         join=join,

@@ -57,7 +57,7 @@ def _forward_step(
                 (carry, y), new = pullbacks[kind.number].save((own, carry, x))
                 residuals = kind.write(residuals, spec.entry(kind, number, 0), new)
             else:
-                carry, y = kind.evaluated.layer(own, carry, x)
+                carry, y = kind.values(own, carry, x)
             if spec.remat.boundaries_on_host and platform() == "tpu":
                 # Or XLA reads while the output is written, and not while the step runs.
                 ahead, (y, ys) = read_before_writes(ahead, (y, ys))

@@ -133,7 +133,7 @@ class LayerPullback:
     def save(self, inputs: LayerInputs) -> tuple[tuple[Carry, Arrays], Arrays]:
         """Run the layer; returns its carry and output, and the residuals that are saved."""
         if self.residuals is None:
-            return self.kind.evaluated.layer(*inputs), []
+            return self.kind.values(*inputs), []
         outputs = eval_jaxpr(self.residuals.forward, (), *self.residuals.constants, *sum(inputs, []))
         carries, results = self.kind.carries, len(outputs) - len(self.residuals.is_saved)
         saved = pick(outputs[results:], self.residuals.is_saved)
@@ -193,20 +193,20 @@ class LayerPullback:
         of_x = [ct if ref is None else jax.freeze(ref) for ct, ref in zip(of_x, refs, strict=True)]
         return of_shared, of_carry, of_x
 
-    def with_residuals(self, types: LayerTypes, kept: Kept) -> "LayerPullback":
-        """Save what is kept, but for inputs and what depends on `x` and `shared` alone."""
+    def with_residuals(self, types: LayerTypes, kept: Kept, flags: int = 0) -> "LayerPullback":
+        """Save what is kept, but for inputs and what depends on `x`, `shared` and first leaves of the carry."""
         # With barriers on tangents other residuals would be found than without them.
-        plain = replace(self, kind=replace(self.kind, for_values=None))
+        plain = replace(self, kind=replace(self.kind, in_forward_mode=False))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-            key = plain.kind.jaxpr, plain.perturbed, types, kept, trace_context()
+            key = plain.kind.jaxpr, plain.perturbed, types, kept, flags, trace_context()
             known = plain.kind.residuals
             if key not in known:
-                known[key] = _residuals(plain, types, kept)
+                known[key] = _residuals(plain, types, kept, flags)
             return replace(self, residuals=known[key])
 
 
-def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept) -> Residuals | None:
+def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: int) -> Residuals | None:
     structure: list[Any] = []
 
     def forward(*inputs: Any) -> Arrays:
@@ -219,7 +219,8 @@ def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept) -> Residu
     first = len(jaxpr.outvars) - structure[0].num_leaves
     shared, carry, x = map(len, types)
     is_carry = [False] * (len(constants) + shared) + [True] * carry + [False] * x
-    depends = active_outputs(jaxpr, is_carry, counts=lambda _: True)[first:]
+    is_data = [False] * (len(constants) + shared + flags) + [True] * (carry - flags) + [False] * x
+    depends = active_outputs(jaxpr, is_data, counts=lambda _: True)[first:]
     # Saved casts or transposes of weights would fill a buffer with a segment of weights.
     sources = forwarded_inputs(jaxpr)[first:]
     is_saved = tuple(is_ and source is None for is_, source in zip(depends, sources, strict=True))

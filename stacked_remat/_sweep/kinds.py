@@ -12,7 +12,6 @@ from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from .._compat import without_constants
-from .._static import PyTree
 from .slots import Arrays, Carry, Mask, OfKinds
 from .store import Index, write
 
@@ -21,16 +20,17 @@ from .store import Index, write
 class Kind:
     """Layers of one kind, `jaxpr` being `(shared, carry, x) -> (carry, y)`.
 
-    Of the stacks in `x` it takes those that are `unsliced` whole. `for_values` is for values alone: a layer
-    with the forward rules of `jax.custom_vjp`s, which takes `constants` first.
+    Of the stacks in `x` it takes those that are `unsliced` whole.
     """
 
     number: int
     jaxpr: Jaxpr
     carries: int
     unsliced: Mask
-    for_values: "Kind | None" = None
-    constants: tuple[PyTree, ...] = field(default=(), compare=False)
+    # What computes the values of a sweep that is differentiated, if not `jaxpr`: the forward rules of
+    # `jax.custom_vjp`s are in it, which may give other values than the functions.
+    values_jaxpr: Jaxpr | None = None
+    in_forward_mode: bool = False  # derivatives of its derivatives are computed, in forward mode
     # What the forward sweep finds to save, for the reverse sweep, which must find the same. It lives with the
     # trace of the layer.
     residuals: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -45,18 +45,19 @@ class Kind:
         return replace(self, jaxpr=jaxpr), [*constants, *shared]
 
     def layer(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
-        evaluate = _eval_with_barriers if self.for_values else eval_jaxpr
-        outputs = evaluate(self.jaxpr, (), *self.constants, *shared, *carry, *x)
+        """The layer, for derivatives."""
+        evaluate = _eval_with_barriers if self.in_forward_mode else eval_jaxpr
+        outputs = evaluate(self.jaxpr, (), *shared, *carry, *x)
+        return outputs[: self.carries], outputs[self.carries :]
+
+    def values(self, shared: Arrays, carry: Carry, x: Arrays) -> tuple[Carry, Arrays]:
+        """What the layer returns, and not for derivatives."""
+        outputs = eval_jaxpr(self.values_jaxpr or self.jaxpr, (), *shared, *carry, *x)
         return outputs[: self.carries], outputs[self.carries :]
 
     def write(self, stacks: OfKinds, row: Index, entry: Arrays) -> OfKinds:
         """The stacks of all kinds, with this entry in those of this kind."""
         return [write(own, row, entry) if k == self.number else own for k, own in enumerate(stacks)]
-
-    @property
-    def evaluated(self) -> "Kind":
-        """The same, whose `layer` is for values and not for derivatives."""
-        return self.for_values or self
 
 
 def _eval_with_barriers(jaxpr: Jaxpr, _: tuple[()], *inputs: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, unmapped_aval
 from jax.interpreters import ad, batching
 
 from .._activity import active_outputs
-from .._compat import batch_jaxpr, is_eager
+from .._compat import batch_jaxpr, is_eager, nothing_is_traced
 from .._static import PyTree, Static
 from .forward import forward, primal
 from .gradient import Checkpoint, Perturbed, merge, pick
@@ -36,10 +36,11 @@ from .rules import (
     not_mapped,
     of_part,
     primal_of,
+    ruled,
     tangent_of,
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
-from .spec import SweepSpec, for_forward_mode
+from .spec import SweepSpec, differentiated, for_forward_mode
 from .trace import TracedLayer, has_refs, kinds_of, without_passed_on
 
 
@@ -102,19 +103,21 @@ class Sweep(Differentiable):
 
     def vjp_fwd(self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree) -> PyTree:
         flags = self._nonzero(self.in_tree.flatten_up_to(nonzero))
-        carry, ys, checkpoints = sweep_forward(self.spec, self._perturbed(flags), init, xs, shared)
-        return (carry, ys), (checkpoints, xs, shared, Static(flags))
+        spec, perturbed, shared = differentiated(self.spec, self._perturbed(flags), shared)
+        carry, ys, checkpoints = sweep_forward(spec, perturbed, init, xs, shared)
+        return (carry, ys), (checkpoints, xs, shared, Static((flags, spec, perturbed)))
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        *kept, nonzero = residuals
+        *kept, static = residuals
+        nonzero, spec, every = static.value
         pairs = zip(floats(self.out_aval), self.out_tree.flatten_up_to(cotangents), strict=True)
         has_ct = tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
-        every, some = self._perturbed(nonzero.value), self._perturbed(nonzero.value, has_ct)
-        perturbed = some if self.spec.serves(every, some, *kept[1:]) else every
+        some = replace(every, ys=self._perturbed(nonzero, has_ct).ys)
+        perturbed = some if spec.serves(every, some, *kept[1:]) else every
         carry_ct, ys_ct = cotangents
         ys_ct = [as_arrays(pick(*each)) for each in zip(ys_ct, perturbed.ys, strict=True)]
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))
-        self._add(sweep_backward(self.spec, perturbed, *kept, carry_ct, ys_ct), sums, nonzero.value)
+        self._add(sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct), sums, nonzero)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -155,11 +158,19 @@ def sweep_of(spec: SweepSpec, init: Carry, xs: OfKinds, shared: OfKinds) -> tupl
 def plain_scan(checkpoint: Checkpoint, spec: SweepSpec, *args: PyTree) -> tuple[Carry, OfKinds]:
     """Run the layers of a plain scan, each checkpointed."""
     plain = Bound("scan", SweepSpec.plain, (spec, checkpoint))
-    if not is_eager():
+    if not is_eager() or _closes_over_traced(spec):
         return plain(*args)
     if has_refs(args):
         return jitted(plain)(*args)
     return Rule(plain, plain, *args)(*args)
+
+
+def _closes_over_traced(spec: SweepSpec) -> bool:
+    """Whether rules of a layer close over traced values, which can't be constants of a compiled program."""
+    jaxprs = [kind.jaxpr for kind in spec.kinds]
+    return not nothing_is_traced() and any(
+        ruled(jaxpr, floats([var.aval for var in jaxpr.invars])).closures for jaxpr in jaxprs
+    )
 
 
 def _mapped_layers(
@@ -215,7 +226,7 @@ class Rule(Differentiable):
 
     def tangent(self, nonzero: Mask, primals: PyTree, tangents: Arrays) -> Arrays:
         of = nonzero, self.active(nonzero)
-        return tangents_by(_fortangents_by(self.fn), self.reference, *of, primals, tangents)
+        return tangents_by(_for_tangents(self.fn), self.reference, *of, primals, tangents)
 
 
 def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
@@ -237,12 +248,12 @@ def _mapped(fn: Callable, axis: Any, flat: Static, *args: PyTree) -> PyTree:
     return mapped(fn, axis, tree.unflatten(dims))(*args)
 
 
-def _fortangents_by(fn: Bound) -> Bound:
+def _for_tangents(fn: Bound) -> Bound:
     """A function of a sweep, or one that calls it, for its derivatives in forward mode alone."""
     first, *rest = fn.bound
     if fn.fn is _mapped:
-        return replace(fn, bound=(_fortangents_by(first), *rest))
-    return replace(fn, bound=(for_forward_mode(first, *rest), *rest)) if fn.fn in (forward, pull_back) else fn
+        return replace(fn, bound=(_for_tangents(first), *rest))
+    return replace(fn, bound=(for_forward_mode(first), *rest)) if fn.fn in (forward, pull_back) else fn
 
 
 def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> PyTree:

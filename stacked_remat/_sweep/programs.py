@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax.extend import core
 from .._activity import expansion
 from .._compat import VALUE_TYPES, DebugInfo, cleared_with_jax, is_eager, trace_context, without_constants
 from .._static import PyTree
+
+T = TypeVar("T")
 
 # Of these primitives only one parameter says what they compute; the others are rules for transformations.
 _COMPUTES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vmap_call": "call"}
@@ -59,6 +61,15 @@ class _Identity:
 
 
 _structures: weakref.WeakKeyDictionary[core.Jaxpr, Structure] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[core.Jaxpr, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def found_in(jaxpr: core.Jaxpr, key: Hashable, find: Callable[[], T]) -> T:
+    """What `find` finds of a jaxpr, found once while the jaxpr lives. It must not hold the jaxpr itself."""
+    known = _found.setdefault(jaxpr, {})
+    if key not in known:
+        known[key] = find()
+    return known[key]
 
 
 def structure(jaxpr: core.Jaxpr) -> Structure:

@@ -3,20 +3,22 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._activity import has_rules, is_differentiable
+from .._activity import active_outputs, has_rules, is_differentiable
 from .._compat import HiPrim, named_axes
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .slots import Arrays, Mask
+from .programs import found_in
 
 
 @dataclass(frozen=True)
@@ -119,18 +121,90 @@ class Differentiable(HiPrim):
         return self.out_tree.unflatten(merge(zeros, found, active))
 
 
-def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
-    """A jaxpr as its custom rules compute it where the inputs in the mask are differentiated."""
-    if not any(nonzero) or not has_rules(jaxpr):
-        return ClosedJaxpr(jaxpr, ())
+class Ruled(NamedTuple):
+    """A jaxpr as custom rules compute it, as those of `jax.custom_vjp`, where some inputs are differentiated."""
 
-    def run(*inputs: PyTree) -> Arrays:
+    values: ClosedJaxpr
+    active: Mask  # which outputs have a tangent, as JAX finds it
+    closures: bool  # whether a forward rule closes over traced values, which may be gone when it runs again
+
+
+def ruled(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
+    """A jaxpr where the inputs in the mask are differentiated."""
+    if not any(nonzero) or not has_rules(jaxpr):
+        return Ruled(ClosedJaxpr(jaxpr, ()), tuple(active_outputs(jaxpr, nonzero)), False)
+    return found_in(jaxpr, ("ruled", tuple(nonzero)), lambda: _traced_rules(jaxpr, nonzero))
+
+
+def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
+    active = [False] * len(jaxpr.outvars)
+
+    @jax.custom_jvp
+    def observed(*outputs: PyTree) -> tuple[PyTree, ...]:
+        return outputs
+
+    def observe(primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> Any:
+        active[:] = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
+        return primals, tangents
+
+    observed.defjvp(observe, symbolic_zeros=True)
+
+    def run(*inputs: PyTree) -> Sequence[PyTree]:
         of_layer, part = of_part(functools.partial(eval_jaxpr, jaxpr, ()), inputs, nonzero)
-        return jax.jvp(of_layer, (part,), ([*map(jnp.zeros_like, part)],))[0]
+        zeros = [*map(jnp.zeros_like, part)]
+        return jax.jvp(lambda part: observed(*of_layer(part)), (part,), (zeros,))[0]
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
     without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return ClosedJaxpr(without_tangents, closed.consts)
+    closures = any(isinstance(constant, Tracer) for constant in closed.consts)
+    return Ruled(ClosedJaxpr(without_tangents, closed.consts), tuple(active), closures)
+
+
+def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
+    """A jaxpr as its custom rules compute it where the inputs in the mask are differentiated."""
+    return ruled(jaxpr, nonzero).values
+
+
+def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> ClosedJaxpr:
+    """A jaxpr whose custom rules close over nothing that is traced: that becomes constants.
+
+    `nonzero` and `active` are the inputs and outputs that are differentiated.
+    """
+
+    def forward(*inputs: PyTree) -> tuple[Sequence[PyTree], Callable]:
+        def run(part: Arrays) -> tuple[Arrays, Sequence[PyTree]]:
+            outputs = eval_jaxpr(jaxpr, (), *merge(inputs, part, nonzero))
+            return pick(outputs, active), outputs
+
+        _, pullback, outputs = jax.vjp(run, pick(inputs, nonzero), has_aux=True)
+        return outputs, pullback
+
+    types, count = [var.aval for var in jaxpr.invars], len(jaxpr.outvars)
+    traced, found = jax.make_jaxpr(forward, return_shape=True)(*types)
+    pullback = jax.tree.structure(found[1])
+    cotangents = [type_.to_ct_aval() for type_ in pick(traced.out_avals[:count], active)]
+    residuals = traced.out_avals[count:]
+    traced_back = jax.make_jaxpr(lambda leaves, cts: pullback.unflatten(leaves)(cts)[0])(
+        residuals, cotangents
+    )
+
+    @jax.custom_vjp
+    def run(constants: PyTree, inputs: PyTree) -> Sequence[PyTree]:
+        return with_residuals(constants, inputs)[0]
+
+    def with_residuals(constants: PyTree, inputs: PyTree) -> tuple[Sequence[PyTree], PyTree]:
+        forwards, backwards = constants
+        outputs = eval_jaxpr(traced.jaxpr, forwards, *inputs)
+        return outputs[:count], (backwards, outputs[count:])
+
+    def back(residuals: PyTree, cotangents: Sequence[PyTree]) -> tuple[None, PyTree]:
+        constants, leaves = residuals
+        found = eval_jaxpr(traced_back.jaxpr, constants, *leaves, *pick(cotangents, active))
+        return None, tuple(scatter_leaves(found, nonzero))
+
+    run.defvjp(with_residuals, back)
+    constants = traced.consts, traced_back.consts
+    return jax.make_jaxpr(lambda *inputs: run(constants, inputs))(*types)
 
 
 def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays) -> Arrays:

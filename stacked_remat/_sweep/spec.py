@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from equinox.internal import unvmap_all
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array
 
-from .._activity import active_carry
+from .._activity import active_carry, has_rules
 from .._compat import without_constants
 from .._placement import on_device
 from .._remat import NOTHING, Kept, Remat
@@ -20,7 +21,8 @@ from .._static import PyTree
 from .._trips import known_branches, known_trips
 from .gradient import Checkpoint, LayerPullback, Perturbed, merge, pick
 from .kinds import Kind, Pattern
-from .rules import primal_of
+from .programs import found_in
+from .rules import ruled, without_closures
 from .slots import Arrays, Carry, Mask, OfKinds, TripsOf, entry_at
 from .store import Index, at_least_one, empty_stack, on_all_devices, read_ahead, read_layer, zeros_of
 
@@ -203,7 +205,8 @@ class SweepSpec:
         """Which leaves are differentiated, given which inputs are."""
         layers = [*zip((kind.jaxpr for kind in self.kinds), shared, xs, strict=True)]
         own = (tuple(map(tuple, masks)) for masks in (xs, shared, ys))
-        return Perturbed(tuple(init), tuple(active_carry(layers, init)), *own)
+        carry = active_carry(layers, init, lambda jaxpr, nonzero: ruled(jaxpr, nonzero).active)
+        return Perturbed(tuple(init), tuple(carry), *own)
 
     @property
     def carry_types(self) -> list[Any]:
@@ -222,7 +225,8 @@ class SweepSpec:
             x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
             # By types alone, so that the forward and the reverse sweep find the same residuals.
             types = tuple(map(jax.typeof, shared[kind.number])), tuple(self.carry_types), tuple(x)
-            return pullback.with_residuals(types, kept)
+            # Whether the layers stop chooses inputs: those are read again, as others are.
+            return pullback.with_residuals(types, kept, flags=int(self.stops))
 
         return [of(kind) for kind in self.kinds]
 
@@ -254,12 +258,40 @@ class SweepSpec:
         return [*map(of, pullbacks)]
 
 
-def for_forward_mode(spec: SweepSpec, perturbed: Perturbed) -> SweepSpec:
-    """The sweep for derivatives of its gradient: a `jax.custom_vjp` has no jvp, and its rule has."""
+def differentiated(
+    spec: SweepSpec, perturbed: Perturbed, shared: OfKinds
+) -> tuple[SweepSpec, Perturbed, OfKinds]:
+    """A sweep whose leaves in the masks are differentiated: custom rules compute its values.
 
-    def of(kind: Kind) -> Kind:
-        mask = sum(perturbed.of_layer(kind), ())
-        jaxpr, constants = without_constants(primal_of(kind.jaxpr, mask))
-        return replace(kind, for_values=replace(kind, jaxpr=jaxpr, constants=tuple(constants)))
+    What they close over comes first in what layers share.
+    """
+    kinds, masks, inputs = [], [], []
+    for kind, mask, own in zip(spec.kinds, perturbed.shared, shared, strict=True):
+        nonzero = sum(perturbed.of_layer(kind), ())
+        active = (*perturbed.carry, *perturbed.ys[kind.number])
+        layer, values, constants = kind.jaxpr, None, []
+        if has_rules(kind.jaxpr):
+            find = functools.partial(_differentiated, kind.jaxpr, nonzero, active)
+            layer, values, constants = found_in(kind.jaxpr, ("differentiated", nonzero, active), find)
+        kinds.append(replace(kind, jaxpr=layer, values_jaxpr=values))
+        masks.append((*[False] * len(constants), *mask))
+        inputs.append([*constants, *own])
+    return replace(spec, kinds=tuple(kinds)), replace(perturbed, shared=tuple(masks)), inputs
 
-    return replace(spec, kinds=tuple(map(of, spec.kinds)))
+
+def _differentiated(jaxpr: Jaxpr, nonzero: Mask, active: Mask) -> tuple[Jaxpr, Jaxpr, Arrays]:
+    """A layer's jaxpr for derivatives and that for values, and the constants that both take first."""
+    values, _, closures = ruled(jaxpr, nonzero)
+    layer = without_closures(jaxpr, nonzero, active) if closures else ClosedJaxpr(jaxpr, ())
+    variables = [*layer.jaxpr.constvars, *values.jaxpr.constvars]
+    constants = [*layer.consts, *values.consts]
+    layer, values = (
+        without_constants(ClosedJaxpr(closed.jaxpr.replace(constvars=variables), constants))[0]
+        for closed in (layer, values)
+    )
+    return layer, values, constants
+
+
+def for_forward_mode(spec: SweepSpec) -> SweepSpec:
+    """The sweep for derivatives of its gradient, in forward mode."""
+    return replace(spec, kinds=tuple(replace(kind, in_forward_mode=True) for kind in spec.kinds))

@@ -17,8 +17,8 @@ from .._activity import active_outputs, has_rules, is_differentiable
 from .._compat import HiPrim, named_axes
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
-from .slots import Arrays, Mask
 from .programs import found_in
+from .slots import Arrays, Mask
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Differentiable(HiPrim):
 
 
 class Ruled(NamedTuple):
-    """A jaxpr as custom rules compute it, as those of `jax.custom_vjp`, where some inputs are differentiated."""
+    """A jaxpr as custom rules, as those of `jax.custom_vjp`, compute it where inputs are differentiated."""
 
     values: ClosedJaxpr
     active: Mask  # which outputs have a tangent, as JAX finds it

@@ -9,7 +9,7 @@ forward pass keeps them for the backward pass; `_scan/` follows it.
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from ._messages import shown
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
@@ -147,11 +147,17 @@ class ScanCheckpointPolicy:
 
     def for_layers(self, length: int) -> Remat:
         """What a scan over so many layers executes."""
+        is_cut = self.is_nested or self.first_layers > 0
+        if is_cut and not isinstance(length, SupportsIndex):
+            raise ValueError(
+                f"{self!r} cuts the layers into segments, and their number is symbolic ({length}). Export with "
+                'a length that is known, or use remat=True or "offload".'
+            )
         if self.first_layers >= max(length, 1):
             return Remat(length, EVERYTHING)
         internals: Any = self.save_block_internals
         kept, carries = Kept(internals, tuple(self.offload_block_internals)), _CARRIES[self.save_carries]
-        if length > 1 and (self.is_nested or self.first_layers):
+        if is_cut and length > 1:
             schedule = self.schedule(length - self.first_layers)
             return Remat(length, kept, carries, schedule, self.first_layers)
         return Remat(length, kept, "device" if kept == EVERYTHING else carries)

@@ -8,17 +8,16 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 from haliax import Axis
 from haliax.axis import AxisSelector
 
 from .._policy import ScanCheckpointSpec
-from .._schedule import whole_number
 from .._static import PyTree
 from .arguments import Caller, argument_namer
 from .checks import describe
+from .lax_arguments import check_arrays, check_steps, number_of_steps, unroll_of_jax
 from .layers import Loop, scan_layers
-from .marks import IsScanned, check_unmarked, is_array, is_named, is_named_or_shaped_array, per_layer
+from .marks import IsScanned, check_unmarked, is_named_or_shaped_array, per_layer
 from .step import Call, Until, Verb
 
 T = TypeVar("T")
@@ -106,6 +105,7 @@ def lax_scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    _split_transpose: bool = False,
     *,
     remat: ScanCheckpointSpec = False,
 ) -> tuple[PyTree, PyTree]:
@@ -116,25 +116,25 @@ def lax_scan(
     ```
 
     Args:
-        remat: as in `scan`, with its costs. Other arguments are those of `jax.lax.scan`.
+        remat: as in `scan`, with its costs. Other arguments are those of `jax.lax.scan`, of which
+            `_split_transpose` has no effect. A length that is symbolic (`jax.export.symbolic_shape`) can't be
+            cut into segments.
 
     Returns:
-        The final carry and the stacked outputs.
+        The final carry and the stacked outputs, of the dtypes and weak types of `jax.lax.scan`.
 
     Raises:
-        ValueError: `xs` has no array and there is no `length`; they disagree; or as `scan`.
-        TypeError: `length` is no integer.
+        ValueError: `xs` has no array and there is no `length`; they disagree; a leaf of `xs` has no leading
+            axis; `unroll` is negative; `remat` cuts a symbolic length; or as `scan`.
+        TypeError: `length` or `unroll` is no number, or a leaf of the carry or of the outputs is no array.
     """
-    leaves = jax.tree.leaves(xs, is_leaf=is_named)
-    if length is None and not any(is_array(leaf) for leaf in leaves):
-        raise ValueError(
-            "lax_scan: xs has no plain array to split. Pass length=, how many steps to run; for named arrays "
-            "use scan with their axis."
-        )
-    if length is not None:
-        length = whole_number("length", length, "the number of steps", least=0)
-    axis = "steps" if length is None else Axis("steps", length)
-    return scan(f, axis, remat=remat, reverse=reverse, unroll=unroll)(init, per_layer(xs))
+    check_steps(xs, length)
+    check_arrays(init, "The carry")
+    axis = "steps" if length is None else Axis("steps", number_of_steps(length))
+    options: Any = {"reverse": bool(reverse), "unroll": unroll_of_jax(unroll)}
+    carry, ys = scan(f, axis, remat=remat, **options)(init, per_layer(xs))
+    check_arrays(ys, "The output")
+    return carry, ys
 
 
 def fold(

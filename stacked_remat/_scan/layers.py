@@ -101,6 +101,10 @@ class Loop:
         """How many of so many layers one iteration runs."""
         return max(1, length if self.unroll is True else int(self.unroll))
 
+    def is_rolled(self, length: int) -> bool:
+        """Whether the loop over so many layers stays one; over a symbolic number (`jax.export`) it does."""
+        return not isinstance(length, int | np.integer) or self.unroll_of(length) < length
+
     def split(self, arguments: PyTree) -> tuple[list[Layers], Join, Axis]:
         """The layers of each kind with their parts of the arguments, as of `split_kinds`, and their axis."""
         caller = self.call.caller
@@ -185,8 +189,8 @@ def scan_layers(loop: Loop, init: PyTree, arguments: PyTree) -> tuple[PyTree, Py
     # A plain scan would keep what it reads from the host, and read nothing ahead.
     is_swept = pattern or stops or (axis.size and (remat.schedule is not None or has_host_arrays(xs)))
     if not is_swept or (remat.carries is None and not pattern):
-        is_rolled = loop.unroll_of(axis.size) < axis.size
-        plain = Bound("checkpointed", _checkpointed, (remat.kept, _carry_name(remat, axis), is_rolled))
+        options = remat.kept, _carry_name(remat, axis), loop.is_rolled(axis.size)
+        plain = Bound("checkpointed", _checkpointed, options)
     if stops and (remat.offloads or plain is not None):
         raise ValueError(
             "With until=, a policy can neither offload nor drop what it keeps of the steps that run. Let "
@@ -234,8 +238,10 @@ def _checkpointed(kept: Kept, carry_name: str, is_rolled: bool, layer: Callable)
     def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
         return layer(shared, checkpoint_name(carry, carry_name), x)
 
-    # For GPUs also where carries come from the host, for which see `_sweep.reverse`.
-    prevent_cse = not is_rolled or bool(carry_name and platform() == "cuda")
+    # GPUs need the barriers also where carries come from the host, for which see `_sweep.reverse`. JAX has no
+    # barriers of a checkpoint by platform. A program traced on a CPU, where they have no effect, gets them: it
+    # may be exported. Traced for a TPU it does without: they cost memory (v5p, `offload`: 805 -> 814 MB).
+    prevent_cse = not is_rolled or bool(carry_name and platform() != "tpu")
     run = named if carry_name else layer
     return jax.checkpoint(run, policy=kept.policy(carry_name), prevent_cse=prevent_cse)
 

@@ -9,11 +9,10 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from haliax import Axis
-from jax import lax
 from jax.tree_util import KeyPath
 
 from .._activity import is_differentiable
-from .._placement import platform
+from .._barriers import barrier_on
 from .._static import PyTree
 from .._sweep.gradient import LayerCotangents, LayerPullback, LayerVisit, Perturbed, scatter_leaves
 from .._sweep.kinds import Kind
@@ -135,12 +134,13 @@ class SweepTypes:
             of_shared, of_carry, of_x = map(scatter_leaves, (found.args, found.carry, found.layer), masks)
             (layer, *args), kwargs = kind.layer(of_x, of_shared, cotangents=True)
             carry = jtu.tree_unflatten(self.carry_tree, of_carry)
-            is_held = platform() == "tpu" or (self.spec.remat.boundaries_on_host and platform() == "cuda")
+            on_host = self.spec.remat.boundaries_on_host
+            platforms = ("cuda", "tpu") if on_host else ("tpu",)
 
             def apart(part: Any) -> Any:
                 # Without the barrier XLA keeps a layer's internals until the visitor has used its gradients;
                 # one barrier for all would keep what the visitor does not use.
-                return lax.optimization_barrier((part, carry))[0] if is_held else part
+                return barrier_on(platforms, (part, carry))[0]
 
             return LayerCotangents(carry, apart(layer), apart(tuple(args)), apart(kwargs))
 

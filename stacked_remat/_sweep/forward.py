@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._placement import has_host_arrays, platform, to_host
+from .._placement import has_host_arrays, to_host
 from .._static import PyTree
 from .gradient import LayerPullback, Perturbed
 from .kinds import Kind
@@ -58,9 +58,9 @@ def _forward_step(
                 residuals = kind.write(residuals, spec.entry(kind, number, 0), new)
             else:
                 carry, y = kind.values(own, carry, x)
-            if spec.remat.boundaries_on_host and platform() == "tpu":
+            if spec.remat.boundaries_on_host:
                 # Or XLA reads while the output is written, and not while the step runs.
-                ahead, (y, ys) = read_before_writes(ahead, (y, ys))
+                ahead, (y, ys) = read_before_writes(ahead, (y, ys), "tpu")
             return carry, kind.write(ys, row, y), residuals, ahead
 
         return spec.at(number, run, (*state, ahead), parts)
@@ -102,27 +102,43 @@ def _in_parts(
     spec: SweepSpec, step: Step, pullbacks: Sequence[LayerPullback], state: PyTree, kept: Checkpoints
 ) -> tuple[PyTree, Checkpoints]:
     """Run the schedule's layers; the inputs that stay (`state[0]`) go to slots, or to the host."""
-    schedule, slots, on_host = spec.remat.schedule, [], spec.remat.boundaries_on_host
+    schedule = spec.remat.schedule
     assert schedule is not None
-    if on_host:
+    if spec.remat.boundaries_on_host:
         starts = np.cumsum((0, *schedule.segments[:-1]), dtype=np.int32)
-    else:
-        slot_of, (saves, is_read) = np.asarray(schedule.forward, np.int32), spec.kept_in_segment(pullbacks)
-        slots = slots_for(state[0], schedule.slots, is_read, schedule.sources)
-        if all(is_read) and not spec.stops and (spec.unrolled or platform() != "cpu"):
+        return _by_segments(spec, step, starts, state, kept)
+    slot_of, (saves, is_read) = np.asarray(schedule.forward, np.int32), spec.kept_in_segment(pullbacks)
+    slots = slots_for(state[0], schedule.slots, is_read, schedule.sources)
+    starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)
+    if saves or schedule.runs[0].replays:  # then the last segment runs again, from its first layer
+        starts = starts[: schedule.sources]
 
-            def layer(loop: tuple[Carry, PyTree], step_of: tuple[Index, Index]) -> tuple[PyTree, None]:
-                (slots, state), (number, slot) = loop, step_of
-                return (write(slots, slot, state[0]), step(number, state)), None
+    def first_inputs(state: PyTree, slots: Carry) -> tuple[PyTree, Checkpoints]:
+        return _by_segments(spec, step, starts, state, kept._replace(slots=slots))
 
-            # All inputs are written: loops in a loop take a GPU more time, and a TPU more memory.
-            steps = jnp.arange(schedule.length), jnp.asarray(slot_of)
-            (slots, state), _ = lax.scan(layer, (slots, state), steps, unroll=spec.unrolled)
-            return state, kept._replace(slots=slots)
+    def every_input(state: PyTree, slots: Carry) -> tuple[PyTree, Checkpoints]:
+        def layer(loop: tuple[Carry, PyTree], step_of: tuple[Index, Index]) -> tuple[PyTree, None]:
+            (slots, state), (number, slot) = loop, step_of
+            return (write(slots, slot, state[0]), step(number, state)), None
 
-        starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)
-        if saves or schedule.runs[0].replays:  # then the last segment runs again, from its first layer
-            starts = starts[: schedule.sources]
+        steps = jnp.arange(schedule.length), jnp.asarray(slot_of)
+        (slots, state), _ = lax.scan(layer, (slots, state), steps, unroll=spec.unrolled)
+        return state, kept._replace(slots=slots)
+
+    if spec.stops or not all(is_read):
+        return first_inputs(state, slots)
+    if spec.unrolled:
+        return every_input(state, slots)
+    # Loops in a loop take a GPU more time, and a TPU more memory; a CPU's time goes into the writes.
+    return lax.platform_dependent(state, slots, cpu=first_inputs, default=every_input)
+
+
+def _by_segments(
+    spec: SweepSpec, step: Step, starts: np.ndarray, state: PyTree, kept: Checkpoints
+) -> tuple[PyTree, Checkpoints]:
+    """Run segment by segment; the input of the first layer of each stays."""
+    schedule, slots, on_host = spec.remat.schedule, kept.slots, spec.remat.boundaries_on_host
+    assert schedule is not None
     sizes = np.diff(starts, append=schedule.length).astype(np.int32)
 
     def part(number: Index, loop: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, forwarded_inputs
 from .._compat import trace_context, without_constants
-from .._placement import platform
+from .._barriers import barrier_on
 from .._remat import Kept
 from .._static import PyTree
 from .kinds import Kind
@@ -194,7 +194,7 @@ class LayerPullback:
         return of_shared, of_carry, of_x
 
     def with_residuals(self, types: LayerTypes, kept: Kept, flags: int = 0) -> "LayerPullback":
-        """Save what is kept, but for inputs and what depends on `x`, `shared` and the first leaves of the carry.
+        """Save what is kept, but for inputs and what depends on `x`, `shared` and first carry leaves.
 
         `flags` is the number of these leaves.
         """
@@ -257,9 +257,8 @@ def write_gradients(
     totals = [total if is_ else None for total, is_ in zip(gradient, unsliced, strict=True)]
     of_carry, of_x, of_shared, _ = visit.vjp(totals=totals)
     of_sliced = pick(of_x, sliced)
-    if platform() == "tpu":
-        # Without the barrier XLA holds a layer's internals until its gradients are in their stacks.
-        of_sliced = lax.optimization_barrier(of_sliced)
+    # Without the barrier XLA for TPUs holds a layer's internals until its gradients are in their stacks.
+    of_sliced = barrier_on(("tpu",), of_sliced)
     shared_gradient = [lax.add(old, new) for old, new in zip(shared_gradient, of_shared, strict=True)]
     written = merge(of_x, write(pick(gradient, sliced), row, of_sliced), sliced)
     return of_carry, [*state[:number], (shared_gradient, written), *state[number + 1 :]]

@@ -15,7 +15,8 @@ import numpy as np
 from equinox.internal import unvmap_max
 from jax import lax
 
-from .._placement import has_host_arrays, platform, to_device
+from .._barriers import barrier_on
+from .._placement import has_host_arrays, to_device
 from .._remat import Kept
 from .._schedule import Run, Schedule
 from .._static import PyTree
@@ -129,13 +130,12 @@ class _Layers:
             if saved is not None:
                 own = read(saved[kind.number], spec.entry(kind, number, bottom))
             cotangents = carry_ct, read(self.ys_ct[kind.number], row)
-            if spec.remat.boundaries_on_host and platform() == "cuda":
+            if spec.remat.boundaries_on_host:
                 # For GPUs XLA keeps a layer's internals twice where its carry comes from the host.
-                given, cotangents = lax.optimization_barrier((given, cotangents))
+                given, cotangents = barrier_on(("cuda",), (given, cotangents))
             index, x = spec.layer_index(number), spec.inputs(kind, self.xs_in(state), row, fetched)
-            is_apart = has_host_arrays(state) and platform() == "cuda"
             inputs, pullback = (shared, given, x), self.pullbacks[kind.number]
-            visit = pullback.visit(index, inputs, own, cotangents, apart=is_apart)
+            visit = pullback.visit(index, inputs, own, cotangents, apart=has_host_arrays(state))
             return self.visitor(visit, kind, row, state)
 
         return spec.at(number, run, loop, [self.numbers])
@@ -292,8 +292,7 @@ def _visit(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
         fetched, index = settle(fetched, bottom + place)
         below = jnp.where(place == 0, entry_at(plan.next_first, r), index - 1) if fetched else 0
         ahead = layers.fetch(state, below)
-        if platform() == "cuda":
-            ahead, state = read_before_writes(ahead, state)
+        ahead, state = read_before_writes(ahead, state, "cuda")
         carry = read(loop.slots, entry_at(plan.bottom_slot, r) + place)
         return ahead, *layers.visit(index, bottom, carry, loop.saved, fetched, (cotangent, state))
 

@@ -185,7 +185,9 @@ class SweepSpec:
             with known_branches(pattern.before[-1].tolist()):
                 return lax.switch(at[0], layers, carry, at[1])
 
-        options: Any = {"length": self.length, "reverse": self.reverse, "unroll": self.unroll}
+        # JAX takes a symbolic length from an array alone.
+        length = None if jax.tree.leaves((numbers, entries)) else self.length
+        options: Any = {"length": length, "reverse": self.reverse, "unroll": self.unroll}
         carry, ys = lax.scan(step, init, (numbers, entries), **options)
         if pattern is not None:
             rows = [np.asarray(pattern.layers_of(kind.number), np.int32) for kind in self.kinds]

@@ -16,7 +16,8 @@ from jax.extend.core import unmapped_aval
 from jaxtyping import Array
 
 from .._compat import made_on_host
-from .._placement import has_host_arrays, is_on_host, on_device, platform, to_host
+from .._barriers import barrier_on
+from .._placement import has_host_arrays, is_on_host, on_device, to_host
 from .._static import PyTree
 from .._trips import known_trips
 
@@ -154,10 +155,9 @@ def read_layer(
 def read_ahead(stacks: list[Array], index: Index) -> list[Array]:
     """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
 
-    In the carry of a loop they are transferred while the iteration before computes. On a CPU nothing is
-    transferred.
+    In the carry of a loop they are transferred while the iteration before computes.
     """
-    return [read(stack, index) for stack in stacks if platform() != "cpu" and is_on_host(stack)]
+    return [read(stack, index) for stack in stacks if is_on_host(stack)]
 
 
 def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
@@ -173,31 +173,35 @@ def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:
     )
 
 
-def read_before_writes(ahead: list[Array], state: PyTree) -> tuple[list[Array], Any]:
-    """What was read ahead, and a state whose stacks on the host may now be written.
+def read_before_writes(ahead: list[Array], state: PyTree, platform: str) -> tuple[list[Array], Any]:
+    """What was read ahead, and a state whose stacks on the host may now be written, on this platform.
 
     Where XLA would otherwise copy a stack that is read and written in one iteration (for GPUs, and in loops
     within the iteration), or begin to read too late.
     """
     if ahead and has_host_arrays(state):
-        return lax.optimization_barrier((ahead, state))
+        return barrier_on((platform,), (ahead, state))
     return ahead, state
 
 
 def apart_from_transfers(compute: Callable[[], Any]) -> PyTree:
-    """The arrays that `compute` returns, in the body of a loop that XLA does not know to run once.
+    """The arrays that `compute` returns; on GPUs in the body of a loop that XLA does not know to run once.
 
     XLA for GPUs reorders what is computed beside transfers, and then holds more of it at a time.
     """
-    zeros = jax.tree.map(lambda type_: jnp.zeros(type_.shape, type_.dtype), jax.eval_shape(compute))
-    once = lax.optimization_barrier(jnp.int32(1))
-    with known_trips(1):
-        return lax.fori_loop(0, once, lambda *_: compute(), zeros)
+
+    def in_a_loop() -> PyTree:
+        zeros = jax.tree.map(lambda type_: jnp.zeros(type_.shape, type_.dtype), jax.eval_shape(compute))
+        once = lax.optimization_barrier(jnp.int32(1))
+        with known_trips(1):
+            return lax.fori_loop(0, once, lambda *_: compute(), zeros)
+
+    return lax.platform_dependent(cuda=in_a_loop, default=compute)
 
 
 def at_least_one(stack: Array) -> Array:
     """The stack, or zeros of one layer if it has none: a layer is traced even if there are none to run."""
-    if len(stack):
+    if stack.shape[0]:
         return stack
     return zeros_of(jax.typeof(stack).update(shape=(1, *stack.shape[1:])))
 

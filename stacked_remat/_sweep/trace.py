@@ -92,7 +92,7 @@ def _settled(
     if any(new is not old for new, old in zip(varying, leaves, strict=True)):
         # Within `jax.shard_map` they vary over the axes of the mesh that the layers' results vary over.
         return jax.tree.unflatten(tree, varying)
-    if _same_types(init, carry):
+    if _same_types(init, carry, weak=False):
         return init
 
     # lax.scan settles weakly typed carries, and has the error messages for the other cases.
@@ -100,8 +100,13 @@ def _settled(
         return lax.scan(lambda carry, _: layer.body(shared, carry, x), init, length=2)
 
     carry, _ = jax.eval_shape(scanned, layer.shared, init, x)
-    found = jax.tree.map(lambda leaf, like: lax.convert_element_type(leaf, like.dtype), init, carry)
+    found = jax.tree.map(_of_dtype, init, carry)
     return init if _same_types(found, init) else found
+
+
+def _of_dtype(leaf: Array, like: Any) -> Array:
+    """The array in the dtype of another; one that has it stays weakly typed if it is, as in `lax.scan`."""
+    return leaf if leaf.dtype == like.dtype else lax.convert_element_type(leaf, like.dtype)
 
 
 def kinds_of(traced: Sequence[TracedLayer], unsliced: Sequence[Sequence[bool]]) -> tuple[Kind, ...]:
@@ -147,9 +152,12 @@ def _as_type(leaf: Array, like: Any) -> Array:
     return varying_as(leaf if same else lax.convert_element_type(leaf, like.dtype), like)
 
 
-def _same_types(init: PyTree, carry: PyTree) -> bool:
+def _same_types(init: PyTree, carry: PyTree, *, weak: bool = True) -> bool:
+    """Whether two carries have one structure, and the same shapes, dtypes and, with `weak`, weak types."""
+
     def types(tree: PyTree) -> list[PyTree]:
-        return [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)]
+        leaves = jax.tree.leaves(tree)
+        return [(leaf.shape, leaf.dtype, weak and getattr(leaf, "weak_type", False)) for leaf in leaves]
 
     return jax.tree.structure(init) == jax.tree.structure(carry) and types(init) == types(carry)
 

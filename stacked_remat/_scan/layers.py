@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from .._compat import is_eager
 from .._checkpoint import checkpoint_name, recomputed, saving_internals
+from .._compat import is_eager
 from .._placement import has_host_arrays, on_device, platform
 from .._policy import ScanCheckpointPolicy, resolve_policy
 from .._remat import EVERYTHING, NOTHING, Kept, Remat

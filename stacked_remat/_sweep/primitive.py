@@ -225,7 +225,7 @@ def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
 
 
 def tangents_by(
-    fn: Bound, reference: Bound, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays
+    fn: Callable, reference: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays
 ) -> Arrays:
     """The tangents of the active outputs of `fn`, by its loops; in reverse mode by those of `reference`."""
     both = (Bound("tangent", tangent_of, (run, nonzero, active)) for run in (fn, reference))

@@ -20,6 +20,7 @@ from .kinds import Kind
 from .slots import Arrays, Carry
 from .store import at_least_one, read_layer, varying_as
 
+
 class TracedLayer(NamedTuple):
     """A layer's jaxpr on leaves. The first `constants` of what it shares are what it closes over."""
 

@@ -35,6 +35,7 @@ from .rules import (
     moved,
     not_mapped,
     of_part,
+    primal_by_rules,
     primal_of,
     tangent_of,
 )
@@ -198,6 +199,12 @@ class Rule(Differentiable):
 
     def expand(self, *args: PyTree) -> PyTree:
         return run(self._program, *args)
+
+    def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
+        if self.fn != self.reference or not any(nonzero):
+            return self(*args)  # a sweep's own layers have the rules already
+        by_rules = Bound(self.fn.name, primal_by_rules, (self.fn, nonzero))
+        return Rule(by_rules, by_rules, *args)(*args)
 
     def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
         back = Bound("cotangents", cotangents_of, (self.reference, nonzero, has_ct))

@@ -13,7 +13,7 @@ from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import has_rules, is_differentiable
-from .._compat import HiPrim, named_axes
+from .._compat import HiPrim, named_axes, without_constants
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .slots import Arrays, Mask
@@ -131,6 +131,15 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
     without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return ClosedJaxpr(without_tangents, closed.consts)
+
+
+def primal_by_rules(fn: Callable, nonzero: Mask, *args: PyTree) -> PyTree:
+    """`fn` as custom rules compute it where the leaves in the mask are differentiated."""
+    closed, types = jax.make_jaxpr(fn, return_shape=True)(*args)
+    jaxpr, constants = without_constants(closed)
+    by_rules = primal_of(jaxpr, [*[False] * len(constants), *nonzero])
+    leaves = eval_jaxpr(by_rules.jaxpr, by_rules.consts, *constants, *jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(types), leaves)
 
 
 def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays) -> Arrays:

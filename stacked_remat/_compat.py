@@ -174,7 +174,7 @@ def is_eager() -> bool:
     kinds = jax._src.interpreters.ad, jax._src.interpreters.batching
     while type(trace).__module__ in [kind.__name__ for kind in kinds]:
         trace = trace.parent_trace
-    return isinstance(trace, jax._src.core.EvalTrace) and not jax.config.jax_disable_jit
+    return isinstance(trace, jax._src.core.EvalTrace) and not jax._src.config.disable_jit.value
 
 
 def cleared_with_jax(cache: Any) -> Any:
@@ -204,9 +204,10 @@ VALUE_TYPES = (
 
 
 def trace_context() -> Any:
-    """What a trace depends on beside its function and the types of its inputs."""
+    """What a trace, and where it runs, depend on beside its function and the types of its inputs."""
     mapping = haliax.partitioning.current_thread_local_mapping()
-    return jax._src.config.trace_context(), None if mapping is None else tuple(map(str, mapping.items()))
+    of_jax = jax._src.config.trace_context(), jax._src.config.default_device.value
+    return of_jax, None if mapping is None else tuple(map(str, mapping.items()))
 
 
 def ordered_effects(jaxpr: Any) -> list[str]:

@@ -1,7 +1,10 @@
 """Folds outside of `jax.jit`: what is compiled again, what is kept alive; and the text of programs."""
 
+import contextvars
+import functools
 import gc
 import types
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -11,10 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stacked_remat import BlockSeq, Stacked, StackedPattern, fold, scan
-from stacked_remat._sweep.rules import compiled
+from stacked_remat import (
+    BlockSeq,
+    LayerResult,
+    Stacked,
+    StackedPattern,
+    checkpoint,
+    fold,
+    lax_scan,
+    map as map_layers,
+    per_layer,
+    scan,
+    tiled,
+)
 
-from .blocks import POLICIES, looped
+from .blocks import POLICIES, assert_close, assert_equal, looped
 from .test_any_layer import ONES, Block, Layers, every_stack, weights
 
 
@@ -28,6 +42,77 @@ class Scaled(Block):
 
 def _outputs_carry(x, weight):
     return x + weight, x
+
+
+@jax.custom_vjp
+def _doubled(x):
+    return 2 * x
+
+
+_doubled.defvjp(lambda x: (2 * x, x), lambda x, ct: (2 * ct + 0 * jnp.cos(x),))
+
+
+class _Config:
+    factor = 1.0
+
+
+_config, _held = types.SimpleNamespace(factor=1.0), {"factor": 1.0}
+_context = contextvars.ContextVar("factor", default=1.0)
+
+
+def _factor():
+    return _held["factor"] * _context.get() * _Config.factor * _config.factor
+
+
+def _step(x, weight):
+    return jnp.sin(x + weight) * _factor()
+
+
+class _Flagged(Block):
+    def __call__(self, x):
+        return _step(x, self.weight)
+
+
+def _loop(weight, x):
+    for own in weight:
+        x = _step(x, own)
+    return x
+
+
+def _one(weight, x):
+    return _step(x, weight[0, 0])
+
+
+def _pattern(weight, x):
+    kinds = ("a", "b", "a", "b")
+    return StackedPattern.init(Layers, {"a": _Flagged, "b": _Flagged}, kinds, remat="nested")(weight).fold(x)
+
+
+def _stack(Stack, remat):
+    return lambda weight, x: Stack.init(Layers, _Flagged, remat=remat)(weight).fold(x)
+
+
+# Ways to call `_step`, and what a Python program writes for them.
+_ENTRIES = {
+    "fold": (lambda weight, x: fold(_step, Layers, remat=False)(x, weight), _loop),
+    "scan": (
+        lambda weight, x: scan(lambda *at: (_step(*at), None), Layers, remat="offload")(x, weight)[0],
+        _loop,
+    ),
+    "lax_scan": (lambda weight, x: lax_scan(lambda *at: (_step(*at), None), x, weight)[0], _loop),
+    "map": (
+        lambda weight, x: map_layers(_step, Layers)(per_layer(jnp.stack([x] * 4)), weight).sum(0),
+        lambda weight, x: sum(_step(x, own) for own in weight),
+    ),
+    "Stacked, True": (_stack(Stacked, True), _loop),
+    "Stacked, recompute": (_stack(Stacked, "recompute"), _loop),
+    "Stacked, nested": (_stack(Stacked, POLICIES["nested, names"]), _loop),
+    "StackedPattern": (_pattern, _loop),
+    "BlockSeq": (_stack(BlockSeq, True), _loop),
+    "fold_vjp": (lambda weight, x: Stacked(_Flagged(weight), Layers).fold_vjp(x)[0], _loop),
+    "tiled": (lambda weight, x: tiled(functools.partial(_one, weight), 0, tiles=2)(x), _one),
+    "checkpoint": (checkpoint(_one), _one),
+}
 
 
 class TestOutsideOfJit:
@@ -60,18 +145,112 @@ class TestOutsideOfJit:
         with jax.checking_leaks():
             jax.grad(lambda w: fold(lambda x, w: x * w, Layers, remat=policy)(ONES, w).sum())(weights())
 
-    @pytest.mark.parametrize("policy", [True, "offload", POLICIES["nested, names"]], ids=str)
+    @pytest.mark.parametrize(
+        "policy", [False, "recompute", "offload", POLICIES["nested, names"], "tiled"], ids=str
+    )
     def test_calls_alike_compile_once(self, policy, caplog):
-        stack = Stacked.init(Layers, Block, remat=policy)(weights())
+        """Derivatives too, of functions with rules of their own, by whatever object the layer is."""
+        weight = weights()
 
-        def gradient():
-            return eqx.filter_grad(lambda stack: stack.fold(jnp.ones(3)).sum())(stack)
+        def apply(x):
+            def layer(x, weight):
+                return jax.nn.relu(x * weight) + _doubled(x)
 
-        expected = gradient()
+            if policy == "tiled":
+                return tiled(lambda x: layer(x, weight[0, 0]), 0, tiles=2)(x)
+            return fold(layer, Layers, remat=policy)(x, weight)
+
+        def loss(x):
+            return apply(x).sum()
+
+        def hvp(x):
+            return jax.jvp(jax.grad(loss), (x,), (x,))[1]
+
+        x = jnp.asarray(ONES)
+        pairs = jnp.stack([x, 2 * x])
+        calls = {
+            "value": lambda: apply(x),
+            "gradient": lambda: jax.grad(loss)(x),
+            "vmap": lambda: jax.vmap(apply)(pairs),
+            "Hessian-vector product": lambda: hvp(x),
+            "of a batch": lambda: jax.vmap(hvp)(pairs),
+            "gradient of a gradient": lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(x),
+        }
+        expected = {name: call() for name, call in calls.items()}
         with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
-            for _ in range(2):
-                np.testing.assert_array_equal(gradient().stacked.weight, expected.stacked.weight)
+            for name, call in calls.items():
+                np.testing.assert_array_equal(call(), expected[name])
+                assert "Compiling" not in caplog.text, name
+
+    def test_forward_mode_and_visitors_compile_once(self, caplog):
+        stack = Stacked.init(Layers, Block, remat="nested")(weights())
+        x = jnp.asarray(ONES)
+
+        def visited():
+            y, sweep_back = stack.fold_vjp(x)
+            return sweep_back(jnp.ones_like(y), lambda visit, _: LayerResult(visit.vjp().carry)).carry
+
+        calls = [visited, lambda: jax.jvp(stack.fold, (x,), (x,)), lambda: jax.linearize(stack.fold, x)[1](x)]
+        expected = [call() for call in calls]
+        with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+            assert_equal([call() for call in calls], expected)
         assert "Compiling" not in caplog.text
+        assert_equal(expected[0], jax.grad(lambda x: stack.fold(x).sum())(x))
+
+    def test_jax_forgets_what_was_compiled(self, caplog):
+        def value():
+            return fold(lambda x, weight: x * weight, Layers, remat="nested")(ONES, weights())
+
+        value()
+        jax.clear_caches()
+        with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+            value()
+        assert "Compiling" in caplog.text
+
+    @pytest.mark.parametrize("policy", [False, "nested", POLICIES["nested, internals"]], ids=str)
+    @pytest.mark.parametrize("within", ["the layer", "jit", "jit in scan", "rule"])
+    def test_arrays_in_closures_are_given_up(self, policy, within):
+        def call():
+            held = 2 * jnp.ones(777)
+
+            @jax.custom_vjp
+            def identity(x):
+                return x
+
+            identity.defvjp(lambda x: (x, None), lambda _, ct: (ct * held.sum(),))
+            plus = jax.jit(lambda x: x + held.sum())
+            run = {
+                "the layer": lambda x: x + held.sum(),
+                "jit": plus,
+                "jit in scan": lambda x: jax.lax.scan(lambda x, _: (plus(x), None), x, None, length=2)[0],
+                "rule": identity,
+            }[within]
+            folded = fold(lambda x, weight: run(jnp.tanh(x * weight)), Layers, remat=policy)
+            for _ in range(2):
+                folded(ONES, weights())
+                jax.grad(lambda x: folded(x, weights()).sum())(jnp.asarray(ONES))
+            return weakref.ref(held)
+
+        held = call()
+        gc.collect()
+        assert held() is None
+
+    def test_arrays_in_closures_are_told_apart(self):
+        """Their values are in what was compiled."""
+
+        def value(number):
+            held = jnp.full(777, number)
+            plus = jax.jit(lambda x: x + held.sum())
+            return float(fold(lambda x, weight: plus(x * weight), Layers, remat="nested")(ONES, weights())[0])
+
+        def plain(number):
+            x = 1.0
+            for weight in np.asarray(weights())[:, 0]:
+                x = x * weight + 777 * number
+            return x
+
+        for number in (1.0, 2.0, 3.0):
+            np.testing.assert_allclose(value(number), plain(number), rtol=1e-5)
 
     @pytest.mark.parametrize("value", [0.0, -0.0, 1, True, 1.0, "up", 2.0])
     def test_python_values_that_are_equal_are_told_apart(self, value):
@@ -80,30 +259,67 @@ class TestOutsideOfJit:
             argument = None if stack.stacked.value is not None else value
             np.testing.assert_allclose(stack.fold(ONES, argument), looped(stack, ONES, argument), rtol=1e-6)
 
-    @pytest.mark.parametrize("is_hashed", [True, False])
-    def test_what_a_layer_reads_from_elsewhere_is_read_when_it_is_traced(self, is_hashed, monkeypatch):
-        """As by `jax.jit`, which an argument without a hash makes trace again."""
-
+    def test_a_method_of_a_class_that_was_replaced(self, monkeypatch):
         class Changing(Block):
-            scale = 1.0
+            def __call__(self, x):
+                return x * 2.0
 
-            def __call__(self, x, holder):
-                return x * self.scale * held["array"] * getattr(holder, "scale", 1.0)
-
-        holder, held = None if is_hashed else types.SimpleNamespace(scale=1.0), {"array": jnp.ones(3)}
         stack = Stacked.init(Layers, Changing)(weights())
+        assert float(stack.fold(ONES)[0]) == 2.0**4
+        monkeypatch.setattr(Changing, "__call__", lambda self, x: x)
+        assert float(stack.fold(ONES)[0]) == 1.0
 
-        def total():
-            return float(stack.fold(ONES, holder)[0])
+    @pytest.mark.parametrize("entry", _ENTRIES)
+    def test_what_a_layer_reads_from_elsewhere_is_read_at_each_call(self, entry, monkeypatch):
+        """As a Python loop reads it, wherever it is, eagerly and by a new `jax.jit` of arrays in closures."""
+        x, weight = jnp.asarray(ONES), weights()
+        found, plain = (functools.partial(call, weight) for call in _ENTRIES[entry])
 
-        assert total() == 1.0
-        Changing.scale, held["array"] = 2.0, 3 * jnp.ones(3)
-        assert total() == (1.0 if is_hashed else 6.0**4)
-        if holder is not None:
-            holder.scale = 0.5
-            assert total() == 3.0**4
-        monkeypatch.setattr(Changing, "__call__", lambda self, x, holder: x)
-        assert total() == 1.0
+        def gradient(call):
+            return jax.grad(lambda x: call(x).sum())(x)
+
+        def check():
+            both = found, plain
+            assert_close(*(call(x) for call in both))
+            assert_close(*(jax.jit(lambda call=call: call(x))() for call in both))
+            assert_close(*map(gradient, both))
+            assert_close(*(jax.jit(lambda call=call: gradient(call))() for call in both))
+            assert_close(*(jax.jvp(call, (x,), (x,))[1] for call in both))
+
+        check()
+        token = _context.set(0.5)
+        assert_close(found(x), plain(x))
+        monkeypatch.setitem(_held, "factor", -1.5)
+        assert_close(found(x), plain(x))
+        monkeypatch.setattr(_Config, "factor", 0.7)
+        assert_close(found(x), plain(x))
+        monkeypatch.setattr(_config, "factor", 1.2)
+        check()
+        _context.reset(token)
+        assert_close(gradient(found), gradient(plain))
+
+    @pytest.mark.parametrize("policy", [False, "nested", "tiled"])
+    def test_what_a_rule_reads_from_elsewhere_is_read_at_each_call(self, policy, monkeypatch):
+        @jax.custom_vjp
+        def reversed_by_factor(x):
+            return x
+
+        @jax.custom_jvp
+        def forward_by_factor(x):
+            return x
+
+        reversed_by_factor.defvjp(lambda x: (x, None), lambda _, ct: (ct * _factor(),))
+        forward_by_factor.defjvp(lambda primals, tangents: (primals[0], tangents[0] * _factor()))
+        for rule in (reversed_by_factor, forward_by_factor):
+
+            def value(x, rule=rule):
+                if policy == "tiled":
+                    return tiled(rule, 0, tiles=3)(x).sum()
+                return fold(lambda x, weight: rule(x), Layers.resize(1), remat=policy)(x, weights()[:1]).sum()
+
+            for factor in (2.0, 3.0):
+                monkeypatch.setitem(_held, "factor", factor)
+                np.testing.assert_allclose(jax.grad(value)(jnp.asarray(ONES)), factor)
 
     def test_a_layer_may_close_over_what_is_differentiated(self):
         holder = types.SimpleNamespace()
@@ -161,14 +377,6 @@ class TestOutsideOfJit:
         ]
         assert order == [[6.0, 5.0, 3.0, 0.0], [0.0, 0.0, 1.0, 3.0]]
         assert scan(_outputs_carry, Layers, unroll=True)(0.0, np.arange(4.0))[1].tolist() == order[1]
-
-        def product(x, weight):
-            return x * weight
-
-        before = compiled.cache_info().misses
-        for unroll in (1, True):  # equal, and of different programs
-            fold(product, Layers, remat="nested", unroll=unroll)(ONES, weights())
-        assert compiled.cache_info().misses == before + 2
 
     def test_another_axis_mapping_traces_again(self):
         seen = []

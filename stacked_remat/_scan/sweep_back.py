@@ -11,12 +11,11 @@ import jax.tree_util as jtu
 from jax import lax
 
 from .._activity import is_differentiable, not_differentiable
-from .._compat import is_eager
 from .._static import PyTree, Static
 from .._sweep.gradient import LayerPullback, LayerVisit
 from .._sweep.kinds import Kind
 from .._sweep.primitive import sweep_forward
-from .._sweep.programs import run
+from .._sweep.programs import are_known, run
 from .._sweep.reverse import sweep_back
 from .._sweep.rules import floats
 from .._sweep.slots import Arrays, Checkpoints
@@ -90,7 +89,7 @@ class SweepBack(eqx.Module):
             found, rest = eqx.partition(found, eqx.is_array)
             return found, Static(rest)
 
-        found, rest = run(jax.jit(visited), arrays) if is_eager() else visited(arrays)
+        found, rest = run(jax.jit(visited), arrays) if are_known(arrays) else visited(arrays)
         found = eqx.combine(jax.tree.map(_without_derivatives, found), rest.value)
         return found._replace(layers=self._types.template._with_blocks(found.layers))
 

@@ -35,6 +35,7 @@ from .rules import (
     moved,
     not_mapped,
     of_part,
+    primal_by_rules,
     primal_of,
     ruled,
     tangent_of,
@@ -210,6 +211,12 @@ class Rule(Differentiable):
     def expand(self, *args: PyTree) -> PyTree:
         return run(self._program, *args)
 
+    def primal(self, nonzero: Mask, args: PyTree) -> PyTree:
+        if self.fn != self.reference or not any(nonzero):
+            return self(*args)  # a sweep's own layers have the rules already
+        by_rules = Bound(self.fn.name, primal_by_rules, (self.fn, nonzero))
+        return Rule(by_rules, by_rules, *args)(*args)
+
     def cotangents(self, nonzero: Mask, has_ct: Mask, args: PyTree, cts: Arrays) -> Arrays:
         back = Bound("cotangents", cotangents_of, (self.reference, nonzero, has_ct))
         return Rule(back, back, args, cts)(args, cts) if is_eager() else back(args, cts)
@@ -236,7 +243,7 @@ def _results(fn: Bound, *args: PyTree) -> tuple[PyTree, Any]:
 
 
 def tangents_by(
-    fn: Bound, reference: Bound, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays
+    fn: Callable, reference: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays
 ) -> Arrays:
     """The tangents of the active outputs of `fn`, by its loops; in reverse mode by those of `reference`."""
     both = (Bound("tangent", tangent_of, (run, nonzero, active)) for run in (fn, reference))

@@ -227,9 +227,14 @@ def jitted(fn: Callable) -> Any:
     return found
 
 
+def are_known(arrays: PyTree) -> bool:
+    """Whether nothing is traced, differentiated or mapped: neither the caller nor an array."""
+    return is_eager() and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays))
+
+
 def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     """Call a jitted function of arrays; outside of any trace by an executable that an equal one left."""
-    if not is_eager():
+    if not are_known(args):
         return jitted_fn(*args)
     traced = jitted_fn.trace(*args)
     # What it closes over are arguments of the executable, which so holds none of it.
@@ -238,14 +243,14 @@ def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     found = structure(jaxpr)
     if not found.is_closed or not all(map(_is_value, inputs)):
         return jitted_fn(*args)
-    inputs = [*map(jnp.asarray, inputs)]
-    places = tuple((array.committed, array.format) for array in inputs)
-    place = _kept((traced.fun_name, found.key, places, trace_context(), jax.config.jax_default_device))
+    arrays: list[Any] = [*map(jnp.asarray, inputs)]
+    places = tuple((array.committed, array.format) for array in arrays)
+    place = _kept((traced.fun_name, found.key, places, trace_context()))
     if not place:
-        place.append(_compiled(traced.fun_name, jaxpr, inputs))
+        place.append(_compiled(traced.fun_name, jaxpr, arrays))
         for array in found.arrays:
             weakref.finalize(array.value(), place.clear).atexit = False
-    return jax.tree.unflatten(traced.out_tree, place[0](*inputs))
+    return jax.tree.unflatten(traced.out_tree, place[0](*arrays))
 
 
 def _is_value(leaf: Any) -> bool:

@@ -14,7 +14,7 @@ from jax.interpreters import ad
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, has_rules, is_differentiable
-from .._compat import HiPrim, named_axes
+from .._compat import HiPrim, named_axes, without_constants
 from .._static import PyTree, Static
 from .gradient import merge, pick, scatter_leaves
 from .programs import found_in
@@ -205,6 +205,15 @@ def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> Clo
     run.defvjp(with_residuals, back)
     constants = traced.consts, traced_back.consts
     return jax.make_jaxpr(lambda *inputs: run(constants, inputs))(*types)
+
+
+def primal_by_rules(fn: Callable, nonzero: Mask, *args: PyTree) -> PyTree:
+    """`fn` as custom rules compute it where the leaves in the mask are differentiated."""
+    closed, types = jax.make_jaxpr(fn, return_shape=True)(*args)
+    jaxpr, constants = without_constants(closed)
+    by_rules = primal_of(jaxpr, [*[False] * len(constants), *nonzero])
+    leaves = eval_jaxpr(by_rules.jaxpr, by_rules.consts, *constants, *jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(types), leaves)
 
 
 def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays) -> Arrays:

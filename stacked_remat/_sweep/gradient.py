@@ -17,8 +17,8 @@ from jax.extend.core import Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._activity import active_outputs, forwarded_inputs
-from .._compat import trace_context, without_constants
 from .._barriers import barrier_on
+from .._compat import trace_context, without_constants
 from .._remat import Kept
 from .._static import PyTree
 from .kinds import Kind

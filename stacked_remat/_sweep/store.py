@@ -15,8 +15,8 @@ from jax.core import ShapedArray
 from jax.extend.core import unmapped_aval
 from jaxtyping import Array
 
-from .._compat import made_on_host
 from .._barriers import barrier_on
+from .._compat import made_on_host
 from .._placement import has_host_arrays, is_on_host, on_device, to_host
 from .._static import PyTree
 from .._trips import known_trips

@@ -19,7 +19,7 @@ _barrier_p.multiple_results = True
 
 
 def barrier_on(platforms: tuple[str, ...], tree: PyTree) -> PyTree:
-    """`lax.optimization_barrier` in programs for these platforms (`"cuda"`, `"tpu"`), and no operation in others."""
+    """`lax.optimization_barrier` in programs for these platforms (`"cuda"`, `"tpu"`), nothing in others."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _barrier_p.bind(*leaves, platforms=platforms))
 

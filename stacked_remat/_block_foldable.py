@@ -25,10 +25,11 @@ import equinox as eqx
 from equinox.nn import State
 from haliax import Axis
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
+from jax.errors import TracerIntegerConversionError
 
 from ._policy import ScanCheckpointPolicy, ScanCheckpointSpec, resolve_policy
 from ._scan.arguments import Caller, argument_namer, signature_of, warn_of_ambiguous
-from ._scan.checks import axis_or_name, describe, layers_axis
+from ._scan.checks import axis_or_name, describe, layers_axis, text
 from ._scan.layer_state import divide_state, only_own_state, with_whole_state
 from ._scan.layers import Loop
 from ._scan.marks import changed, check_unmarked
@@ -279,6 +280,13 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """As `vmap`, with `fn(block, *args, **kwargs)` in place of the blocks' own call."""
         return functools.partial(_applied(self, "map", fn), None)
 
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Never:
+        """Refused, since it doesn't say how the layers are applied."""
+        raise TypeError(
+            f"A {type(self).__name__} is not called. Write blocks.fold(x) to apply its layers one after the "
+            "other, blocks.scan(x) if each returns (carry, output), blocks.vmap(x) to give all the same x."
+        )
+
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:
         """These layers, the same arrays, with another checkpoint policy."""
         return changed(self, remat=resolve_policy(remat))
@@ -425,7 +433,15 @@ def check_module(value: Any, where: str) -> None:
 
 def check_layer_index(index: Any, Layers: Axis) -> int:
     """The index counted from the front; an error outside of the axis."""
-    position = operator.index(index)
+    try:
+        position = operator.index(index)
+    except TracerIntegerConversionError:
+        raise
+    except TypeError:
+        raise TypeError(
+            f"The layers of `{Layers.name}` have one index, an integer or a slice; got {text(index)}. Write "
+            "blocks[1], blocks[1:3], or blocks[1].weight[2] for a part of a layer."
+        ) from None
     if not -Layers.size <= position < Layers.size:
         held = f"layers 0 to {Layers.size - 1}" if Layers.size else "no layers"
         raise IndexError(f"Layer {position} does not exist: `{Layers.name}` has {held}.")

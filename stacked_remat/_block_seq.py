@@ -1,7 +1,7 @@
 """`BlockSeq`: layers that need not be alike, with the methods and the policies of `Stacked`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import equinox as eqx
 import jax
@@ -113,6 +113,15 @@ class BlockSeq(BlockFoldable[M]):
         inputs = [(block, for_layer(layer(i), block)) for i, block in enumerate(self.blocks)]
         carry, ys = scan_unrolled(loop, init, inputs, arguments_of, self.Layers)
         return carry, stack_outputs_and_states(ys, self.Layers, caller.what)
+
+    def fold_vjp(self, *args: PyTree, **kwargs: PyTree) -> NoReturn:
+        """Not supported: a `TypeError` that says what to use instead."""
+        raise TypeError(
+            "A BlockSeq has no fold_vjp and no scan_vjp: its layers may differ, so no loop visits them. Use "
+            "jax.vjp of its fold or scan, or a Stacked."
+        )
+
+    scan_vjp = fold_vjp
 
     def get_layer(self, index: Any) -> M:
         return self.blocks[check_layer_index(index, self.Layers)]

@@ -9,11 +9,20 @@ forward pass keeps them for the backward pass; `_scan/` follows it.
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
+
+from haliax.nn import ScanCheckpointPolicy as HaliaxPolicy
 
 from ._messages import shown
 from ._remat import EVERYTHING, JaxPolicy, Kept, Remat, as_written
 from ._schedule import Schedule, bounded, equal, shrinking, whole_number
+
+if TYPE_CHECKING:
+    Names: TypeAlias = Iterable[str]
+    SavedInternals: TypeAlias = bool | Names | JaxPolicy
+else:  # what configs write: draccus reads the annotations of fields, and decodes no Iterable and no Callable
+    Names = list[str]
+    SavedInternals = bool | Names
 
 OFFLOAD = "offload"
 _CARRIES: dict[bool | str, Any] = {True: "device", OFFLOAD: "host", False: None}
@@ -65,8 +74,8 @@ class ScanCheckpointPolicy:
     """
 
     save_carries: bool | Literal["offload"] = True
-    save_block_internals: bool | Iterable[str] | JaxPolicy = False
-    offload_block_internals: Iterable[str] = ()
+    save_block_internals: SavedInternals = False
+    offload_block_internals: Names = ()
     nested: bool | int = False
     max_carries: int | None = None
     first_layers: int = 0
@@ -150,8 +159,8 @@ class ScanCheckpointPolicy:
         is_cut = self.is_nested or self.first_layers > 0
         if is_cut and not isinstance(length, SupportsIndex):
             raise ValueError(
-                f"{self!r} cuts the layers into segments, and their number is symbolic ({length}). Export with "
-                'a length that is known, or use remat=True or "offload".'
+                f"{self!r} cuts the layers into segments, and their number is symbolic ({length}). Export "
+                'with a length that is known, or use remat=True or "offload".'
             )
         if self.first_layers >= max(length, 1):
             return Remat(length, EVERYTHING)
@@ -184,13 +193,19 @@ class ScanCheckpointPolicy:
 
 
 ScanCheckpointSpec: TypeAlias = (
-    ScanCheckpointPolicy | bool | Literal["full", "recompute", "offload", "save_all", "nested"] | JaxPolicy
+    ScanCheckpointPolicy
+    | HaliaxPolicy
+    | bool
+    | Literal["full", "recompute", "offload", "save_all", "nested"]
+    | JaxPolicy
 )
 
 
 def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     if isinstance(spec, ScanCheckpointPolicy):
         return spec
+    if isinstance(spec, HaliaxPolicy):
+        return _of_haliax(spec)
     if callable(spec) and not isinstance(spec, type):
         return ScanCheckpointPolicy(save_block_internals=spec)
     if not isinstance(spec, bool | str):
@@ -205,6 +220,14 @@ def resolve_policy(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
             "ScanCheckpointPolicy, or one of jax.checkpoint_policies."
         )
     return ALIASES[spec]
+
+
+def _of_haliax(policy: HaliaxPolicy) -> ScanCheckpointPolicy:
+    """The same policy here; inputs of layers are never copied, and each loop chooses `prevent_cse`."""
+    if policy.disable or policy.simple:
+        return ALIASES[not policy.disable]
+    same = ("save_carries", "save_block_internals", "offload_block_internals", "nested")
+    return ScanCheckpointPolicy(**{name: getattr(policy, name) for name in same})
 
 
 ALIASES: dict[bool | str, ScanCheckpointPolicy] = {

@@ -271,6 +271,21 @@ def _of_kind(tree: PyTree, kind: str) -> PyTree:
     )
 
 
+def _check_scalar(returned: PyTree, has_aux: bool) -> None:
+    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(
+            f"With has_aux the loss returns a pair (value, aux); got {describe(returned)}. Return both in a "
+            "tuple, or leave has_aux out."
+        )
+    value: Any = returned[0] if has_aux else returned
+    is_real = eqx.is_array_like(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    if not is_real or jnp.shape(value):
+        raise TypeError(
+            f"The loss returns a scalar of floating point; got {describe(value)}. Take its mean, or give "
+            "has_aux=True where it returns a pair."
+        )
+
+
 def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Callable) -> FusedResult:
     names, stacks, own = trained.names, trained.nodes(trained.model), trained.nodes(trained.trained)
 
@@ -294,6 +309,7 @@ def _step(fused: FusedUpdate, trained: Trained, state: FusedState, of_model: Cal
     def evaluate(*inputs: PyTree) -> PyTree:
         outputs = run(*jax.tree.leaves(inputs))
         returned = eqx.combine(jax.tree.unflatten(jax.tree.structure(struct), outputs), static)
+        _check_scalar(returned, fused.has_aux)
         return returned if fused.has_aux else (returned, None)
 
     # There are no gradients of weights, for which JAX makes zeros that nothing reads.

@@ -238,9 +238,9 @@ def _checkpointed(kept: Kept, carry_name: str, is_rolled: bool, layer: Callable)
     def named(shared: PyTree, carry: PyTree, x: PyTree) -> PyTree:
         return layer(shared, checkpoint_name(carry, carry_name), x)
 
-    # GPUs need the barriers also where carries come from the host, for which see `_sweep.reverse`. JAX has no
-    # barriers of a checkpoint by platform. A program traced on a CPU, where they have no effect, gets them: it
-    # may be exported. Traced for a TPU it does without: they cost memory (v5p, `offload`: 805 -> 814 MB).
+    # GPUs need the barriers also where carries come from the host, for which see `_sweep.reverse`. They are a
+    # parameter of JAX's checkpoint, the same for all platforms. A program that is traced on a CPU has them,
+    # to no effect there, since it may be exported. One for TPUs does not: 814 MB for 805 (v5p, `offload`).
     prevent_cse = not is_rolled or bool(carry_name and platform() != "tpu")
     run = named if carry_name else layer
     return jax.checkpoint(run, policy=kept.policy(carry_name), prevent_cse=prevent_cse)

@@ -19,6 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from .._activity import active_carry, active_variables, expansion, is_in
+from .._placement import platform
 from .._static import PyTree
 from .._trips import branches_in, products_in, trips_in
 
@@ -200,6 +201,9 @@ def _without_dead_code(jaxpr: Any) -> Any:
 
 def _of_branches(eqn: Any, scopes: str, costs: Sequence[Flops]) -> Flops:
     shares, index = branches_in(scopes), eqn.invars[0]
+    if by_platform := eqn.params.get("branches_platforms"):  # as `lax.platform_dependent` chooses
+        takes = (names is None or platform() in names for names in by_platform)
+        return costs[[*takes].index(True)]
     if isinstance(index, Literal):
         return costs[min(max(int(index.val), 0), len(costs) - 1)]
     if len(shares) == len(costs):

@@ -214,7 +214,7 @@ def compare(
     Cost: one compilation a candidate.
     """
     _check_policies(candidates)
-    search = Search(lambda policy: trace_call((fn_of_policy(policy), args, kwargs), target, donate))
+    search = Search(lambda policy: trace_call((_program(fn_of_policy, policy), args, kwargs), target, donate))
     return _compared(map(search.trial, candidates))
 
 
@@ -282,7 +282,7 @@ def plan(
 
     def search(given: Sequence[PyTree], is_streamed: bool) -> Search:
         def trace(policy: ScanCheckpointSpec) -> TracedCall:
-            return trace_call((fn_of_policy(policy), given, kwargs), target, donate)
+            return trace_call((_program(fn_of_policy, policy), given, kwargs), target, donate)
 
         return Search(trace, most, on_host, cache, show, is_streamed, layers)
 
@@ -293,6 +293,18 @@ def plan(
         raise BudgetError(_nothing_fits(tried, most, on_host))
     assert chosen.report is not None
     return Plan(chosen.policy, chosen.report, tried, most, chosen.streamed)
+
+
+def _program(fn_of_policy: Callable[..., Any], policy: ScanCheckpointSpec) -> Callable[..., Any]:
+    """The function that a policy makes; says how to write one that can't be called with a policy alone."""
+    try:
+        return fn_of_policy(policy)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"plan and compare call their first argument with a policy, and for {policy!r} it raised "
+            f"{type(error).__name__}: {error}. Write a function of the policy that returns the program: "
+            "lambda remat: lambda blocks, x: train_step(blocks, x, remat=remat)."
+        ) from error
 
 
 def _check_policies(candidates: Any) -> None:

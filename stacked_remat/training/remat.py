@@ -54,8 +54,9 @@ def remat_entry(spec: ScanCheckpointSpec) -> bool | str | dict[str, Any]:
     """The `remat` config entry of a policy without functions; the inverse of `remat_policy`."""
     if callable(spec) or (isinstance(spec, ScanCheckpointPolicy) and callable(spec.save_block_internals)):
         raise ValueError(f"{spec!r} holds a function, which a config cannot. Name what is saved instead.")
-    if not isinstance(spec, ScanCheckpointPolicy):
+    if isinstance(spec, bool | str):
         return spec
+    spec = resolve_policy(spec)
     entry = {name: list(value) if isinstance(value, tuple) else value for name, value in spec.settings()}
     return entry or True
 

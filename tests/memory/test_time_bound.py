@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from stacked_remat import ScanCheckpointPolicy, Stacked, fused_update, memory
-from stacked_remat._placement import compiled_for
 from stacked_remat.memory import TARGETS, TimeBound, count_flops
 
 from ..blocks import Tanh
@@ -50,25 +49,22 @@ def test_bytes_of_a_step_with_its_weights_on_the_host(remat, replayed, carries):
     def loss(x, blocks):
         return jnp.sum(blocks.fold(x, remat=remat))
 
-    reads = 2 * LAYERS + replayed  # forward, replay, visits
+    runs = 2 * LAYERS + replayed  # forward, replay, visits
+    reads = runs + 2  # either sweep begins with a layer that is read ahead
     kept = carries * CARRY
     of_x = moved(jax.grad(loss), X, blocks())
-    assert of_x == (reads * WEIGHT + kept, kept, reads + LAYERS)
+    assert of_x == (reads * WEIGHT + kept, kept, runs + LAYERS)
 
     of_weights = moved(jax.grad(loss, 1), X, blocks())
     written = 2 * LAYERS * WEIGHT  # each layer's gradient, into a buffer of zeros
-    assert of_weights == (reads * WEIGHT + kept, written + kept, reads + 2 * LAYERS)
+    assert of_weights == (reads * WEIGHT + kept, written + kept, runs + 2 * LAYERS)
 
     fused = fused_update(lambda blocks, x: loss(x, blocks), optax.sgd(0.1, momentum=0.9))
     state = fused.init(blocks())
     state = eqx.tree_at(lambda s: s.stacks, state, jax.device_put(state.stacks, jax.memory.Space.Host))
     step = moved(fused, blocks(), state, X)
     # Momentum is read and written once for each layer, as are the weights that are written.
-    assert step == ((reads + LAYERS) * WEIGHT + kept, 2 * LAYERS * WEIGHT + kept, reads + 2 * LAYERS)
-
-    with compiled_for("tpu"):  # where either sweep begins with a layer that is read ahead
-        ahead = moved(jax.grad(loss), X, blocks())
-    assert ahead == (of_x[0] + 2 * WEIGHT, *of_x[1:])
+    assert step == ((reads + LAYERS) * WEIGHT + kept, 2 * LAYERS * WEIGHT + kept, runs + 2 * LAYERS)
 
 
 def test_a_conditional_counts_the_most_in_each_direction():
@@ -98,10 +94,11 @@ def test_a_report_of_weights_on_the_host_has_its_least_time():
     )
     for arguments in (blocks(), on_host):
         found = memory.report(fold, arguments, X, target=target)
-        assert found.flops.bytes_from_host == LAYERS * WEIGHT
-        assert found.least_time == TimeBound(LAYERS * PRODUCT / 1e9, LAYERS * WEIGHT / 1e6)
+        read = (LAYERS + 1) * WEIGHT  # one layer is read ahead of the first
+        assert found.flops.bytes_from_host == read
+        assert found.least_time == TimeBound(LAYERS * PRODUCT / 1e9, read / 1e6)
         assert f"at least {found.least_time.transfer:.3g} s of transfers" in " ".join(str(found).split())
-        assert "1.75 KiB from the host, 0 B to the host" in str(found)
+        assert "2.00 KiB from the host, 0 B to the host" in str(found)
         assert memory.report(fold, arguments, X).least_time is None
     resident = memory.report(fold, jax.device_put(blocks(), jax.memory.Space.Device), X, target=target)
     assert resident.least_time is not None and resident.least_time.hidden

@@ -64,7 +64,8 @@ class Residuals(NamedTuple):
     pullback: Callable
     is_saved: Mask
     reads: Mask  # which leaves of the carry `rest` reads; all if it has effects
-    types: list[ShapedArray]
+    all_reads: Mask  # which leaves of the carry `rest` reads, or what is saved depends on
+    types: list[ShapedArray]  # of what is saved
 
 
 class LayerCotangents(NamedTuple):
@@ -180,15 +181,20 @@ class LayerPullback:
 
     def with_residuals(self, types: LayerTypes, kept: Kept) -> "LayerPullback":
         """Save what is kept, but for inputs and what depends on `x` and `shared` alone."""
+        residuals = self.residuals_of(types, kept)
+        return replace(self, residuals=residuals if residuals.types else None)
+
+    def residuals_of(self, types: LayerTypes, kept: Kept) -> Residuals:
+        """What the pullback reads, with these types of inputs, and what of it is saved; traces the layer."""
         # With barriers on tangents other residuals would be found than without them.
         plain = replace(self, kind=replace(self.kind, for_values=None))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-            return replace(self, residuals=_residuals(plain, types, kept, trace_context()))
+            return _residuals(plain, types, kept, trace_context())
 
 
 @functools.lru_cache(maxsize=512)  # for the forward sweep and the reverse sweep
-def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -> Residuals | None:
+def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -> Residuals:
     structure: list[Any] = []
 
     def forward(*inputs: Any) -> Arrays:
@@ -206,9 +212,11 @@ def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, _: Any) -
     sources = forwarded_inputs(jaxpr)[first:]
     is_saved = tuple(is_ and source is None for is_, source in zip(depends, sources, strict=True))
     unsaved = [False] * first + [not is_ for is_ in is_saved]
-    (rest, _), (_, read) = (dce_jaxpr(jaxpr, unsaved, instantiate=every) for every in (True, False))
-    saved, reads = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)], tuple(pick(read, is_carry))
-    return Residuals(jaxpr, rest, constants, structure[0], is_saved, reads, saved) if saved else None
+    rest, _ = dce_jaxpr(jaxpr, unsaved, instantiate=True)
+    every = [False] * first + [True] * len(is_saved)
+    reads, all_reads = (tuple(pick(dce_jaxpr(jaxpr, used)[1], is_carry)) for used in (unsaved, every))
+    saved = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)]
+    return Residuals(jaxpr, rest, constants, structure[0], is_saved, reads, all_reads, saved)
 
 
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does

@@ -97,19 +97,22 @@ class Sweep(Differentiable):
 
     def vjp_fwd(self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree) -> PyTree:
         flags = self._nonzero(self.in_tree.flatten_up_to(nonzero))
-        carry, ys, checkpoints = sweep_forward(self.spec, self._perturbed(flags), init, xs, shared)
-        return (carry, ys), (checkpoints, xs, shared, Static(flags))
+        perturbed = self._perturbed(flags)
+        spec = self.spec.for_reverse(perturbed, xs, shared)
+        carry, ys, checkpoints = sweep_forward(spec, perturbed, init, xs, shared)
+        return (carry, ys), (checkpoints, xs, shared, Static((flags, spec)))
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
-        *kept, nonzero = residuals
+        *kept, static = residuals
+        nonzero, spec = static.value
         pairs = zip(floats(self.out_aval), self.out_tree.flatten_up_to(cotangents), strict=True)
         has_ct = tuple(is_ and not isinstance(ct, ad.Zero) for is_, ct in pairs)
-        every, some = self._perturbed(nonzero.value), self._perturbed(nonzero.value, has_ct)
-        perturbed = some if self.spec.serves(every, some, *kept[1:]) else every
+        every, some = self._perturbed(nonzero), self._perturbed(nonzero, has_ct)
+        perturbed = some if spec.serves(every, some, *kept[1:]) else every
         carry_ct, ys_ct = cotangents
         ys_ct = [as_arrays(pick(*each)) for each in zip(ys_ct, perturbed.ys, strict=True)]
         carry_ct = as_arrays(pick(carry_ct, perturbed.carry))
-        self._add(sweep_backward(self.spec, perturbed, *kept, carry_ct, ys_ct), sums, nonzero.value)
+        self._add(sweep_backward(spec, perturbed, *kept, carry_ct, ys_ct), sums, nonzero)
 
     def batch(self, axis: Any, args: PyTree, dims: PyTree) -> PyTree:
         if not_mapped(self, axis, dims):
@@ -238,7 +241,7 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
     run, part = of_part(spec.reference, args, perturbed.inputs)
     types, _ = _results(Bound("sweep_forward", forward, (spec, perturbed)), *args)
     carry, ys = jax.tree.unflatten(jax.tree.structure(types[:2]), jax.vjp(run, part)[0])
-    return carry, ys, types[2].from_first(args[0])
+    return carry, ys, types[2].from_first(spec.of_held(args[0]))
 
 
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> tuple[Carry, OfKinds, Checkpoints]:
@@ -251,7 +254,7 @@ def _backward_reference(
     spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: PyTree
 ) -> Arrays:
     """The reverse sweep by the plain scan's pullback, from the first carry."""
-    *args, carry_ct, ys_ct = checkpoints.first(), *rest
+    *args, carry_ct, ys_ct = spec.whole(checkpoints.first()), *rest
     _, pullback = jax.vjp(*of_part(spec.reference, args, perturbed.inputs, perturbed.outputs))
     return pullback(jax.tree.leaves((carry_ct, ys_ct)))[0]
 

@@ -141,7 +141,9 @@ def writing(carry, x):
     sums = sums.at[index].add(y)
     slices = lax.dynamic_update_slice(slices.reshape(-1), 2 * y, (3 * index + 1,)).reshape(slices.shape)
     some = lax.cond(at % 3 == 0, lambda some: some.at[at].set(y[:1]), lambda some: 1.1 * some, some)
-    many, _ = lax.scan(lambda many, k: (many.at[(at + k) % 8].set(y + k.astype(y.dtype)), None), many, jnp.arange(3))
+    many, _ = lax.scan(
+        lambda many, k: (many.at[(at + k) % 8].set(y + k.astype(y.dtype)), None), many, jnp.arange(3)
+    )
     read = jnp.cos(y[0]) * read.at[at].set(y)
     return at + 1, y, (rows, sums, slices, some, many, read, sizes.at[at].set(y.size)), y[1]
 

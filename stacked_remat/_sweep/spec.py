@@ -318,8 +318,8 @@ class SweepSpec:
 
 
 _IN_ORDER = 512
-"""XLA for CPUs (jaxlib 0.10.2) runs a loop's operations one after the other if none reads or writes an array of
-more bytes. Otherwise it gives them to threads, and loops over 200 scalars took four times as long."""
+"""In bytes: XLA for CPUs (jaxlib 0.10.2) runs a loop's operations one after the other if none reads or writes
+a larger array. Otherwise it gives them to threads, and loops over 200 scalars took four times as long."""
 
 
 def _bytes_of(type_: Any) -> int:

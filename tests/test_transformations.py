@@ -39,7 +39,6 @@ INPUTS = {
     "scale": jnp.linspace(0.5, 1.5, LENGTH),
     "shift": jnp.linspace(0.1, 0.4, WIDTH),
     "apart": jnp.linspace(0.2, 0.7, WIDTH),
-    "buffer": jnp.linspace(-0.5, 0.8, 3 * WIDTH).reshape(3, WIDTH),
 }
 
 
@@ -77,8 +76,8 @@ class Tanh(Sine):
 
 
 def total(run: Callable, shift: str, rule: Callable, inputs: dict) -> jax.Array:
-    x, own, passed, buffer = (inputs[name] for name in ("x", "own", "passed", "buffer"))
-    init = (x, own, passed, jnp.int32(0), jnp.cos(x), buffer)
+    x, own, passed = inputs["x"], inputs["own"], inputs["passed"]
+    init = (x, own, passed, jnp.int32(0), jnp.cos(x), jnp.stack([passed, own, own * passed]))
     carry, outputs = run(init, inputs["w"], inputs["scale"], (inputs[shift], inputs["apart"]), rule)
     weights = jnp.linspace(0.5, 2, LENGTH)
     outputs = sum(jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs))

@@ -1,9 +1,10 @@
 """Time and memory of the gradient of a long loop over a small state, with other libraries, on this device.
 
 The gradients are compared first. Then every variant runs once per round, so that a slow machine slows all of
-them:
+them. No variant, ours or another's, has a setting that was tuned for a case. To record the results and draw
+their chart:
 
-    python -m benchmarks.long_loops --rounds 7
+    python -m benchmarks.long_loops --rounds 11 && python -m scripts.charts
 
 Writes `results/long_loops_<platform>.json`: medians, and temporaries by the compiler.
 `ratio` is the median, over rounds, of a variant's time to that of the first row of its case.
@@ -29,7 +30,6 @@ from .command import Rows, benchmark
 from .record import check_close, median_ratio, timed_in_turn
 
 _FEW = 20  # carries
-_INTERNALS = ScanCheckpointPolicy(nested=True, save_block_internals=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Case:
     init: Any
     xs: Any = None
     stop: Callable[[Any], Any] | None = None
-    segments: int = 80  # which take the least memory where the internals of one are kept
 
     def masked(self, carry: Any, x: Any) -> tuple[Any, Any]:
         """The step, or nothing once the loop has stopped."""
@@ -81,7 +80,7 @@ def cases(steps: int, size: int, leaves: int) -> list[Case]:
     prime = next(n for n in range(steps + 1, 2 * steps + 2) if all(n % k for k in range(2, n)))
     return [
         Case("small state", steps, plain, start),
-        Case("recorded outputs", steps, recorded, start, segments=100),
+        Case("recorded outputs", steps, recorded, start),
         Case("per-step inputs", steps, plain, start, forces),
         Case("prime length", prime, plain, start),
         Case("many scalar leaves", steps, many, scalars),
@@ -93,8 +92,7 @@ Run = Callable[[Any, Any], tuple[Any, Any]]  # (init, xs) -> (carry, ys)
 
 
 def ours(remat: Any, case: Case) -> Run:
-    """This library; with `_INTERNALS`, those of a segment are kept while it is reversed."""
-    remat = dataclasses.replace(remat, nested=case.segments) if remat is _INTERNALS else remat
+    """This library."""
     return scan(case.step, hax.Axis("steps", case.length), remat=remat, until=case.stop)
 
 
@@ -147,7 +145,6 @@ def scan_of_scans(case: Case) -> Run:
 
 VARIANTS: dict[str, Callable[[Case], Run]] = {
     "nested": functools.partial(ours, "nested"),
-    "nested, internals": functools.partial(ours, _INTERNALS),
     "True": functools.partial(ours, True),
     f"max_carries={_FEW}": functools.partial(ours, ScanCheckpointPolicy(max_carries=_FEW)),
     "equinox, checkpointed": functools.partial(equinox, None),

@@ -26,6 +26,7 @@ PEERS = (
     "lax.scan + jax.checkpoint",
     "haliax True",
     "levanter ArrayStacked True",
+    "flax linen remat_scan, 2 levels",
     "flax linen remat_scan, 3 levels",
     "haliax offload",
 )
@@ -33,8 +34,8 @@ PEERS = (
 THEMES = {"light": ("#1f2328", "#8c959f", "#0969da"), "dark": ("#f0f6fc", "#8b949e", "#4493f8")}
 """Colours of text, of other libraries, and of this one."""
 
-LOOPS = ("equinox, checkpointed", "equinox, 20 checkpoints", "nested", "max_carries=20")
-"""The rows that the chart of long loops shows."""
+LOOPS = ("True", "nested", "max_carries=20")
+"""The rows of this library in the chart of long loops, which shows those of all others too."""
 
 
 def charts() -> Iterator[tuple[Path, Figure]]:
@@ -81,19 +82,23 @@ def loops_chart(result: Mapping[str, Any], colors: Sequence[str]) -> Figure:
     """Time and temporaries of the gradient of a loop over many small steps."""
     text, peers, ours = colors
     rows = {row["name"]: row for row in result["rows"] if row["case"] == "small state"}
-    figure = Figure((6.6, 2.1), layout="constrained")
+    names = sorted(rows, key=lambda name: (name in LOOPS, -rows[name]["milliseconds"]))
+    figure = Figure((6.6, 1 + 0.27 * len(names)), layout="constrained")
     every = figure.subplots(1, 2, sharey=True)
-    columns = {"milliseconds": "milliseconds", "temporary_kib": "temporaries, KiB"}
+    columns = {"milliseconds": "milliseconds", "temporary_kib": "temporaries, KiB (logarithmic)"}
     for axes, (key, label) in zip(every, columns.items(), strict=True):
         _bare(axes, text)
-        values = [rows[name][key] for name in LOOPS]
-        bars = axes.barh(LOOPS, values, color=[peers if "equinox" in name else ours for name in LOOPS])
+        values = [rows[name][key] for name in names]
+        bars = axes.barh(names, values, color=[ours if name in LOOPS else peers for name in names])
         axes.bar_label(bars, [f"{value:,}" for value in values], padding=4, color=text)
         axes.set_title(label, loc="left", color=text, fontsize=10)
         axes.set_xlim(0, 1.25 * max(values))
+    memory = [rows[name]["temporary_kib"] for name in names]
+    every[1].set_xscale("log")  # or keeping every state would leave no room for the others
+    every[1].set_xlim(min(memory) / 2, 10 * max(memory))
     every[0].invert_yaxis()
     about = f"Gradient of {result['steps']:,} steps of a state of {result['size']:,} numbers"
-    keys = {"stacked_remat": Patch(color=ours), "equinox.internal.scan": Patch(color=peers)}
+    keys = {"stacked_remat": Patch(color=ours), "others": Patch(color=peers)}
     _legend(figure, keys, text, f"{about}, run on a CPU with JAX {result['versions']['jax']}")
     return figure
 

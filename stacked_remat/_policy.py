@@ -45,6 +45,9 @@ class ScanCheckpointPolicy:
     | `"recompute"` | nothing until the backward pass begins, then N·C and I | 5·N·F |
     | any, for layers of several kinds | as above, with I of the widest | as above, with F the mean |
 
+    C is of the leaves that replays and derivatives read. Others, an output buffer that steps only write to or
+    a sum that they add to, are kept once.
+
     Policies are frozen, hashable and compare by value. Contradictory settings are refused when one is built.
 
     Attributes:
@@ -59,8 +62,10 @@ class ScanCheckpointPolicy:
         nested: cut the layers into segments, keep the carry at the start of each, and replay one segment at a
             time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). `True` cuts into
             segments that each have a layer less than the one before, which needs the fewest carries for one
-            replay, √(2N); or, where the boundaries are offloaded, into √N of one length. `k` cuts into k
-            segments of one length, at most one a layer.
+            replay, √(2N); or, where the boundaries are offloaded, into √N of one length. Where the internals
+            of a layer take at most C/2, `True` keeps those of the segment being reversed, which is of such a
+            length that the memory is about the same, and the FLOPs are 4·N·F. `k` cuts into k segments of one
+            length, at most one a layer.
         max_carries: keep at most so many carries alive instead, with the least recomputation that allows it
             (Griewank and Walther 2000, "Algorithm 799: revolve").
         first_layers: how many layers, from the one that runs first, keep their internals; the rest follow the

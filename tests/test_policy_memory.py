@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
-from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold
+from stacked_remat import BlockSeq, ScanCheckpointPolicy, Stacked, checkpoint_name, fold, scan
 
-from .blocks import Tanh
+from .blocks import Tanh, assert_close, quick_jit
 
 
 class Wide(eqx.Module):
@@ -126,6 +127,121 @@ def test_leaves_of_the_carry_that_no_derivative_reads_are_kept_for_each_segment(
     assert arrays < 2 * segments + steps // segments + 12
     q = jnp.linspace(0, 1, size)
     np.testing.assert_allclose(gradient(q), jax.grad(functools.partial(final, False))(q), rtol=1e-4)
+
+
+STEPS = 12
+
+
+def writing(carry, x):
+    """Write and add to buffers in several ways, at indices that repeat and that depend on the carry."""
+    at, y, (rows, sums, slices, some, many, read, sizes) = carry
+    y = jnp.sin(y + x)
+    index = jnp.where(y[0] > 0.3, at // 2, 7)
+    rows = jax.jit(lambda rows: rows.at[index].set(y))(rows)
+    sums = sums.at[index].add(y)
+    slices = lax.dynamic_update_slice(slices.reshape(-1), 2 * y, (3 * index + 1,)).reshape(slices.shape)
+    some = lax.cond(at % 3 == 0, lambda some: some.at[at].set(y[:1]), lambda some: 1.1 * some, some)
+    many, _ = lax.scan(
+        lambda many, k: (many.at[(at + k) % 8].set(y + k.astype(y.dtype)), None), many, jnp.arange(3)
+    )
+    read = jnp.cos(y[0]) * read.at[at].set(y)
+    return at + 1, y, (rows, sums, slices, some, many, read, sizes.at[at].set(y.size)), y[1]
+
+
+def final(run, last, y, xs, buffers):
+    carry, ys = run((jnp.int32(0), y, (*buffers, jnp.zeros(STEPS, jnp.int32))), xs, last)
+    leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves((carry, ys))]
+    return sum(jnp.sum(jnp.sin(leaf + jnp.linspace(0, 1, leaf.size))) for leaf in leaves)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_buffers_that_steps_write_to_have_the_gradients_of_lax_scan(reverse):
+    def step(carry, x):
+        *carry, y = writing(carry, x)
+        return tuple(carry), y
+
+    def plain(init, xs, last):
+        def masked(carry, x):
+            new, y = step(carry, x)
+            is_over = carry[0] >= last
+            return jax.tree.map(functools.partial(jnp.where, is_over), carry, new), jnp.where(is_over, 0, y)
+
+        return lax.scan(masked, init, xs, reverse=reverse)
+
+    def cut(remat):
+        def run(init, xs, last):
+            stops = {} if remat in OFFLOADING else {"until": lambda carry: carry[0] >= last}
+            return scan(step, STEPS, remat=remat, reverse=reverse, **stops)(init, xs)
+
+        return run
+
+    shapes = [(3, 3), (STEPS, 3), (8, 3), (STEPS, 3), (10, 3), (STEPS, 1), (8, 3), (STEPS, 3)]
+    keys = jax.random.split(jax.random.key(int(reverse)), len(shapes))
+    ys, xs, *buffers = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+    @quick_jit
+    def found_and_expected(lasts, ys, xs, buffers):
+        def of(run, last):
+            value = jax.value_and_grad(functools.partial(final, run), (1, 2, 3))
+            return value(last, ys[0], xs, buffers)
+
+        def batch(run):
+            one = functools.partial(final, run)
+            gradient = jax.grad(one, (1, 2, 3))
+
+            def product(last, y):
+                return jax.jvp(lambda *args: gradient(last, *args), (y, xs, buffers), (y, xs, buffers))
+
+            return jax.vmap(product)(lasts, ys)
+
+        every, stopped = (
+            [of(run, lasts[k]) for run in map(cut, which)] for k, which in enumerate((OFFLOADING, CUT))
+        )
+        found = *every, *stopped, batch(cut("nested"))
+        expected = *[of(plain, lasts[0])] * len(every), *[of(plain, lasts[1])] * len(stopped), batch(plain)
+        return found, expected
+
+    found, expected = found_and_expected(jnp.int32([STEPS, 7, 0]), ys, xs, buffers)
+    for name, pair in zip((*OFFLOADING, *CUT, "batch"), zip(found, expected, strict=True), strict=True):
+        assert_close(*pair, rtol=1e-4, atol=1e-5, name=name)
+
+
+OFFLOADING = (ScanCheckpointPolicy(nested=True, save_carries="offload"), "offload")
+CUT = (
+    True,
+    "nested",
+    *(
+        ScanCheckpointPolicy(**each)
+        for each in (
+            {"nested": 4},
+            {"max_carries": 2},
+            {"nested": True, "first_layers": 3},
+            {"nested": 3, "save_block_internals": True},
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_buffer_that_steps_write_to_is_kept_once(stops):
+    steps, size = 200, 64
+    until = (lambda carry: carry[0] >= 100) if stops else None
+
+    def step(carry):
+        at, y, saved, total = carry
+        y = y + 0.1 * jnp.tanh(y)
+        return at + 1, y, saved.at[at].set(y), total + jnp.outer(y, y)
+
+    def loss(remat, y):
+        init = 0, y, jnp.zeros((steps, size)), jnp.zeros((size, size))
+        return sum(jnp.sum(leaf**2) for leaf in fold(step, steps, remat=remat, until=until)(init)[2:])
+
+    buffers = 4 * size * (steps + size)
+    for remat in (*CUT, *(() if stops else OFFLOADING)):
+        program = jax.jit(jax.grad(functools.partial(loss, remat))).lower(jnp.ones(size)).compile()
+        found = program.memory_analysis().temp_size_in_bytes
+        carries = 4 * size * (2 * steps if remat in (True, "offload") else steps // 2)
+        assert found < 4.1 * buffers + carries, remat
 
 
 @pytest.mark.parametrize("explicit", [True, False])

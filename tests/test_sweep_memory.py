@@ -1,13 +1,16 @@
 """What the sweep keeps and computes, and that frozen parts cost nothing."""
 
+import functools
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from stacked_remat import ScanCheckpointPolicy, scan
+from stacked_remat import ScanCheckpointPolicy, fold, scan
 
 from .jaxprs import count, equations, inner_equations
 
@@ -122,6 +125,33 @@ def test_the_first_layers_are_evaluated_once_and_the_rest_by_the_schedule():
     assert evaluations(first_layers=3, nested=4) == 7 + 4
     assert evaluations(first_layers=3) == 7 + 4 + ScanCheckpointPolicy(nested=True).schedule(4).replays
     assert evaluations(nested=7) == 7 + 7
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_nested_keeps_the_internals_of_a_segment_that_take_at_most_half_of_its_carries(small: bool):
+    """Then it evaluates no step a third time."""
+    steps, calls = 9, []
+
+    def swing(carry):
+        q, p = carry
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        zero = jax.pure_callback(lambda x: calls.append(1) or 0 * x, shape, lax.stop_gradient(q[0]))
+        p = p - 0.1 * jnp.sin(q + zero)  # of which a derivative reads one array of q
+        return q + 0.1 * (p if small else jnp.tanh(p)), p  # and of tanh another
+
+    def value(run, q):
+        return jnp.sum(run((q, q))[0] ** 2)
+
+    def looped(carry):
+        return functools.reduce(lambda carry, _: swing(carry), range(steps), carry)
+
+    q = jnp.linspace(0, 1, 16)
+    expected = jax.grad(functools.partial(value, looped))(q)
+    calls.clear()
+    found = jax.jit(jax.grad(functools.partial(value, fold(swing, steps, remat="nested"))))(q)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    replays = ScanCheckpointPolicy(nested=True).schedule(steps).replays
+    assert len(calls) == (2 * steps if small else 2 * steps + replays)
 
 
 def test_weights_are_not_among_the_saved_residuals():

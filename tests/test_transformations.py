@@ -1,8 +1,9 @@
 """Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
 
 A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged, an
-integer and a leaf that derivatives do not read; outputs of the carry, of the weights alone, and of nothing
-but a shared argument; and, where no derivative is in forward mode alone, a rule that is not the derivative.
+integer, a leaf that derivatives do not read and a buffer that it writes to; outputs of the carry, of the
+weights alone, and of nothing but a shared argument; and, where no derivative is in forward mode alone, a rule
+that is not the derivative.
 Cases go through kinds of stacks and of derivatives; what up to two `jax.vmap`s map of each input, and what is
 differentiated, are drawn.
 """
@@ -50,10 +51,11 @@ ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.
 
 
 def layer(carry, w, scale, given, rule, wave=jnp.sin):
-    (x, own, passed, count, drift), (shift, apart) = carry, given
+    (x, own, passed, count, drift, buffer), (shift, apart) = carry, given
     kept = checkpoint_name(wave(x @ w + shift), "hidden")
     new = (x * passed + rule(kept) * scale, jnp.cos(own * shift), passed, count + 1, drift - 0.5 * x)
-    return new, {
+    buffer = buffer.at[count // 2].set(own * kept)  # the last of three rows is left as it is
+    return (*new, buffer), {
         "carry": jnp.sum(x**2),
         "weights": jnp.sum(w**2) * scale,
         "apart": jnp.sum(apart**3),
@@ -74,11 +76,12 @@ class Tanh(Sine):
 
 
 def total(run: Callable, shift: str, rule: Callable, inputs: dict) -> jax.Array:
-    init = (inputs["x"], inputs["own"], inputs["passed"], jnp.int32(0), jnp.cos(inputs["x"]))
+    x, own, passed = inputs["x"], inputs["own"], inputs["passed"]
+    init = (x, own, passed, jnp.int32(0), jnp.cos(x), jnp.stack([passed, own, own * passed]))
     carry, outputs = run(init, inputs["w"], inputs["scale"], (inputs[shift], inputs["apart"]), rule)
     weights = jnp.linspace(0.5, 2, LENGTH)
     outputs = sum(jnp.vdot(weights, outputs[name].astype(jnp.float32)) for name in sorted(outputs))
-    return sum(jnp.sum(jnp.sin(leaf)) for leaf in (*carry[:3], carry[4])) + 0.1 * jnp.sin(outputs)
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in (*carry[:3], *carry[4:])) + 0.1 * jnp.sin(outputs)
 
 
 def by_scan(policy, init, w, scale, given, rule):

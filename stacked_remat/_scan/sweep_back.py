@@ -339,7 +339,7 @@ def fold_forward(loop: Loop, init: PyTree, arguments: PyTree, template: PyTree) 
     of_kinds = kinds_of(traced, [[False] * len(own) for own in xs])
     first = traced[0]
     options: Any = {"reverse": loop.reverse, "unroll": loop.unroll_of(axis.size), "pattern": loop.pattern}
-    spec = SweepSpec(of_kinds, remat.swept(), visited=True, **options)
+    spec = SweepSpec(of_kinds, remat.swept(), **options)
     of_shared = [[False] * layer.constants + [*floats(layer.shared[layer.constants :])] for layer in traced]
     of_ys = [floats(kind.output_types) for kind in of_kinds]
     perturbed = spec.perturbed(floats(first.init), [*map(floats, xs)], of_shared, of_ys)

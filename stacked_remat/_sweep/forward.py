@@ -77,11 +77,11 @@ def forward(
     if first:
         pullbacks = spec.pullbacks(perturbed, spec.remat.first_kept, xs, shared)
         step = _forward_step(spec, xs, shared, [range(first)], pullbacks)
-        carries = empty_stack(init, first, on_host and schedule is None)
+        carries = empty_stack(spec.of_held(init), first, on_host and schedule is None)
 
         def layer(number: Index, loop: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
             *state, carries = loop
-            carries = write(carries, number, state[0])
+            carries = write(carries, number, spec.of_held(state[0]))
             return *step(number, state), carries
 
         (carry, ys, _, fetched), residuals = state, spec.residual_buffers(pullbacks, [range(first)])
@@ -93,7 +93,7 @@ def forward(
         pullbacks = [] if on_host else spec.pullbacks(perturbed, spec.remat.kept, xs, shared)
         state, kept = _in_parts(spec, step, pullbacks, state, kept)
     if not spec.length or spec.stops or (on_host and (schedule is None or not first)):
-        kept = kept._replace(origin=init)
+        kept = kept._replace(origin=spec.of_held(init))
     carry, ys, *_ = state
     return carry, ys, kept
 
@@ -108,7 +108,7 @@ def _in_parts(
         starts = np.cumsum((0, *schedule.segments[:-1]), dtype=np.int32)
         return _by_segments(spec, step, starts, state, kept)
     slot_of, (saves, is_read) = np.asarray(schedule.forward, np.int32), spec.kept_in_segment(pullbacks)
-    slots = slots_for(state[0], schedule.slots, is_read, schedule.sources)
+    slots = slots_for(spec.of_held(state[0]), schedule.slots, spec.of_held(is_read), schedule.sources)
     starts = np.flatnonzero(np.diff(slot_of, append=-1)).astype(np.int32)
     if saves or schedule.runs[0].replays:  # then the last segment runs again, from its first layer
         starts = starts[: schedule.sources]
@@ -119,7 +119,7 @@ def _in_parts(
     def every_input(state: PyTree, slots: Carry) -> tuple[PyTree, Checkpoints]:
         def layer(loop: tuple[Carry, PyTree], step_of: tuple[Index, Index]) -> tuple[PyTree, None]:
             (slots, state), (number, slot) = loop, step_of
-            return (write(slots, slot, state[0]), step(number, state)), None
+            return (write(slots, slot, spec.of_held(state[0])), step(number, state)), None
 
         steps = jnp.arange(schedule.length), jnp.asarray(slot_of)
         (slots, state), _ = lax.scan(layer, (slots, state), steps, unroll=spec.unrolled)
@@ -144,7 +144,7 @@ def _by_segments(
     def part(number: Index, loop: PyTree) -> PyTree:
         *state, slots, ran = loop
         first, trips = entry_at(starts, number), trip_count(sizes, number)
-        slots = slots if on_host else write(slots, number, state[0])
+        slots = slots if on_host else write(slots, number, spec.of_held(state[0]))
         if trips == 1:
             return *step(first, tuple(state)), slots, ran if ran is None else ran + 1
         state, more = spec.run(trips, lambda k, state: step(first + k, state), tuple(state))
@@ -153,7 +153,9 @@ def _by_segments(
     loop, boundaries = (*state, slots, kept.ran), None
     if on_host:  # a scan stacks there without a buffer on the device first
         numbers = jnp.arange(len(starts))
-        loop, boundaries = lax.scan(lambda loop, k: (part(k, loop), to_host(loop[0])), loop, numbers)
+        loop, boundaries = lax.scan(
+            lambda loop, k: (part(k, loop), to_host(spec.of_held(loop[0]))), loop, numbers
+        )
     else:
         loop, _ = spec.run(len(starts), part, loop)
     *state, slots, ran = loop

@@ -64,7 +64,8 @@ class Residuals(NamedTuple):
     pullback: Callable
     is_saved: Mask
     reads: Mask  # which leaves of the carry `rest` reads; all if it has effects
-    types: list[ShapedArray]
+    all_reads: Mask  # which leaves of the carry `rest` reads, or what is saved depends on
+    types: list[ShapedArray]  # of what is saved
 
 
 class LayerCotangents(NamedTuple):
@@ -198,6 +199,11 @@ class LayerPullback:
 
         `flags` is the number of these leaves.
         """
+        residuals = self.residuals_of(types, kept, flags)
+        return replace(self, residuals=residuals if residuals.types else None)
+
+    def residuals_of(self, types: LayerTypes, kept: Kept, flags: int = 0) -> Residuals:
+        """What the pullback reads, with these types of inputs, and what of it is saved; traces the layer."""
         # With barriers on tangents other residuals would be found than without them.
         plain = replace(self, kind=replace(self.kind, in_forward_mode=False))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.
@@ -206,10 +212,10 @@ class LayerPullback:
             known = plain.kind.residuals
             if key not in known:
                 known[key] = _residuals(plain, types, kept, flags)
-            return replace(self, residuals=known[key])
+            return known[key]
 
 
-def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: int) -> Residuals | None:
+def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: int) -> Residuals:
     structure: list[Any] = []
 
     def forward(*inputs: Any) -> Arrays:
@@ -228,9 +234,11 @@ def _residuals(pullback: LayerPullback, types: LayerTypes, kept: Kept, flags: in
     sources = forwarded_inputs(jaxpr)[first:]
     is_saved = tuple(is_ and source is None for is_, source in zip(depends, sources, strict=True))
     unsaved = [False] * first + [not is_ for is_ in is_saved]
-    (rest, _), (_, read) = (dce_jaxpr(jaxpr, unsaved, instantiate=every) for every in (True, False))
-    saved, reads = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)], tuple(pick(read, is_carry))
-    return Residuals(jaxpr, rest, constants, structure[0], is_saved, reads, saved) if saved else None
+    rest, _ = dce_jaxpr(jaxpr, unsaved, instantiate=True)
+    every = [False] * first + [True] * len(is_saved)
+    reads, all_reads = (tuple(pick(dce_jaxpr(jaxpr, used)[1], is_carry)) for used in (unsaved, every))
+    saved = [out.aval for out in pick(jaxpr.outvars[first:], is_saved)]
+    return Residuals(jaxpr, rest, constants, structure[0], is_saved, reads, all_reads, saved)
 
 
 _VALUE = 0  # asks `with_refs` for a cotangent as a value; any leaf that is not a reference does

@@ -1,9 +1,9 @@
 """Layers of several kinds in one sweep: what those of a kind are given, and which layer is of which kind."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from .._compat import without_constants
 from .slots import Arrays, Carry, Mask, OfKinds
 from .store import Index, write
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Kind:
     @property
     def output_types(self) -> list[Any]:
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
+
+    def carry_of(self, inputs: Sequence[T]) -> Sequence[T]:
+        """Those of a layer's inputs, or of what is known of each, that are its carry."""
+        last = len(inputs) - len(self.unsliced)
+        return inputs[last - self.carries : last]
 
     def with_layer(self, closed: ClosedJaxpr, shared: Arrays) -> "tuple[Kind, Arrays]":
         """The kind with another layer, and what that shares: its constants first."""

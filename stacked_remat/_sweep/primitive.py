@@ -105,6 +105,7 @@ class Sweep(Differentiable):
     def vjp_fwd(self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree) -> PyTree:
         flags = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         spec, perturbed, shared = differentiated(self.spec, self._perturbed(flags), shared)
+        spec = spec.for_reverse(perturbed, xs, shared)
         carry, ys, checkpoints = sweep_forward(spec, perturbed, init, xs, shared)
         return (carry, ys), (checkpoints, xs, shared, Static((flags, spec, perturbed)))
 
@@ -269,7 +270,7 @@ def _forward_reference(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> 
     run, part = of_part(spec.reference, args, perturbed.inputs)
     types, _ = _results(Bound("sweep_forward", forward, (spec, perturbed)), *args)
     carry, ys = jax.tree.unflatten(jax.tree.structure(types[:2]), jax.vjp(run, part)[0])
-    return carry, ys, types[2].from_first(args[0])
+    return carry, ys, types[2].from_first(spec.of_held(args[0]))
 
 
 def sweep_forward(spec: SweepSpec, perturbed: Perturbed, *args: PyTree) -> tuple[Carry, OfKinds, Checkpoints]:
@@ -282,7 +283,7 @@ def _backward_reference(
     spec: SweepSpec, perturbed: Perturbed, checkpoints: Checkpoints, *rest: PyTree
 ) -> Arrays:
     """The reverse sweep by the plain scan's pullback, from the first carry."""
-    *args, carry_ct, ys_ct = checkpoints.first(), *rest
+    *args, carry_ct, ys_ct = spec.whole(checkpoints.first()), *rest
     _, pullback = jax.vjp(*of_part(spec.reference, args, perturbed.inputs, perturbed.outputs))
     return pullback(jax.tree.leaves((carry_ct, ys_ct)))[0]
 

@@ -107,23 +107,28 @@ class _Layers:
         parts: Sequence[range] = (),
         bottom: Index | None = None,
     ) -> tuple[Carry, PyTree]:
-        """Run a layer of `parts` again; keep the residuals of the layers from `bottom` on, if it is given."""
+        """Run a layer of `parts` again, from and to the leaves of its carry that are held.
+
+        It keeps the residuals of the layers from `bottom` on, if that is given.
+        """
+        spec = self.spec
 
         def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
-            (carry, saved), shared = loop, self.shared[kind.number]
-            x = self.spec.inputs(kind, self.xs_in(state), row, fetched)
+            (held, saved), shared = loop, self.shared[kind.number]
+            carry, x = spec.whole(held), spec.inputs(kind, self.xs_in(state), row, fetched)
             if bottom is None:
-                return kind.values(shared, carry, x)[0], saved
+                return spec.of_held(kind.values(shared, carry, x)[0]), saved
             (carry, _), new = self.pullbacks[kind.number].save((shared, carry, x))
-            return carry, kind.write(saved, self.spec.entry(kind, number, bottom), new)
+            return spec.of_held(carry), kind.write(saved, spec.entry(kind, number, bottom), new)
 
-        return self.spec.at(number, run, loop, parts)
+        return spec.at(number, run, loop, parts)
 
     def visit(
         self, number: Index, bottom: Index, carry: Carry, saved: PyTree, fetched: Arrays, loop: PyTree
     ) -> tuple[Carry, PyTree]:
         """Call the visitor for a layer; `saved` has the residuals of the layers from `bottom` on, if any."""
         spec = self.spec
+        carry = spec.whole(carry)
 
         def run(kind: Kind, row: Index, loop: tuple[Carry, PyTree]) -> tuple[Carry, PyTree]:
             (carry_ct, state), own, given, shared = loop, [], carry, self.shared[kind.number]
@@ -189,7 +194,8 @@ def _visit_scheduled(
         r, boundary = at
         return run(r, loop._replace(slots=write(loop.slots, 0, to_device(boundary)))), None
 
-    slots = slots_for(layers.spec.carry_types, plan.most_visits, layers.is_read, 1)
+    spec = layers.spec
+    slots = slots_for(spec.of_held(spec.carry_types), plan.most_visits, spec.of_held(layers.is_read), 1)
     loop = _Loop(slots, saved, fetched, cotangent, state)
     in_order = jnp.arange(len(runs))[::-1]  # the boundaries are stacked in the order of the forward sweep
     loop, _ = lax.scan(fetch_and_run, loop, (in_order, boundaries), reverse=True)
@@ -267,7 +273,7 @@ def _advance(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
 
 def _save(layers: _Layers, plan: _Plan, r: Index, loop: _Loop) -> _Loop:
     bottom, bottom_slot, top = (entry_at(t, r) for t in (plan.bottom, plan.bottom_slot, plan.top))
-    is_read = layers.is_read
+    is_read = layers.spec.of_held(layers.is_read)
 
     def layer(k: Index, inner: Any) -> PyTree:
         slots, saved, carry, fetched = inner

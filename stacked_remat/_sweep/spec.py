@@ -1,6 +1,8 @@
 """A sweep over layers on lists of arrays, its equivalent scan, and the sweep of its tangents."""
 
 import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -11,15 +13,17 @@ import numpy as np
 from equinox.internal import unvmap_all
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 from .._activity import active_carry, has_rules
 from .._compat import without_constants
-from .._placement import on_device
-from .._remat import NOTHING, Kept, Remat
+from .._placement import on_device, platform
+from .._remat import EVERYTHING, NOTHING, Kept, Remat
+from .._schedule import equal, shrinking
 from .._static import PyTree
 from .._trips import known_branches, known_trips
-from .gradient import Checkpoint, LayerPullback, Perturbed, merge, pick
+from .gradient import Checkpoint, LayerPullback, LayerTypes, Perturbed, Residuals, merge, pick
 from .kinds import Kind, Pattern
 from .programs import found_in
 from .rules import ruled, without_closures
@@ -35,7 +39,7 @@ class SweepSpec:
 
     The schedule covers the layers after the first ones, which it numbers from zero. `pattern` is None for
     one kind; if it `stops`, a carry begins with a bool that says that the layers after it change nothing.
-    If it is `visited`, a user's visitor sees the carries.
+    Checkpoints have the leaves of carries that are `held`: None for all, which a user's visitor may read.
     Of stacks, of what layers share, and of outputs it has lists for each kind.
     """
 
@@ -45,7 +49,7 @@ class SweepSpec:
     unroll: int = 1
     pattern: Pattern | None = None
     stops: bool = False
-    visited: bool = False
+    held: Mask | None = None
 
     @property
     def length(self) -> int:
@@ -219,16 +223,20 @@ class SweepSpec:
         self, perturbed: Perturbed, kept: Kept, xs: OfKinds, shared: OfKinds
     ) -> list[LayerPullback]:
         """The pullback of a layer of each kind, which keeps that of its internals."""
+        found = [LayerPullback(kind, perturbed) for kind in self.kinds]
+        if kept == NOTHING:
+            return found
+        # Whether the layers stop chooses inputs: those are read again, as others are.
+        flags, types = int(self.stops), self._input_types(xs, shared)
+        return [pullback.with_residuals(own, kept, flags) for pullback, own in zip(found, types, strict=True)]
 
-        def of(kind: Kind) -> LayerPullback:
-            pullback = LayerPullback(kind, perturbed)
-            if kept == NOTHING:
-                return pullback
+    def _input_types(self, xs: OfKinds, shared: OfKinds) -> list[LayerTypes]:
+        """The types of the inputs of a layer of each kind."""
+
+        def of(kind: Kind) -> LayerTypes:
             x = jax.eval_shape(lambda: self.inputs(kind, [[*map(at_least_one, own)] for own in xs], 0))
             # By types alone, so that the forward and the reverse sweep find the same residuals.
-            types = tuple(map(jax.typeof, shared[kind.number])), tuple(self.carry_types), tuple(x)
-            # Whether the layers stop chooses inputs: those are read again, as others are.
-            return pullback.with_residuals(types, kept, flags=int(self.stops))
+            return tuple(map(jax.typeof, shared[kind.number])), tuple(self.carry_types), tuple(x)
 
         return [of(kind) for kind in self.kinds]
 
@@ -236,7 +244,65 @@ class SweepSpec:
         """Whether internals are kept while a segment is reversed; which leaves of its carries visits read."""
         every, saved = (True,) * self.kinds[0].carries, [each.residuals for each in pullbacks]
         read = zip(*(each.reads if each else every for each in saved), strict=True)
-        return any(saved), every if self.visited else tuple(map(any, read))
+        return any(saved), every if self.held is None else tuple(map(any, read))
+
+    def for_reverse(self, perturbed: Perturbed, xs: OfKinds, shared: OfKinds) -> "SweepSpec":
+        """The sweep that holds the leaves of carries that pullbacks or replays read, and no others.
+
+        A leaf that they do not read is an output buffer that steps write to, or a sum that they add to:
+        nothing but the final carry depends on its value.
+        """
+        pairs = zip(self.kinds, self._input_types(xs, shared), strict=True)
+        flags = int(self.stops)
+        residuals = [
+            LayerPullback(kind, perturbed).residuals_of(own, EVERYTHING, flags) for kind, own in pairs
+        ]
+        held = [*map(any, zip(*(own.all_reads for own in residuals), strict=True))]
+        before = None
+        while held != before:
+            before = held
+            for kind in self.kinds:
+                # Replays compute the leaves that are held, from all that these depend on.
+                outputs = [*held, *[False] * len(kind.output_types)]
+                _, is_read = dce_jaxpr(kind.values_jaxpr or kind.jaxpr, outputs)
+                held = [*map(operator.or_, held, kind.carry_of(is_read))]
+        spec = replace(self, held=tuple(held))
+        return replace(spec, remat=spec._remat_for(residuals))
+
+    def _remat_for(self, residuals: Sequence[Residuals]) -> Remat:
+        """The policy, or for `"nested"` one that takes as much memory and evaluates each layer once less.
+
+        Of N layers, `shrinking` holds √(2N) carries. Where the internals of a layer take r <= 1/2 of the
+        memory of a carry, k segments whose internals are kept while they are reversed take k + r N / k
+        carries: 2√(rN) <= √(2N) for k = √(rN).
+        """
+        remat, length = self.remat, self.length
+        is_nested = length > 1 and remat == Remat(length, schedule=shrinking(length))
+        if not is_nested or len(residuals) > 1:
+            return remat
+        (found,) = residuals
+        is_kept = map(operator.and_, found.reads, self.held or ())
+        internals = [*found.types, *pick(self.carry_types, [*is_kept])]
+        size = sum(map(_bytes_of, internals))
+        carry = sum(map(_bytes_of, self.of_held(self.carry_types)))
+        on_host = any(type_.memory_space == jax.memory.Space.Host for type_ in found.types)
+        if on_host or not found.types or 2 * size > carry:
+            return remat
+        longest = math.ceil(math.sqrt(length * carry / size))
+        in_order = _IN_ORDER // max(map(_bytes_of, internals))
+        if platform() == "cpu" and longest // 2 <= in_order < longest:  # up to a quarter more memory
+            longest = in_order
+        return replace(remat, kept=EVERYTHING, schedule=equal(length, math.ceil(length / longest)))
+
+    def of_held(self, carry: Sequence[T]) -> list[T]:
+        """The leaves of a carry that are held."""
+        return [*carry] if self.held is None else pick(carry, self.held)
+
+    def whole(self, held: Carry) -> Carry:
+        """A carry with these leaves, and zeros for those that are not held, which nothing reads."""
+        if self.held is None or all(self.held):
+            return held
+        return merge([*map(zeros_of, self.carry_types)], held, self.held)
 
     def serves(self, kept_for: Perturbed, perturbed: Perturbed, xs: OfKinds, shared: OfKinds) -> bool:
         """Whether checkpoints kept for `kept_for` suffice for `perturbed`, which has fewer outputs."""
@@ -258,6 +324,15 @@ class SweepSpec:
             return empty_stack(residuals.types if residuals else [], max(min(1, self.rows(kind)), *counts))
 
         return [*map(of, pullbacks)]
+
+
+_IN_ORDER = 512
+"""In bytes: XLA for CPUs (jaxlib 0.10.2) runs a loop's operations one after the other if none reads or writes
+a larger array. Otherwise it gives them to threads, and loops over 200 scalars took four times as long."""
+
+
+def _bytes_of(type_: Any) -> int:
+    return type_.size * type_.dtype.itemsize
 
 
 def differentiated(

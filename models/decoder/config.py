@@ -51,15 +51,6 @@ class AttentionConfig:
                 "model.attention.window is of layers of the type sliding_attention. Give both, or neither."
             )
 
-    @property
-    def shortest(self) -> "AttentionConfig":
-        """The shortest list of types that repeats to this one, so that equal patterns are equal configs."""
-        types = self.layer_types or ()
-        size = next(
-            (n for n in range(2, len(types)) if types == (types[:n] * len(types))[: len(types)]), None
-        )
-        return replace(self, layer_types=types[:size] if len({*types}) > 1 else None)
-
 
 @dataclass(frozen=True)
 class RotaryConfig:
@@ -309,7 +300,6 @@ class DecoderConfig(draccus.ChoiceRegistry):
                 f"model.attention.layer_types has {len(types)} entries for model.num_layers = "
                 f"{self.num_layers}. Give at most one for each layer."
             )
-        object.__setattr__(self, "attention", self.attention.shortest)
 
     @property
     def remat_names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from haliax import Axis
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.remat_presets import check_remat_names
+from models.hf_io.decoder_weights import with_own_head
 from models.hf_io.formats import (
     end_tokens,
     pretrained_config,
@@ -309,6 +310,7 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
         tokenizer = tokenizer or base.tokenizer_name
         return FoundModel(name, root, base.config, base.Vocab, tokenizer, base.published, adapted, base)
     (config, rows), fields = read_hf_config(root), read_json(root / "config.json")
+    config = with_own_head(config, root)
     is_bfloat16 = "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype"))
     config = dataclasses.replace(config, compute_dtype="bfloat16" if is_bfloat16 else "float32")
     return FoundModel(name, root, config, Axis("vocab", rows), tokenizer, root)

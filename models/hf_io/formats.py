@@ -67,6 +67,27 @@ class HfFormat:
         """The tensors that hold all experts of a layer; empty where every expert has its own."""
         return {part: name for part, name in self.tensors.items() if isinstance(name, ExpertsTensor)}
 
+    @property
+    def in_memory(self) -> "HfFormat":
+        """The names of transformers 5's model in memory, where each layer's experts are fused.
+
+        Some training code writes its files so. In `gate_up_proj` gate is before up.
+        """
+        if self.fused:
+            return self
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        parts = {*self.tensors, *DECODER_TENSORS}
+        tensors: dict[str, str | ExpertsTensor] = {
+            part: self.loaded_name(self.name_of(part)) for part in parts
+        }
+        for part, name in fused.items():
+            tensors[f"{self.name_of(part)}.weight"] = ExpertsTensor(name)
+        return dataclasses.replace(self, tensors=tensors)
+
+    def loaded_name(self, name: str) -> str:
+        """What transformers calls a tensor or module of a file in memory."""
+        return ".".join(self.loaded.get(part, part) for part in name.split("."))
+
 
 _FORMATS: dict[str, HfFormat] = {}
 

@@ -14,12 +14,13 @@ from haliax import Axis
 from models.architectures import Qwen3MoeConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.remat_presets import check_remat_names
+from models.hf_io.decoder_weights import with_own_head
 from models.hf_io.formats import (
-    differing_fields,
     end_tokens,
     pretrained_config,
     read_hf_config,
     says_nothing,
+    unlike_folder,
     written_out,
 )
 from models.hf_io.hub import adapted_model, model_folder
@@ -61,7 +62,8 @@ class LmRunConfig:
         initialize_from_hf: the model to begin with: a folder in Hugging Face's format or a name on its Hub
             (`owner/model`, `owner/model@revision`), a run folder, whose latest checkpoint is read, or
             adapters of PEFT. Adapters are merged, and don't go with `lora`. null for random weights. The
-            architecture is that model's where `model` says nothing of it, and has to be equal otherwise.
+            architecture is that model's where `model` says nothing of it, and has to be equal otherwise; its
+            `type` always has to, if it is written.
         vocab_size: rows of the embedding; if null, those in that folder, or one for each of the tokenizer's.
         lora: adapters to train instead of the model's own weights, which then get neither gradients nor
             optimizer state; null to train these.
@@ -82,7 +84,7 @@ class LmRunConfig:
         trainer: length, updates, precision, checkpoints, reports and the run folder.
     """
 
-    model: DecoderConfig = field(default_factory=Qwen3MoeConfig)
+    model: DecoderConfig = field(default_factory=lambda: decode_config(Qwen3MoeConfig, {}, "by default"))
     initialize_from_hf: str | None = None
     vocab_size: int | None = None
     lora: LoraConfig | None = None
@@ -193,12 +195,11 @@ class LmRunConfig:
         don't decide it.
         """
         model, rows = self.model, self.vocab_size
-        of_folder = says_nothing(model)
-        if self.initialize_from_hf is not None and (check_folder or of_folder):
+        if self.initialize_from_hf is not None and (check_folder or says_nothing(model)):
             begun = find_model(self.initialize_from_hf)
             self._check_begun(begun)
             found, found_rows = pretrained_config(model, begun.config), begun.Vocab.size
-            differing = [] if of_folder else differing_fields("model", written_out(model), written_out(found))
+            differing = unlike_folder(model, found)
             if rows is not None and rows != found_rows:
                 differing.append(f"vocab_size: {rows} in the config, {found_rows} in the folder")
             if differing:
@@ -207,11 +208,11 @@ class LmRunConfig:
                     + "\n  ".join(differing)
                     + "\nCorrect it, or leave out all of `model` that a folder has, to take the folder's."
                 )
-            model, rows = written_out(found), found_rows
+            model, rows = found, found_rows
         if rows is None or check_folder or self.data.tokenizer == "byte":  # which needs no file
             tokens = load_tokenizer(self.data.tokenizer, rows=rows)
             rows = tokens.vocab_size if rows is None else rows
-        return dataclasses.replace(self, model=model, vocab_size=rows)
+        return dataclasses.replace(self, model=written_out(model), vocab_size=rows)
 
     def _check_begun(self, begun: "FoundModel") -> None:
         run_dir = self.trainer.run_dir
@@ -309,6 +310,7 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
         tokenizer = tokenizer or base.tokenizer_name
         return FoundModel(name, root, base.config, base.Vocab, tokenizer, base.published, adapted, base)
     (config, rows), fields = read_hf_config(root), read_json(root / "config.json")
+    config = with_own_head(config, root)
     is_bfloat16 = "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype"))
     config = dataclasses.replace(config, compute_dtype="bfloat16" if is_bfloat16 else "float32")
     return FoundModel(name, root, config, Axis("vocab", rows), tokenizer, root)

@@ -1,14 +1,15 @@
-"""Grouped-query attention with rotary embedding, RMS norms of queries and keys, and the key-value cache."""
+"""Grouped-query attention with rotary embedding, RMS norms of queries and keys; and caches."""
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
 
 from models.decoder.config import DecoderConfig, LayerSpec
@@ -18,55 +19,63 @@ from stacked_remat.ops import RotaryTable, apply_rotary, causal_attention, decod
 from stacked_remat.training import POSITION_AXIS
 
 SLOT_AXIS = "slot"
-"""The axis of a cache on which slot i holds position i of its sequence."""
+"""The axis of a cache on which positions are: position p in slot p, with a window in slot p modulo slots."""
 
 
-class KeyValueCache(eqx.Module):
-    """Keys and values of the layers of a kind, one sequence a row, in buffers that are written in place.
+class Cache(eqx.Module):
+    """What the layers of a kind keep of earlier tokens, one sequence a row, in buffers written in place.
 
-    A row's slots after its last token are never read; they hold zeros, or values of padding.
+    The layer says what that is: keys and values, or a vector from which both are projected. With a window
+    there are no more slots than positions that a query sees. Slots after a row's last token, until each has
+    been written once, are never read; they hold zeros, or values of padding.
 
     Attributes:
-        key: `[Layers, Batch, KVHeads, slot, HeadDim]`, after norm and rotation.
-        value: like `key`.
+        buffers: each `[Layers, Batch, ..., slot, width]`.
     """
 
-    key: NamedArray
-    value: NamedArray
+    buffers: tuple[NamedArray, ...]
 
     @staticmethod
-    def of_prompt(key: NamedArray, value: NamedArray, slots: int) -> "KeyValueCache":
-        """That of a layer, for sequences of up to `slots` tokens, which begin `[Batch, position, ...]`."""
+    def of_prompt(kept: Sequence[NamedArray], lengths: NamedArray, slots: int) -> "Cache":
+        """That of a layer with so many slots, for sequences of these lengths.
 
-        def buffer(heads: NamedArray) -> NamedArray:
-            Batch, Pos, *own = heads.axes
-            padded = hax.pad(heads.rename({Pos.name: SLOT_AXIS}), {SLOT_AXIS: (0, slots - Pos.size)})
-            # In this order a head's slots are contiguous, and attention needs no transposed copy.
-            return padded.rearrange((Batch, own[0], SLOT_AXIS, own[1]))
+        `kept` are `[Batch, position, ..., width]` of their beginnings.
+        """
 
-        return KeyValueCache(buffer(key), buffer(value))
+        def buffer(tokens: NamedArray) -> NamedArray:
+            Batch, Pos, *own = tokens.axes
+            if Pos.size <= slots:
+                filled = hax.pad(tokens.rename({Pos.name: SLOT_AXIS}), {SLOT_AXIS: (0, slots - Pos.size)})
+            else:
+                Slot, last = Axis(SLOT_AXIS, slots), lengths - 1
+                # The newest position of each slot; before the first one none, and what is there is not read.
+                newest = last - (last - hax.arange(Slot).broadcast_axis(Batch)) % slots
+                at: dict[Any, Any] = {Batch: hax.arange(Batch), Pos: hax.maximum(newest, 0)}
+                filled = tokens[at]
+            # In this order the slots of a head are contiguous, and attention needs no transposed copy.
+            return filled.rearrange((Batch, *own[:-1], SLOT_AXIS, own[-1]))
 
-    def of_layer(self, layer_index: NamedArray) -> tuple[NamedArray, NamedArray]:
-        """The keys and values of one layer, `[Batch, KVHeads, slot, HeadDim]`."""
-        return self.key[self.key.axes[0], layer_index], self.value[self.key.axes[0], layer_index]
+        return Cache(tuple(map(buffer, kept)))
 
-    def with_token(
-        self, layer_index: NamedArray, positions: NamedArray, key: NamedArray, value: NamedArray
-    ) -> "KeyValueCache":
-        """The cache with `[Batch, KVHeads, HeadDim]` written to a layer's slots `positions`.
+    def of_layer(self, layer_index: NamedArray) -> tuple[NamedArray, ...]:
+        """The buffers of one layer, `[Batch, ..., slot, width]`."""
+        return tuple(buffer[buffer.axes[0], layer_index] for buffer in self.buffers)
+
+    def with_token(self, layer_index: NamedArray, slots: NamedArray, kept: Sequence[NamedArray]) -> "Cache":
+        """The cache with `[Batch, ..., width]` of a token of each row written to a layer's slots.
 
         Out-of-range writes are dropped.
         """
-        (Batch,) = positions.axes
-        at = {self.key.axes[0]: layer_index, Batch: hax.arange(Batch), SLOT_AXIS: positions}
+        (Batch,) = slots.axes
 
         def write(buffer: NamedArray, new: NamedArray) -> NamedArray:
+            at = {buffer.axes[0]: layer_index, Batch: hax.arange(Batch), SLOT_AXIS: slots}
             return buffer.at[at].set(new.astype(buffer.dtype), mode="drop")
 
-        return KeyValueCache(write(self.key, key), write(self.value, value))
+        return Cache(tuple(map(write, self.buffers, kept)))
 
 
-Caches: TypeAlias = dict[str, KeyValueCache]
+Caches: TypeAlias = dict[str, Cache]
 """That of the layers of each kind, by its name."""
 
 
@@ -95,28 +104,48 @@ class CausalAttention(eqx.Module):
         output = by_heads(attention, hax.arange(self.spec.KVHeads), x, rotary, documents)
         return output if bias is None else (output + bias).rearrange(x.axes)
 
-    def prefill(self, x: NamedArray, rotary: RotaryTable, slots: int) -> tuple[NamedArray, KeyValueCache]:
-        """Maps `[Batch, position, Embed]` to itself, with the keys and values of the layer.
+    @abc.abstractmethod
+    def kept(
+        self, x: NamedArray, rotary: RotaryTable, key: NamedArray, value: NamedArray
+    ) -> tuple[NamedArray, ...]:
+        """What the cache keeps of tokens, `[..., own axes, width]`; `key` and `value` are of `heads`."""
+
+    @abc.abstractmethod
+    def attend_to_cache(
+        self, query: NamedArray, kept: tuple[NamedArray, ...], positions: NamedArray
+    ) -> NamedArray:
+        """Maps queries `[Batch, KVHeads, ..., HeadDim]` at `positions` to what `o_proj` takes.
+
+        `kept` is what the cache has of this layer, these positions included.
+        """
+
+    def prefill(
+        self, x: NamedArray, rotary: RotaryTable, lengths: NamedArray, slots: int
+    ) -> tuple[NamedArray, Cache]:
+        """Maps `[Batch, position, Embed]` to itself, with the cache of the layer.
 
         Uses the device's default kernel, whichever the model was trained with.
         """
         query, key, value = self.heads(x, rotary)
-        return self._attend(x, query, key, value, "auto"), KeyValueCache.of_prompt(key, value, slots)
+        cache = Cache.of_prompt(self.kept(x, rotary, key, value), lengths, self.spec.slots(slots))
+        return self._attend(x, query, key, value, "auto"), cache
 
     def decode(
         self,
         x: NamedArray,
         rotary: RotaryTable,
         positions: NamedArray,
-        cache: KeyValueCache,
+        cache: Cache,
         layer_index: NamedArray,
-    ) -> tuple[NamedArray, KeyValueCache]:
+    ) -> tuple[NamedArray, Cache]:
         """Maps one token a row, `[Batch, Embed]` at `positions`, to itself, and writes it into the cache."""
         query, key, value = self.heads(x, rotary)
-        cache = cache.with_token(layer_index, positions, key, value)
-        axes, options = (SLOT_AXIS, self.spec.HeadDim), {"positions": positions, **self._options}
-        attended = decode_attention(query, *cache.of_layer(layer_index), *axes, **options)
-        return self._output(attended, x), cache
+        slots = positions
+        if self.spec.window is not None:
+            slots = positions % cache.buffers[0].resolve_axis(SLOT_AXIS).size
+        cache = cache.with_token(layer_index, slots, self.kept(x, rotary, key, value))
+        attended = self.attend_to_cache(query, cache.of_layer(layer_index), positions)
+        return self.o_proj(attended).rearrange(x.axes), cache
 
     def _attend(
         self,
@@ -193,6 +222,23 @@ class Attention(CausalAttention):
             for norm, heads in ((self.q_norm, query), (self.k_norm, key))
         )
         return query, key, value
+
+    def kept(
+        self, x: NamedArray, rotary: RotaryTable, key: NamedArray, value: NamedArray
+    ) -> tuple[NamedArray, ...]:
+        """Keys and values, the keys after norm and rotation."""
+        return key, value
+
+    def attend_to_cache(
+        self, query: NamedArray, kept: tuple[NamedArray, ...], positions: NamedArray
+    ) -> NamedArray:
+        """Attention to the slots up to `positions`, or to all slots where there are no more than a window.
+
+        The order of slots does not matter: their keys are rotated.
+        """
+        key, value = kept
+        options = {"positions": positions, "sinks": self.sinks, "scale": self.spec.scale}
+        return decode_attention(query, key, value, SLOT_AXIS, self.spec.HeadDim, **options)
 
 
 def _of_some_heads(

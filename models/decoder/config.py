@@ -51,15 +51,6 @@ class AttentionConfig:
                 "model.attention.window is of layers of the type sliding_attention. Give both, or neither."
             )
 
-    @property
-    def shortest(self) -> "AttentionConfig":
-        """The shortest list of types that repeats to this one, so that equal patterns are equal configs."""
-        types = self.layer_types or ()
-        size = next(
-            (n for n in range(2, len(types)) if types == (types[:n] * len(types))[: len(types)]), None
-        )
-        return replace(self, layer_types=types[:size] if len({*types}) > 1 else None)
-
 
 @dataclass(frozen=True)
 class RotaryConfig:
@@ -248,6 +239,17 @@ class LayerSpec:
         """Query heads that share one key-value head; (KVHeads, HeadsPerKV) are all query heads, in order."""
         return Axis("heads_per_kv", self.num_heads // self.num_kv_heads)
 
+    def slots(self, tokens: int) -> int:
+        """How many positions of a sequence of so many tokens the cache of a layer has."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+    @property
+    def numbers_of_token(self) -> int:
+        """How many numbers the cache of a layer keeps of a token."""
+        if self.latent is not None:
+            return self.latent.key_value_rank + self.latent.rotary_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
     @property
     def RotaryDim(self) -> Axis:
         """Coordinates of one head that are rotated."""
@@ -309,7 +311,6 @@ class DecoderConfig(draccus.ChoiceRegistry):
                 f"model.attention.layer_types has {len(types)} entries for model.num_layers = "
                 f"{self.num_layers}. Give at most one for each layer."
             )
-        object.__setattr__(self, "attention", self.attention.shortest)
 
     @property
     def remat_names(self) -> tuple[str, ...]:
@@ -413,9 +414,9 @@ class DecoderConfig(draccus.ChoiceRegistry):
         return [layer for layer, name in enumerate(self.pattern) if name == kind]
 
     def cache_bytes(self, rows: int, slots: int) -> int:
-        """The size of the keys and values of all layers, of so many sequences of so many tokens."""
-        numbers = sum(2 * spec.num_kv_heads * spec.head_dim for spec in self.specs)
-        return rows * slots * numbers * jnp.dtype(self.compute_dtype).itemsize
+        """The size of the caches of all layers, of so many sequences of so many tokens."""
+        numbers = sum(spec.slots(slots) * spec.numbers_of_token for spec in self.specs)
+        return rows * numbers * jnp.dtype(self.compute_dtype).itemsize
 
 
 @dataclass(frozen=True)

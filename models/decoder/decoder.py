@@ -16,7 +16,7 @@ from haliax.util import is_named_array
 from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, PRNGKeyArray
 
-from models.decoder.attention import Attention, Caches, KeyValueCache
+from models.decoder.attention import Attention, Cache, Caches
 from models.decoder.config import DecoderConfig, LayerSpec, SparseDecoderConfig
 from models.decoder.experts import AuxiliaryLoss, RouterStatistics, SparseExperts, means
 from models.decoder.latent_attention import LatentAttention
@@ -81,10 +81,12 @@ class DecoderLayer(eqx.Module):
         attended = _normed(layer.attention_output_norm, attended)
         return layer._feed_forward(checkpoint_name(x + attended, "residual"), documents)
 
-    def prefill(self, x: NamedArray, rotary: RotaryTable, slots: int) -> tuple[NamedArray, KeyValueCache]:
-        """Maps `[Batch, position, Embed]` to itself, with its keys and values, as the cache has them."""
+    def prefill(
+        self, x: NamedArray, rotary: RotaryTable, lengths: NamedArray, slots: int
+    ) -> tuple[NamedArray, Cache]:
+        """Maps `[Batch, position, Embed]` to itself, with its cache for `slots` tokens."""
         layer = self._cast(x.dtype)
-        attended, cache = layer.attention.prefill(_normed(layer.input_norm, x), rotary, slots)
+        attended, cache = layer.attention.prefill(_normed(layer.input_norm, x), rotary, lengths, slots)
         return layer._feed_forward(x + _normed(layer.attention_output_norm, attended))[0], cache
 
     def decode(
@@ -258,16 +260,23 @@ class Decoder(eqx.Module):
         layers = self.layers
         return layers.stacks if isinstance(layers, StackedPattern) else {self.config.pattern[0]: layers}
 
-    def prefill(self, tokens: NamedArray, slots: int) -> tuple[NamedArray, Caches]:
+    def prefill(
+        self, tokens: NamedArray, slots: int, lengths: NamedArray | None = None
+    ) -> tuple[NamedArray, Caches]:
         """Reads the beginnings of sequences at once, and makes the caches for `slots` tokens of each.
 
         Args:
             tokens: integers `[Batch, position]`. Rows may differ in length: pad the shorter ones at their
                 ends with any tokens, which no earlier position sees and `decode` overwrites.
+            lengths: integers `[Batch]`, at least 1: of the rows without padding; None where there is none.
+
+        Memory: of a layer with a window, the cache has the last positions alone.
         """
-        rotary = self._rotary(hax.arange(tokens.resolve_axis(POSITION_AXIS)))
-        scan = self.layers.scan_via(functools.partial(DecoderLayer.prefill, slots=slots), remat=False)
-        x, found = scan(self._embedded(tokens), rotary)
+        (Batch, Pos), embedded = tokens.axes, self._embedded(tokens)
+        lengths = hax.full(Batch, Pos.size, dtype=jnp.int32) if lengths is None else lengths
+        prefill = functools.partial(DecoderLayer.prefill, slots=slots)
+        scan = self.layers.scan_via(prefill, remat=False)
+        x, found = scan(embedded, self._rotary(hax.arange(Pos)), lengths)
         caches: Any = found if len(self.stacks) > 1 else {self.config.pattern[0]: found}
         return self._normalised(x), caches
 

@@ -86,7 +86,7 @@ def first_tokens(
     slots: int,
 ) -> Decoding:
     """Reads the prompts, the first `lengths` tokens of `[batch, position]`, and draws the next."""
-    hidden, cache = model.prefill(prompts, slots)
+    hidden, cache = model.prefill(prompts, slots, lengths)
     (Batch,) = lengths.axes
     last = hidden[{Batch: hax.arange(Batch), POSITION_AXIS: lengths - 1}]
     return Decoding(_drawn(model, last, lengths, keys, sampling), lengths, cache)

@@ -1,6 +1,5 @@
 """Adapters of a decoder in PEFT's format."""
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Literal
@@ -14,7 +13,6 @@ from models.decoder.decoder import Decoder
 from models.hf_io.decoder_weights import tensor_maps
 from models.hf_io.formats import format_of
 from models.hf_io.safetensors_folder import WeightsError
-from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat.lora import PeftNames, PeftParameter, load_peft, peft_tensor_names, save_peft
 
 
@@ -42,10 +40,8 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
     `gate_up_proj`, with the product unchanged. They are `separate` in files of transformers 4.
     """
     known = format_of(config)
-    if experts == "fused" and not known.fused:
-        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-        own = {f"{known.name_of(part)}.weight": ExpertsTensor(name) for part, name in fused.items()}
-        known = dataclasses.replace(known, tensors={**known.tensors, **own})
+    if experts == "fused":
+        known = known.in_memory
     shapes = eqx.filter_eval_shape(Decoder.init, config, Axis("vocab", 1), key=jax.random.key(0))
     maps = {_dotted(path): one for path, one in tensor_maps(shapes, known).items()}
 
@@ -56,8 +52,7 @@ def peft_names(config: DecoderConfig, experts: Literal["fused", "separate"] = "f
         if one.layers is not None:
             index = (one.layers[index[0]], *index[1:])
         outer = one.name.count("{}")
-        names = one.name.format(*index[:outer]).removesuffix(".weight").split(".")
-        module = ".".join(known.loaded.get(part, part) for part in names)
+        module = known.loaded_name(one.name.format(*index[:outer]).removesuffix(".weight"))
         if outer < len(index):
             module, _, tensor = module.rpartition(".")
             order = int(tensor == "down_proj")

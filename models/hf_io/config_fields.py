@@ -254,8 +254,9 @@ def windows(default: int | None, usual: Windowed | None = None, switch: str | No
         kinds = given("layer_types", windowed)
         if len(kinds) != len(windowed):  # a shorter list would be repeated
             raise ValueError(f"layer_types has {len(kinds)} entries for {len(windowed)} layers.")
-        found["attention.window"] = window if SLIDING in kinds else None
-        found["attention.layer_types"] = None if {*kinds} == {FULL} else kinds
+        window = window if SLIDING in kinds else None
+        all_alike = {*kinds} == {FULL if window is None else SLIDING}
+        found["attention.window"], found["attention.layer_types"] = window, None if all_alike else kinds
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         window = config.attention.window

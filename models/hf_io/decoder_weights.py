@@ -8,6 +8,7 @@ axes for them, where its tensor has a single one.
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,12 @@ from models.decoder.config import DecoderConfig
 from models.decoder.decoder import Decoder
 from models.decoder.layers import Norm
 from models.hf_io.formats import HfFormat, config_to_hf, format_of
-from models.hf_io.safetensors_folder import SafetensorsFolder, write_safetensors
+from models.hf_io.safetensors_folder import (
+    SafetensorsFolder,
+    WeightsError,
+    weight_files,
+    write_safetensors,
+)
 from models.hf_io.stacked_weights import ExpertsTensor, TensorMap, check_tensors, pending_tensors, read_array
 from stacked_remat import StackedPattern
 from stacked_remat.lora import LoraLinear, lora_linears
@@ -35,7 +41,12 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
 
     Cost: one tensor in host memory, or where experts are fused those of one expert, besides the decoder.
     """
-    folder, maps = _without_unused(SafetensorsFolder.open(root), like.config), tensor_maps(like)
+    folder, known = SafetensorsFolder.open(root), format_of(like.config)
+    if any(name.endswith(".experts.gate_up_proj") for name in folder.shapes):
+        known = known.in_memory
+        folder = folder.renamed(known.loaded_name)
+    folder = _without_unused(_with_head_of(like.config, folder, known), like.config, known)
+    maps = tensor_maps(like, known)
     check_tensors([*maps.values()], folder)
     default = SingleDeviceSharding(jax.devices()[0])
 
@@ -45,6 +56,25 @@ def read_decoder(root: Path, like: Decoder) -> Decoder:
         return NamedArray(array, shape.axes)
 
     return jax.tree_util.tree_map_with_path(read, like, is_leaf=is_named_array)
+
+
+def with_own_head(config: DecoderConfig, root: Path) -> DecoderConfig:
+    """The config of a folder, untied with a warning if its files have a head that differs from the embedding.
+
+    Transformers too keeps such a head. Where the files are not here yet the config is not changed.
+
+    Cost: the headers are read, and embedding and head if a tied config has both.
+    """
+    if not config.tie_word_embeddings or not all((root / file).is_file() for file in weight_files(root)):
+        return config
+    if not _has_own_head(SafetensorsFolder.open(root), format_of(config)):
+        return config
+    warnings.warn(
+        f"{root}: config.json ties the head to the embedding, and the files have a head of other values, "
+        f"which is used. Write tie_word_embeddings: false in config.json.",
+        stacklevel=2,
+    )
+    return replace(config, tie_word_embeddings=False)
 
 
 def write_decoder(
@@ -114,12 +144,39 @@ def _parts(same: Sequence[TensorMap], fused: ExpertsTensor | None) -> Iterator[T
         yield one if len(same) == 1 else replace(one, tensor_shape=tuple(shape), outputs=outputs)
 
 
-def _without_unused(folder: SafetensorsFolder, config: DecoderConfig) -> SafetensorsFolder:
+def _has_own_head(folder: SafetensorsFolder, known: HfFormat) -> bool:
+    head, embedding = (f"{known.name_of(part)}.weight" for part in ("head", "embedding"))
+    return {head, embedding} <= folder.shapes.keys() and not folder.are_equal(head, embedding)
+
+
+def _with_head_of(config: DecoderConfig, folder: SafetensorsFolder, known: HfFormat) -> SafetensorsFolder:
+    """The folder with the embedding under its name, if a tied config has only the head.
+
+    Raises WeightsError for a tied config and a head that differs, and an untied config without a head.
+    """
+    head, embedding = (f"{known.name_of(part)}.weight" for part in ("head", "embedding"))
+    if not config.tie_word_embeddings:
+        if embedding in folder.shapes and head not in folder.shapes:
+            raise WeightsError(
+                f"{folder.root} has no {head}, and its config does not tie the head to the embedding. If "
+                f"they are one matrix, write tie_word_embeddings: true in config.json; else fetch it again."
+            )
+        return folder
+    if head in folder.shapes and embedding not in folder.shapes:
+        return folder.renamed(lambda name: embedding if name == head else name)
+    if _has_own_head(folder, known):
+        raise WeightsError(
+            f"{folder.root} has {head}, which differs from {embedding}, and the model's config ties them. "
+            f"Write tie_word_embeddings: false; if the weights were fetched just now, run the command again."
+        )
+    return folder
+
+
+def _without_unused(folder: SafetensorsFolder, config: DecoderConfig, known: HfFormat) -> SafetensorsFolder:
     """The folder without tensors that transformers does not use either.
 
     These are rotary tables, the head where it is the embedding, and layers that predict further tokens.
     """
-    known = format_of(config)
     layer = re.compile(rf"{re.escape(known.name_of('layers'))}\.(\d+)\.")
 
     def is_used(name: str) -> bool:

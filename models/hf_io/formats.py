@@ -12,7 +12,7 @@ from models.hf_io.config_fields import ConfigFields, FieldTable, Found, attribut
 from models.hf_io.safetensors_folder import WeightsError, read_json
 from models.hf_io.stacked_weights import ExpertsTensor
 from stacked_remat._messages import shortened, shown
-from stacked_remat.training.config_file import decode_config
+from stacked_remat.training.config_file import decode_config, written_keys
 from stacked_remat.training.errors import ConfigError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -66,6 +66,27 @@ class HfFormat:
     def fused(self) -> Mapping[str, ExpertsTensor]:
         """The tensors that hold all experts of a layer; empty where every expert has its own."""
         return {part: name for part, name in self.tensors.items() if isinstance(name, ExpertsTensor)}
+
+    @property
+    def in_memory(self) -> "HfFormat":
+        """The names of transformers 5's model in memory, where each layer's experts are fused.
+
+        Some training code writes its files so. In `gate_up_proj` gate is before up.
+        """
+        if self.fused:
+            return self
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        parts = {*self.tensors, *DECODER_TENSORS}
+        tensors: dict[str, str | ExpertsTensor] = {
+            part: self.loaded_name(self.name_of(part)) for part in parts
+        }
+        for part, name in fused.items():
+            tensors[f"{self.name_of(part)}.weight"] = ExpertsTensor(name)
+        return dataclasses.replace(self, tensors=tensors)
+
+    def loaded_name(self, name: str) -> str:
+        """What transformers calls a tensor or module of a file in memory."""
+        return ".".join(self.loaded.get(part, part) for part in name.split("."))
 
 
 _FORMATS: dict[str, HfFormat] = {}
@@ -131,12 +152,13 @@ def config_from_hf(document: Mapping[str, Any], place: str = "config.json") -> t
         section, _, own = path.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[own] = value
     try:
-        return decode_config(known.config_class, tree, "in config.json"), vocab_size
+        config = decode_config(known.config_class, tree, "in config.json")
     except ConfigError as error:
         text = re.sub(
             r"(?:model\.)?([a-z]\w*(?:\.[a-z]\w*)*)", lambda at: names.get(at[1], at[0]), str(error)
         )
         raise ValueError(text) from error
+    return dataclasses.replace(config), vocab_size  # without its written keys, which are of config files
 
 
 def config_to_hf(config: DecoderConfig, vocab_size: int, *, dtype: str) -> dict[str, Any]:
@@ -176,11 +198,38 @@ def differing_fields(path: str, config: object, found: object) -> list[str]:
 
 
 def says_nothing(config: DecoderConfig) -> bool:
-    """Whether a config has the defaults in what a folder decides, but for a context that it lengthens."""
+    """Whether a config says nothing of what a folder decides but its type and a longer context.
+
+    What a file says is what is written there, also where it is the default. A config that Python code made
+    says what differs from the defaults.
+    """
+    lengthens, written = config.rotary.scaling is not None, written_keys(config)
+    if written is not None:
+        said = [key for key in written - {"type"} if _is_of_folder(config, key)]
+        return all(lengthens and key.startswith("rotary.") for key in said)
     usual = type(config)()
-    if config.rotary.scaling is not None:
+    if lengthens:
         usual = dataclasses.replace(usual, rotary=config.rotary)
     return not differing_fields("model", config, usual)
+
+
+def unlike_folder(config: DecoderConfig, found: DecoderConfig) -> list[str]:
+    """A line for each field in which the `model` that was written is not the one that a folder has."""
+    written, theta = written_keys(config), config.rotary.theta
+    if not says_nothing(config):
+        return differing_fields("model", written_out(config), written_out(found))
+    if type(config) is not type(found) and (written is None or "type" in written):
+        return differing_fields("model", config, found)
+    says_theta = theta != type(config)().rotary.theta if written is None else "rotary.theta" in written
+    return differing_fields("model.rotary.theta", theta, found.rotary.theta) if says_theta else []
+
+
+def _is_of_folder(config: Any, key: str) -> bool:
+    """Whether the folder of its weights decides a dotted key of a config, and not the run."""
+    name, _, below = key.partition(".")
+    is_of_run = any(one.name == name and "of_run" in one.metadata for one in dataclasses.fields(config))
+    own = getattr(config, name)
+    return not is_of_run and (not dataclasses.is_dataclass(own) or _is_of_folder(own, below))
 
 
 def written_out(config: DecoderConfig) -> DecoderConfig:
@@ -198,9 +247,12 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
 
 def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderConfig:
     """The architecture found, with what a run decides (`OF_RUN`) and a longer context of `config`."""
+    written, longest = written_keys(config), found.rotary.max_position_embeddings
     found = _with_fields_of_run(found, config)
     if config.rotary.scaling is not None:  # a longer context than the folder was made for
         rotary = dataclasses.replace(config.rotary, theta=found.rotary.theta)
+        if written is not None and "rotary.max_position_embeddings" not in written:
+            rotary = dataclasses.replace(rotary, max_position_embeddings=longest)
         found = dataclasses.replace(found, rotary=rotary)
     return found
 

@@ -77,6 +77,25 @@ class SafetensorsFolder:
         quantized.join_pairs(shapes, dtypes)
         return SafetensorsFolder(root, stored, shapes, dtypes, {one.mapped for one in stored.values()})
 
+    def renamed(self, rename: Callable[[str], str]) -> "SafetensorsFolder":
+        """The same tensors under other names."""
+
+        def under_new(named: Mapping[str, Any]) -> dict[str, Any]:
+            return {rename(name): value for name, value in named.items()}
+
+        new = under_new(self.stored), under_new(self.shapes), under_new(self.dtypes)
+        return SafetensorsFolder(self.root, *new, self.files)
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Whether two tensors have the same values. Cost: reads both, some rows at a time."""
+        if self.shapes[first] != self.shapes[second]:
+            return False
+        one, other = self.read(first), self.read(second)
+        starts = range(0, len(one), _ROWS_COMPARED)
+        return all(
+            np.array_equal(one[at : at + _ROWS_COMPARED], other[at : at + _ROWS_COMPARED]) for at in starts
+        )
+
     def read(self, name: str, at: tuple[int, ...] = ()) -> Shaped[np.ndarray, "..."]:
         """One tensor, or its entry at indices of its first axes: a view of the file.
 
@@ -119,6 +138,7 @@ def _errors_of(path: Path) -> Iterator[None]:
         raise WeightsError(f"{path} can't be read ({error}). Fetch or save it again.") from error
 
 
+_ROWS_COMPARED = 4096  # at once
 _LONGEST_HEADER = 100_000_000  # bytes, in safetensors too
 _DTYPES = {f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)}
 _DTYPES |= {f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)}

@@ -28,6 +28,7 @@ from .errors import ConfigError, all_without_credentials
 
 Config = TypeVar("Config")
 
+_WRITTEN = "_written_keys"  # an attribute of configs that were read, which `dataclasses.replace` drops
 _CONFIG_PATH, _COMMAND_LINE = "config_path", "on the command line"
 _BOOLS = yaml.SafeLoader.bool_values  # of `yes`, `true`, `on` and their opposites
 
@@ -76,6 +77,14 @@ def decode_config(
     return _Decoder(config_class, place, given).section(config_class, tree, "")
 
 
+def written_keys(section: Any) -> frozenset[str] | None:
+    """The dotted keys that a config file or the command line gave below a section, its `type` included.
+
+    None for a config that Python code made: there a default and a value that equals it look alike.
+    """
+    return getattr(section, _WRITTEN, None)
+
+
 def config_as_dict(config: Any) -> dict[str, Any]:
     """The config as plain dicts, lists and scalars, with every default filled in and registries' `type` keys.
 
@@ -102,6 +111,7 @@ class _Decoder:
     def section(self, config_class: Any, tree: Any, at: str) -> Any:
         """The instance of `config_class`, or of the type chosen from it, that a section describes."""
         self._check_section(tree, at, "is a section of keys", config_class)
+        written = frozenset(".".join(path) for path, value in leaves(tree) if value != {})
         registry, tree = config_class if is_registry(config_class) else None, dict(tree)
         below = f"{at}." if at else ""
         if registry is not None:
@@ -117,13 +127,15 @@ class _Decoder:
             if required and field.name not in values:
                 raise ConfigError(f"{self._named(at)} lacks the key `{field.name}`.")
         try:
-            return config_class(**values)
+            config = config_class(**values)
         except (ValueError, OverflowError) as error:
             named = not at or _mentions(str(error), at)
-            written = [below + ".".join(path) for path, _ in leaves(tree)]
-            blamed = [key for key in written if _mentions(str(error), key)] or written or [at]
+            keys = [below + ".".join(path) for path, _ in leaves(tree)]
+            blamed = [key for key in keys if _mentions(str(error), key)] or keys or [at]
             places = " and ".join(dict.fromkeys(map(self._where, blamed)))
             raise ConfigError(f"Bad config {places}{'' if named else f' (of `{at}`)'}: {error}") from error
+        object.__setattr__(config, _WRITTEN, written)
+        return config
 
     def value(self, hint: Any, value: Any, at: str) -> Any:
         """What a field of this annotation gets."""

@@ -128,7 +128,7 @@ def drawn(seed: int) -> tuple[str, dict]:
         return values[rng.integers(len(values))]
 
     family = one_of(*dict.fromkeys(name for name, _ in CASES.values()))
-    kv_heads, layers = one_of(1, 2, 3), one_of(2, 3)
+    kv_heads, layers = one_of(1, 2, 3), int(rng.integers(5, 13))
     heads = kv_heads * one_of(1, 2, 3)
     theta = dict(rope_theta=one_of(100.0, 10_000.0, 1e6))
     fields = dict(

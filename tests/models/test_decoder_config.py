@@ -1,41 +1,84 @@
 """Configs of decoders: axes, checks and defaults."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 import draccus
 import draccus.utils
 import equinox as eqx
 import jax
+import numpy as np
 import pytest
+import yaml
 from haliax import Axis
 
 from models.decoder.config import FULL, SLIDING, AttentionConfig, DecoderConfig, ExpertsConfig
 from models.decoder.decoder import Decoder
 from models.decoder.remat_presets import check_remat_names
+from models.gemma3 import Gemma3Config
+from models.gpt_oss import GptOssConfig
+from models.hf_io.formats import config_from_hf, config_to_hf, differing_fields, written_out
+from models.olmo3 import Olmo3Config
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.ops import YarnRotary
 from stacked_remat.ops._attention_backends import BACKENDS
 from stacked_remat.ops.grouped_experts import EXPERT_BACKENDS
+from stacked_remat.training import config_as_dict
+from stacked_remat.training.config_file import decode_config
 
 
-def test_types_of_layers_repeat_and_are_kept_at_their_shortest():
-    sliding, full = "sliding_attention", "full_attention"
-    config = Qwen3Config(num_layers=5, attention=AttentionConfig(window=3, layer_types=(sliding, full)))
+def test_types_of_layers_repeat():
+    config = Qwen3Config(num_layers=5, attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL)))
     assert [spec.window for spec in config.specs] == [3, None, 3, None, 3]
-    for types, kept in (
-        ((sliding, full, sliding, full, sliding), (sliding, full)),
-        ((sliding, sliding, full, full, full), (sliding, sliding, full, full, full)),
-        ((sliding,) * 4, None),
-    ):
-        whole = AttentionConfig(window=3, layer_types=types)
-        found = Qwen3Config(num_layers=5, attention=whole)
-        assert found.attention == AttentionConfig(window=3, layer_types=kept)
     with pytest.raises(ValueError, match="layer_types has 5 entries for model.num_layers = 4. Give at most"):
         Qwen3Config(
-            num_layers=4, attention=AttentionConfig(window=3, layer_types=(sliding, full) * 2 + (full,))
+            num_layers=4, attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL) * 2 + (FULL,))
         )
+
+
+def copies(config: DecoderConfig) -> Iterator[DecoderConfig]:
+    """The config after all that keeps its layers."""
+    yield config
+    yield dataclasses.replace(config, compute_dtype="bfloat16")
+    yield dataclasses.replace(dataclasses.replace(config, tiles=2), rms_norm_eps=1e-3)
+    yield written_out(config)
+    yield written_out(dataclasses.replace(written_out(config), tiles=2))
+    entries = yaml.safe_load(yaml.safe_dump(config_as_dict(config)))
+    yield decode_config(type(config), {name: entries[name] for name in entries if name != "type"}, "there")
+    again, _ = config_from_hf(config_to_hf(config, 9, dtype="float32"))
+    yield again
+    yield config_from_hf(config_to_hf(dataclasses.replace(again, tiles=2), 9, dtype="float32"))[0]
+
+
+@pytest.mark.parametrize("config_class", [Gemma3Config, Olmo3Config, GptOssConfig, Qwen3Config])
+def test_types_of_layers_stay_what_was_written(config_class):
+    """All lists of up to six, written whole or repeated, and some of twelve."""
+    rng = np.random.default_rng(0)
+    cases = [
+        (types, len(types) * repeats + cut)
+        for size in range(2, 7)
+        for types in itertools.product((SLIDING, FULL), repeat=size)
+        for repeats, cut in ((1, 0), (2, 0), (2, size // 2))
+    ]
+    cases += [(tuple(rng.choice([SLIDING, FULL], 12)), 12) for _ in range(100)]
+    for types, num_layers in cases[:: 2 if config_class is Gemma3Config else 9]:
+        window = 3 if SLIDING in types else None
+        attention = AttentionConfig(window=window, layer_types=tuple(map(str, types)))
+        config = config_class(num_layers=num_layers, attention=attention)
+        expected = [window if types[layer % len(types)] == SLIDING else None for layer in range(num_layers)]
+        for copy in copies(config):
+            assert [spec.window for spec in copy.specs] == expected
+
+
+def test_equal_layers_are_equal_configs_once_they_are_written_out():
+    of_three, of_all = (
+        Qwen3Config(num_layers=7, attention=AttentionConfig(window=3, layer_types=types))
+        for types in ((SLIDING, FULL, FULL), (SLIDING, FULL, FULL) * 2 + (SLIDING,))
+    )
+    assert written_out(of_three) == written_out(of_all) and differing_fields("model", of_three, of_all)
 
 
 def test_layers_may_be_of_several_kinds():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 import weakref
 from typing import Any
 
@@ -135,9 +136,19 @@ def test_tensors_that_transformers_does_not_use_are_left_out(decoder, tmp_path):
     )
     write_decoder(tmp_path / "weights", tied)
     path = tmp_path / "weights" / SINGLE
-    unused = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
-    save_file({**load_file(path), **dict.fromkeys(unused, np.zeros(9, np.float32))}, path)
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"].copy()
+    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(9, np.float32)}
+    save_file(tensors | {"lm_head.weight": head}, path)
+    with warnings.catch_warnings(action="error"):
+        assert find_model(str(tmp_path / "weights")).config.tie_word_embeddings
     assert_equal(read_decoder(tmp_path / "weights", tied), tied)
+    for other in (head + 1, head[:9]):
+        save_file(tensors | {"lm_head.weight": other}, path)
+        with pytest.raises(WeightsError, match="has lm_head.weight, which differs from model.embed_tokens"):
+            read_decoder(tmp_path / "weights", tied)
+        with pytest.warns(UserWarning, match="a head of other values, which is used"):
+            assert not find_model(str(tmp_path / "weights")).config.tie_word_embeddings
 
 
 def test_quantized_tensors_are_named_and_not_cast(decoder, tmp_path, monkeypatch):

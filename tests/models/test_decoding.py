@@ -14,18 +14,22 @@ import pytest
 from haliax import Axis
 
 from models.decoder.attention import Attention
-from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig
+from models.decoder.config import FULL, SLIDING, AttentionConfig, ExpertsConfig, RotaryConfig
 from models.decoder.decoder import Decoder
 from models.deepseek_v3 import DeepseekV3Config, LatentConfig
 from models.gemma3 import Gemma3Config
 from models.generation.decoding import continued_tokens, first_tokens, one_more_token
 from models.generation.sampling import Sampling
 from models.gpt_oss import GptOssConfig
+from models.hf_io.formats import config_from_hf
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
 from stacked_remat import memory, streaming
+from stacked_remat.lora import LoraConfig, apply_lora, lora_filter
+from stacked_remat.ops import YarnRotary
 
 from ..blocks import assert_close
 from .random_weights import random_weights
+from .test_published_configs import PUBLISHED, sizes
 
 Vocab, Batch, Pos = Axis("vocab", 19), Axis("batch", 2), Axis("position", 9)
 SIZES = dict(hidden_dim=16, num_layers=3, num_heads=4, num_kv_heads=2)
@@ -65,6 +69,8 @@ MODELS = {
     "latent": DeepseekV3Config(
         **SIZES | dict(num_kv_heads=4),
         latent=SMALL_LATENT,
+        attention=AttentionConfig(window=3, layer_types=(SLIDING, FULL, FULL)),
+        rotary=RotaryConfig(100.0, YarnRotary(4.0, 8, mscale=1.0, mscale_all_dim=1.0)),
         experts=ExpertsConfig(4, 2, 6, dense_layers=(0,)),
         num_groups=2,
     ),
@@ -101,8 +107,8 @@ def full_logits(name):
 
 
 @quickly
-def prefill(model, tokens, slots):
-    hidden, cache = model.prefill(tokens, slots)
+def prefill(model, tokens, slots, lengths=None):
+    hidden, cache = model.prefill(tokens, slots, lengths)
     return model.logits(hidden), cache
 
 
@@ -114,16 +120,54 @@ def decode(model, tokens, positions, cache):
 
 @pytest.mark.parametrize("name", [pytest.param("sinks", marks=pytest.mark.deep), *list(MODELS)[-2:], "mixed"])
 def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
+    """With prompts of two lengths, one longer than the window, and beyond it."""
     expected, model = full_logits(name).array, make(name)
     assert jnp.max(jnp.abs(expected)) > 1
-    logits, cache = prefill(model, tokens_of(4), Pos.size)
+    lengths = hax.named(jnp.array([5, 2]), Batch)
+    logits, cache = prefill(model, tokens_of(5), Pos.size, lengths)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert MODELS[name].cache_bytes(Batch.size, Pos.size) == size
-    np.testing.assert_allclose(logits.array, expected[:, :4], atol=1e-5)
-    for position in range(4, Pos.size):
-        at = hax.full(Batch, position, dtype=jnp.int32)
-        logits, cache = decode(model, tokens_of()["position", position], at, cache)
-        np.testing.assert_allclose(logits.array, expected[:, position], atol=1e-5)
+    for row, length in enumerate(lengths.array.tolist()):
+        np.testing.assert_allclose(logits.array[row, :length], expected[row, :length], atol=1e-5)
+    for step in range(Pos.size - 2):
+        # The row that is done reads its last token again.
+        at = hax.minimum(lengths + step, Pos.size - 1)
+        tokens = tokens_of()[{Batch: hax.arange(Batch), "position": at}]
+        logits, cache = decode(model, tokens, at, cache)
+        wanted = expected[np.arange(Batch.size), at.array]
+        np.testing.assert_allclose(logits.array, wanted, atol=1e-5)
+
+
+def test_caches_have_latents_and_windows():
+    gemma_27b = PUBLISHED["Gemma 3 1B"][0] | sizes(5376, 21504, 62, 32, 16, 262_208)
+    gemma_27b |= {"head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024}
+    deepseek, gemma = (
+        dataclasses.replace(config_from_hf(document)[0], compute_dtype="bfloat16")
+        for document in (PUBLISHED["DeepSeek V3"][0], gemma_27b)
+    )
+    assert deepseek.cache_bytes(1, 1000) == 1000 * 61 * (512 + 64) * 2 == 1000 * 70_272
+    of_layer = 2 * 16 * 128 * 2
+    assert gemma.cache_bytes(1, 131_072) == (10 * 131_072 + 52 * 1024) * of_layer
+    for config in (deepseek, gemma):
+        model = eqx.filter_eval_shape(Decoder.init, config, Vocab, key=jax.random.key(0))
+        tokens = hax.zeros((Batch, Axis("position", 2048)), jnp.int32)
+        _, caches = eqx.filter_eval_shape(lambda m, tokens: m.prefill(tokens, 131_072), model, tokens)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+        assert size == config.cache_bytes(Batch.size, 131_072)
+
+
+def test_a_layer_with_adapters_decodes_from_latents():
+    model = apply_lora(make("latent"), LoraConfig(2, 2.0, ("layers.*",)), key=jax.random.key(0))
+    marks, rng = lora_filter(model), np.random.default_rng(0)
+    model = jax.tree.map(
+        lambda leaf, own: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, leaf.dtype) if own else leaf,
+        model,
+        marks,
+    )
+    expected = logits_of(model, tokens_of()).array
+    _, cache = prefill(model, tokens_of(5), Pos.size)
+    logits, _ = decode(model, tokens_of()["position", 5], hax.full(Batch, 5, dtype=jnp.int32), cache)
+    np.testing.assert_allclose(logits.array, expected[:, 5], atol=1e-5)
 
 
 def prompts_of(*lengths):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import warnings
 
 import equinox as eqx
@@ -20,7 +21,7 @@ from models.generation.sampling import Sampling
 from models.hf_io.adapters import load_adapters, save_adapters
 from models.hf_io.decoder_weights import write_decoder
 from models.hf_io.formats import config_from_hf
-from models.hf_io.safetensors_folder import SafetensorsFolder
+from models.hf_io.safetensors_folder import SafetensorsFolder, WeightsError
 from models.lm import next_token_loss
 from models.loading import load_model
 from models.run_config import find_model
@@ -32,6 +33,8 @@ from .architecture_cases import CASES
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch")
+    import safetensors.torch
+
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
 
@@ -86,6 +89,14 @@ def logits(decoder):
     return decoder.logits(hidden).array
 
 
+def loaded(like, folder):
+    """The model of transformers in a folder."""
+    eager = dict(attn_implementation="eager")
+    if hasattr(like.config, "num_experts_per_tok"):
+        eager["experts_implementation"] = "eager"
+    return type(like).from_pretrained(folder, **eager)
+
+
 def hf_logits(model):
     with torch.no_grad():
         return model(torch.tensor(TOKENS)).logits.numpy()
@@ -127,17 +138,14 @@ def test_the_round_trip_is_exact(case, tmp_path):
     assert first.shapes == second.shapes and len({tensor.path for tensor in second.stored.values()}) > 1
     for name in first.shapes:
         np.testing.assert_array_equal(first.read(name), second.read(name))
-    eager = dict(attn_implementation="eager")
-    if isinstance(decoder.config, SparseDecoderConfig):
-        eager["experts_implementation"] = "eager"
-    loaded = type(reference).from_pretrained(tmp_path / "again", **eager)
-    tensors = loaded.state_dict()
+    again = loaded(reference, tmp_path / "again")
+    tensors = again.state_dict()
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, tensors[name])
-    own, theirs = (one.config.to_dict() for one in (loaded, reference))
+    own, theirs = (one.config.to_dict() for one in (again, reference))
     kept = ("rope_parameters", "layer_types", "attention_bias", "head_dim", "rms_norm_eps")
     assert all(own.get(name) == theirs[name] for name in kept if name in theirs)
-    close(hf_logits(loaded), hf_logits(reference), 1e-6)
+    close(hf_logits(again), hf_logits(reference), 1e-6)
 
 
 def test_loss_and_gradients(case, tmp_path):
@@ -187,6 +195,65 @@ def test_the_training_loss_with_the_auxiliary_one(case):
     np.testing.assert_allclose(metrics["load_balance"], expected.aux_loss.item(), rtol=1e-5)
     np.testing.assert_allclose(loss - metrics["loss"], 0.3 * expected.aux_loss.item(), rtol=1e-4)
     np.testing.assert_allclose(loss, expected.loss.item(), rtol=1e-5)
+
+
+of_experts = pytest.mark.parametrize(
+    "case",
+    [pytest.param(given, id=name) for name, given in CASES.items() if "num_experts_per_tok" in given[1]],
+    indirect=True,
+    scope="module",
+)
+
+
+def saved(tensors, like, folder):
+    """A folder with the config of another and these tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((like / "config.json").read_bytes())
+    whole = {name: tensor.clone() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@of_experts
+def test_files_of_the_model_in_memory_are_read(case, tmp_path):
+    """Their experts are fused, and Mixtral's have another name."""
+    reference, decoder, folder = case
+    tensors = reference.state_dict()
+    if decoder.head is None:
+        del tensors["lm_head.weight"]
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+    root = saved(tensors, folder, tmp_path / "in_memory")
+    expected, found = jax.tree.leaves(decoder), jax.tree.leaves(load_model(find_model(str(root))))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    close(hf_logits(loaded(reference, root)), hf_logits(reference), 1e-6)
+
+
+@one_of_each_family
+def test_a_head_of_its_own_is_kept_where_the_config_ties_it(case, tmp_path):
+    reference, decoder, folder = case
+    tensors = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
+    embedding = tensors["model.embed_tokens.weight"]
+    root = saved({**tensors, "lm_head.weight": embedding.flip(0)}, folder, tmp_path / "own_head")
+    document = json.loads((folder / "config.json").read_text())
+
+    def ours(root, ties):
+        (root / "config.json").write_text(json.dumps(document | {"tie_word_embeddings": ties}))
+        return load_model(find_model(str(root)))
+
+    with pytest.warns(UserWarning, match="a head of other values, which is used"):
+        own = ours(root, True)
+    close(logits(own), hf_logits(loaded(reference, root)))
+    assert own.head is not None and np.abs(logits(own) - logits(decoder)).max() > 0.1
+    # Of one that is missing the other is taken.
+    moved = {name: tensor for name, tensor in tensors.items() if name != "model.embed_tokens.weight"}
+    for one, values in (("embedding", tensors), ("head", moved | {"lm_head.weight": embedding})):
+        root = saved(values, folder, tmp_path / one)
+        tied = ours(root, True)
+        close(logits(tied), hf_logits(loaded(reference, root)))
+        assert tied.head is None
+    with pytest.raises(WeightsError, match="has no lm_head.weight, and its config does not tie"):
+        ours(tmp_path / "embedding", False)
 
 
 @one_of_each_family

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
+import yaml
 
 from models.decoder.config import (
     FULL,
@@ -21,7 +23,9 @@ from models.hf_io.formats import (
     written_out,
 )
 from models.qwen3 import Qwen3Config, Qwen3MoeConfig
+from models.run_config import LmRunConfig
 from stacked_remat.ops import YarnRotary
+from stacked_remat.training import ConfigError, config_as_dict, parse_config
 
 WINDOWED = AttentionConfig(head_dim=8, window=5, layer_types=(SLIDING, FULL))
 SIZES = dict(hidden_dim=32, num_heads=8, num_kv_heads=4, attention=WINDOWED, rotary=RotaryConfig(100.0))
@@ -103,3 +107,98 @@ def test_every_field_is_the_folders_or_the_runs(config, tmp_path):
             assert written_out(found) == written_out(wanted)
         elif name != "rotary.scaling":  # stretches the folder's context
             assert f"model.{name}" in [line.split(":")[0] for line in differing]
+
+
+def lines(tree, before=""):
+    """The dotted keys of a config and their values."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value and key != "scaling":
+            yield from lines(value, f"{before}{key}.")
+        else:
+            yield before + key, value
+
+
+def nested(dotted, value):
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    return value
+
+
+PLACES = ("file", "include", "command line")
+
+
+def model_of(folder, keys, place="file"):
+    """The model of a run that writes these keys, in one place or another, and begins with a folder."""
+    tree = {"initialize_from_hf": str(folder), "model": {"type": "qwen3_moe"} | keys}
+    main, included, arguments = folder / "run.yaml", folder / "included.yaml", []
+    included.write_text(yaml.safe_dump(tree))
+    if place == "command line":
+        arguments = [text for key, value in lines(tree) for text in (f"--{key}", json.dumps(value))]
+        tree = {}
+    text = "<<: !include included.yaml\n" if place == "include" else yaml.safe_dump(tree | {"z_loss": 0.1})
+    main.write_text(text)
+    return parse_config(LmRunConfig, ["--config_path", str(main), *arguments]).resolved().model
+
+
+@pytest.fixture(scope="module")
+def unusual(tmp_path_factory):
+    """A folder that has the default of no field."""
+    folder = tmp_path_factory.mktemp("unusual")
+    config = Qwen3MoeConfig(
+        hidden_dim=16,
+        num_layers=5,
+        num_heads=2,
+        num_kv_heads=1,
+        attention=AttentionConfig(head_dim=10, bias=True, window=5),
+        mlp_dim=40,
+        rotary=RotaryConfig(50.0, YarnRotary(2.0, 64), 64),
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=True,
+        experts=ExpertsConfig(4, 1, 16, norm_topk_prob=False, dense_layers=(1,)),
+    )
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config, 300, dtype="float32")))
+    return folder, config
+
+
+def test_a_model_that_is_written_with_the_defaults_is_not_taken_for_the_folders(unusual):
+    folder, config = unusual
+    usual = dict(lines(config_as_dict(Qwen3MoeConfig())))
+    of_folder = [key for key in names(config) if key not in OF_RUN and key != "attention.layer_types"]
+    assert len(of_folder) == 18
+    for number, key in enumerate(of_folder):
+        with pytest.raises(ConfigError, match=rf"(?s)not the one in .*{re.escape(key)}.*: .* in the config"):
+            model_of(folder, nested(key, usual[key]), PLACES[number % 3])
+    for key, value in OF_RUN.items():
+        found = model_of(folder, nested(key, value))
+        expected = changed(found, key, getattr(found, key, value))
+        assert found == expected and differing_fields("model", found, written_out(config)) == []
+
+
+def test_a_written_model_that_is_the_folders_is_taken(unusual):
+    folder, config = unusual
+    expected = model_of(folder, {})
+    assert differing_fields("model", expected, written_out(config)) == []
+    for place in PLACES:
+        whole = yaml.safe_load(yaml.safe_dump(config_as_dict(expected)))
+        assert model_of(folder, whole, place) == expected
+    assert LmRunConfig(initialize_from_hf=str(folder)).resolved().model == expected
+
+
+def test_a_type_that_is_written_is_the_folders(unusual):
+    folder, _ = unusual
+    with pytest.raises(ConfigError, match="model.type: llama in the config, qwen3_moe in the folder"):
+        model_of(folder, {"type": "llama", "tiles": 2})
+    with pytest.raises(ConfigError, match="model.type: qwen3 in the config"):
+        LmRunConfig(model=Qwen3Config(), initialize_from_hf=str(folder)).resolved()
+
+
+def test_a_longer_context_changes_nothing_else_of_the_folder(unusual):
+    folder, config = unusual
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    expected = dataclasses.replace(config.rotary, scaling=YarnRotary(8.0, 64))
+    assert model_of(folder, {"rotary": {"scaling": scaling}}).rotary == expected
+    longer = {"scaling": scaling, "max_position_embeddings": 512}
+    found = model_of(folder, {"rotary": longer | {"theta": 50.0}}).rotary
+    assert found == dataclasses.replace(expected, max_position_embeddings=512)
+    with pytest.raises(ConfigError, match=r"rotary.theta: 1000000.0 in the config, 50.0 in the folder"):
+        model_of(folder, {"rotary": longer | {"theta": 1_000_000.0}})

@@ -80,7 +80,9 @@ def test_an_answer_that_is_written_otherwise_where_others_follow_has_a_text_of_i
 
 
 FORWARD = "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-ENDLESS = "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages }}{% endfor %}{% endfor %}"
+ENDLESS = (
+    "{% for _ in range(90000) %}{% for _ in range(90000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from typing import Any, final
 from ..errors import DataError
 from ..extra import optional
 
-_LONGEST = 2**26  # characters of a chat
-_MEMORY = 2**30  # bytes of the process, of which Python and Jinja take about 50 MiB
-_SECONDS = 5.0  # of CPU time to render a chat once
+_LONGEST = 2**24  # characters of a chat
+_MEMORY = 2**29  # bytes of the process, of which Python and Jinja take about 50 MiB
+_SECONDS = 2.0  # of CPU time to render a chat once
 _PROGRAM = Path(__file__).with_name("chat_program.py")
 _FIX = (
     "Fix the template (chat_template.jinja, or `chat_template` in tokenizer_config.json), or use another "
@@ -59,8 +59,8 @@ class RenderedChat:
 class ChatTemplate:
     """A chat template.
 
-    Templates have no access to files and Python's internals. One may write 2**26 characters, and take 5
-    seconds of CPU time and, on Linux, 1 GiB of memory. The same messages always give the same text: the date
+    Templates have no access to files and Python's internals. One may write 2**24 characters, and take 2
+    seconds of CPU time and, on Linux, 512 MiB of memory. The same messages always give the same text: the date
     is given.
 
     Messages are plain values of JSON. A template that writes a null, a list or an object of one as Python

@@ -80,6 +80,13 @@ def _unwritable(value: Any) -> Any:
     return value
 
 
+def _without_nulls(message: Any) -> Any:
+    """A message without fields that are null, as transformers gives them to templates."""
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise _Refused(message)
 
@@ -151,7 +158,7 @@ class Template:
         """The texts of a chat, the places of the answers in each, and whether its last turn is left open."""
         if answers and _MARKS.search(json.dumps(messages, ensure_ascii=False)):
             raise _Refused("a message has U+FDD0 or U+FDD1, which are no characters of a text")
-        messages = _unwritable(messages)
+        messages = _unwritable([_without_nulls(message) for message in messages])
         marked = self._run(messages, variables, prompt)
         text = _MARKS.sub("", marked)
         if not answers:

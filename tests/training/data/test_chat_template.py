@@ -146,37 +146,33 @@ def test_a_chat_that_is_interrupted_leaves_no_reply_for_the_next_one(monkeypatch
     assert template.render(CHAT[:1]) == "<|im_start|>user\none?<|im_end|>\n"
 
 
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}],
-}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"a": None}]}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}
+NULL = "{% set n = messages[0].tool_calls[0].a %}"
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{{ messages[0].content is none }} {{ messages[0].content == none }}", "True True"),
-        ("{{ messages[0].content in [none] and messages[0].name is undefined }}", "True"),
-        (
-            "{{ messages[0] | tojson }}",
-            '{"role": "assistant", "content": null, "tool_calls": '
-            '[{"function": {"name": "f", "arguments": {"a": null}}}]}',
-        ),
+        ("[{{ messages[0].content }}{{ messages[0].content | trim }}]", "[]"),
+        ("{{ messages[0].content is defined }}", "False"),
+        ("{{ messages[0] | tojson }}", '{"role": "assistant", "tool_calls": [{"a": null}]}'),
+        (NULL + "{{ n is none }} {{ n == none }} {{ n in [none] }} {{ n or 'no' }}", "True True True no"),
+        (NULL + "{{ n is string or n is mapping or n is iterable or n is undefined }}", "False"),
         ("{% for p in messages[1].content %}{{ p['text'] }}{% endfor %}", "xy"),
         ("{{ messages[1].content | map(attribute='text') | join }}", "xy"),
         ("{{ messages[1].content is string or messages[1].content is mapping }}", "False"),
-        ("{{ messages[0].content }}", None),
-        ("{{ messages[0].content | trim }}", None),
-        ("{{ 'a' ~ messages[0].content }}", None),
-        ("{{ '%s' | format(messages[0].content) }}", None),
         ("{{ 'a' + messages[0].content }}", None),
         ("{{ messages[0].get('name') }}", None),
+        (NULL + "{{ n }}", None),
+        (NULL + "{{ n | trim }}", None),
+        (NULL + "{{ 'a' ~ n }}", None),
+        (NULL + "{{ '%s' | format(n) }}", None),
+        (NULL + "{{ [n] | string }}", None),
         ("{{ messages[1].content }}", None),
         ("{{ messages[1].content | join }}", None),
         ("{{ messages[1:] | string }}", None),
-        ("{{ messages[0].tool_calls[0].function.arguments }}", None),
+        ("{{ messages[0].tool_calls[0] }}", None),
     ],
 )
 def test_nulls_lists_and_objects_of_messages_are_read_and_not_written_as_python_would(source, expected):
@@ -184,13 +180,18 @@ def test_nulls_lists_and_objects_of_messages_are_read_and_not_written_as_python_
     if expected is not None:
         assert template.render([CALL, PARTS]) == expected
     else:
-        with pytest.raises(ChatTemplateError, match=r"where it expects text|is null|str"):
+        with pytest.raises(ChatTemplateError, match=r"where it expects text|is null|no attribute"):
             template.render([CALL, PARTS])
 
 
 def test_the_byte_template_writes_tools_calls_their_answers_and_parts():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    chat = [PARTS, CALL, {"role": "tool", "content": {"t": 4}}, {"role": "assistant", "content": "four"}]
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}],
+    }
+    chat = [PARTS, call, {"role": "tool", "content": {"t": 4}}, {"role": "assistant", "content": "four"}]
     (rendered,) = ByteTokenizer().chat_template.render_with_answers(chat, {"tools": tools})
     assert rendered.text == (
         '<|im_start|>tools\n[{"type": "function", "function": {"name": "f", "parameters": {}}}]<|im_end|>\n'

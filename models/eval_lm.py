@@ -92,7 +92,7 @@ class ModelToEvaluate:
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template, if it is to be used."""
-        return self.tokenizer.chat_template.source if chat_template else None
+        return self.tokenizer.chat_template.source_for() if chat_template else None
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

@@ -70,12 +70,16 @@ def model_card(found: FoundModel, title: str, relation: str) -> str:
     elif found.base_name is not None:
         fields |= {"base_model": found.base_name.partition("@")[0], "base_model_relation": relation}
     lines = ["---", yaml.safe_dump(fields).rstrip(), "---", f"# {title}", "", f"- base: {base}"]
+    tokenizer = found.tokenizer_name or "none"
+    if tokenizer != "byte" and _is_local(tokenizer):
+        tokenizer = f"a local one, {Path(tokenizer).name}"
+    lines += [f"- tokenizer: {tokenizer}"]
     run, result = found.run, found.root / "result.json"
     if run is None:
         return "\n".join([*lines, ""])
     config = config_as_dict(run)
     local = [("trainer", "run_dir"), ("data", "cache_dir"), ("data", "sources")]
-    for section, key in [*local, ("data", "tokenizer")] if _is_local(run.data.tokenizer) else local:
+    for section, key in [*local, ("data", "tokenizer")] if _is_local(run.tokenizer_name) else local:
         config.get(section, {}).pop(key, None)
     if base != found.base_name:
         config.pop("initialize_from_hf", None)
@@ -110,7 +114,7 @@ def main(arguments: Sequence[str], console: Console | None = None) -> int:
         check_new_folder(options.out)
         found = model_of_arguments(options)
         export(found, options.out, adapters=options.adapters, public=name is not None)
-        show(escaped(f"wrote {options.out}"))
+        show(escaped(f"wrote {options.out}, whose tokenizer is {found.tokenizer_name or found.root}"))
         if options.adapters and found.base is not None and found.base.run is not None:
             show(escaped(f"for PEFT, export {found.base.name} too, and name that folder in {ADAPTER_CONFIG}"))
         if name is not None:

@@ -30,6 +30,7 @@ from models.generation.text_generation import (
     Message,
     Piece,
     Tokens,
+    begins_of_next_turn,
     chat_prompt,
     end_of_turn,
     generate_text,
@@ -56,7 +57,7 @@ def _generate(arguments: Sequence[str], console: Console) -> int:
     stops = [(end,) for end in found.ends]
     if options.chat:
         with _template_errors(found):
-            stops = [*stops, end_of_turn(found.tokenizer)]
+            stops += [end_of_turn(found.tokenizer), *begins_of_next_turn(found.tokenizer)]
 
     def pieces(prompts: Sequence[Tokens]) -> Iterator[Piece]:
         fitting = rows_that_fit(found, padded_length(max(map(len, prompts))) + options.max_new_tokens)

@@ -66,7 +66,7 @@ def _replay(arguments: Sequence[str], console: Console) -> int:
     first, last = _span(options.run_dir / "checkpoints", options.from_step)
     config = _checked(read_run_config(options.run_dir, first))
     log = ghost.ScoreLog(options.run_dir / "replay", resumed_after=0)  # without the rows of an earlier one
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_date, rows=config.vocab_size)
+    tokenizer = load_tokenizer(config.tokenizer_name, config.data.chat_date, rows=config.vocab_size)
     progress = ConsoleProgress(console)
     data = open_training_data(config.data, tokenizer, seed=config.trainer.seed, progress=progress)
     try:

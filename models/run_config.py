@@ -45,6 +45,7 @@ from stacked_remat.training import (
 )
 from stacked_remat.training.config_file import decode_config
 
+_BYTES = "byte"  # the tokenizer
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in that of a run."""
 
@@ -183,21 +184,30 @@ class LmRunConfig:
         return config_as_dict(self)
 
     @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer of a resolved config."""
+        return self.data.tokenizer or _BYTES
+
+    @property
     def Vocab(self) -> Axis:
         """The rows of the embedding; only of a config whose `vocab_size` is given or resolved."""
         assert self.vocab_size is not None
         return Axis("vocab", self.vocab_size)
 
     def resolved(self, *, check_folder: bool = True) -> Self:
-        """The config with the architecture and the rows of the embedding that the run has.
+        """The config with the architecture, the rows of the embedding and the tokenizer that the run has.
 
         With `check_folder`, the folder of `initialize_from_hf` and the tokenizer are also read where they
         don't decide it.
         """
-        model, rows = self.model, self.vocab_size
-        if self.initialize_from_hf is not None and (check_folder or says_nothing(model)):
+        model, rows, tokenizer = self.model, self.vocab_size, self.data.tokenizer
+        needs_folder = says_nothing(model) or (tokenizer is None and rows is None)
+        if self.initialize_from_hf is None:
+            tokenizer = tokenizer or _BYTES
+        elif check_folder or needs_folder:
             begun = find_model(self.initialize_from_hf)
             self._check_begun(begun)
+            tokenizer = tokenizer or _own_tokenizer(begun)
             found, found_rows = pretrained_config(model, begun.config), begun.Vocab.size
             differing = unlike_folder(model, found)
             if rows is not None and rows != found_rows:
@@ -209,10 +219,11 @@ class LmRunConfig:
                     + "\nCorrect it, or leave out all of `model` that a folder has, to take the folder's."
                 )
             model, rows = found, found_rows
-        if rows is None or check_folder or self.data.tokenizer == "byte":  # which needs no file
-            tokens = load_tokenizer(self.data.tokenizer, rows=rows)
+        if tokenizer is not None and (rows is None or check_folder or tokenizer == _BYTES):  # needs no file
+            tokens = load_tokenizer(tokenizer, rows=rows)
             rows = tokens.vocab_size if rows is None else rows
-        return dataclasses.replace(self, model=written_out(model), vocab_size=rows)
+        data = dataclasses.replace(self.data, tokenizer=tokenizer)
+        return dataclasses.replace(self, model=written_out(model), vocab_size=rows, data=data)
 
     def _check_begun(self, begun: "FoundModel") -> None:
         run_dir = self.trainer.run_dir
@@ -300,12 +311,12 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
         if (begun := run.initialize_from_hf) is not None:
             with contextlib.suppress(*([] if run.lora else [OSError, ValueError])):  # it may be gone
                 base = _found(begun, None, within)
-        own = (name, root, run.model, run.Vocab, run.data.tokenizer, base and base.published, begun)
+        own = (name, root, run.model, run.Vocab, run.tokenizer_name, base and base.published, begun)
         return FoundModel(*own, base=base if run.lora else None, run=run, step=step)
     if step is not None:
         raise ConfigError(f"--step has no effect with {name}, which is no run folder. Leave it out.")
-    tokenizer = str(root) if (root / "tokenizer.json").is_file() else ""
-    if (adapted := adapted_model(root)) is not None:
+    tokenizer = name if (root / "tokenizer.json").is_file() else ""
+    if (adapted := adapted_model(root, name)) is not None:
         base = _found(adapted, None, within)
         tokenizer = tokenizer or base.tokenizer_name
         return FoundModel(name, root, base.config, base.Vocab, tokenizer, base.published, adapted, base)
@@ -314,6 +325,37 @@ def _found(name: str, step: int | None, within: tuple[Path, ...]) -> FoundModel:
     is_bfloat16 = "bfloat16" in (fields.get("dtype"), fields.get("torch_dtype"))
     config = dataclasses.replace(config, compute_dtype="bfloat16" if is_bfloat16 else "float32")
     return FoundModel(name, root, config, Axis("vocab", rows), tokenizer, root)
+
+
+# Files of tokenizers that have no tokenizer.json.
+_OTHER_TOKENIZERS = ("tokenizer*", "*.model", "tekken.json", "vocab.*", "merges.txt")
+
+
+def _own_tokenizer(begun: FoundModel) -> str:
+    """The name of a model's own tokenizer; `byte` if it has none."""
+    if begun.tokenizer_name:
+        return begun.tokenizer_name
+    for pattern in _OTHER_TOKENIZERS:
+        for other in begun.root.glob(pattern):
+            raise ConfigError(
+                f"{begun.name} has no tokenizer.json, but {other.name}, which is not read. Convert it with "
+                f"transformers, AutoTokenizer.from_pretrained({begun.name!r}).save_pretrained(FOLDER), and "
+                f"name that folder as data.tokenizer."
+            )
+    return _BYTES
+
+
+def tokenizer_remark(config: LmRunConfig) -> str:
+    """The tokenizer of a resolved config, and a word where it is bytes for a pretrained model."""
+    name = config.tokenizer_name
+    if name != _BYTES or config.initialize_from_hf is None:
+        return name
+    begun = find_model(config.initialize_from_hf)
+    if begun.tokenizer_name == _BYTES:  # of a run
+        return name
+    if begun.tokenizer_name:
+        return f"{name}, as data.tokenizer says, and not that of {begun.name} ({begun.tokenizer_name})"
+    return f"{name}, since {begun.name} has no tokenizer; data.tokenizer names another"
 
 
 def read_run_config(run_dir: Path, step: int | None = None) -> LmRunConfig:

@@ -23,7 +23,7 @@ from rich.console import Console
 from models.candidate import STREAMED, Candidate
 from models.command import run_command
 from models.lm import next_token_loss
-from models.run_config import LmRunConfig
+from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_scoring import check_scoring, run_scoring, scored_against
 from models.run_state import initial_state, saved_arrays, state_shapes
 from stacked_remat import check_offload
@@ -238,7 +238,7 @@ def _prepared(config: LmRunConfig, progress: ConsoleProgress) -> tuple[Candidate
     if step.policy.offloads:
         check_offload()
     rows = step.config.vocab_size
-    return step, load_tokenizer(config.data.tokenizer, config.data.chat_date, rows=rows)
+    return step, load_tokenizer(step.config.tokenizer_name, config.data.chat_date, rows=rows)
 
 
 def _fitting(step: Candidate, progress: ConsoleProgress) -> Candidate:
@@ -313,7 +313,7 @@ def _summary(config: LmRunConfig, text: str, state: TrainState, folder: RunFolde
     step_tokens = config.data.batch_size * config.data.seq_len
     return (
         f"{parameters:,} parameters{some}; {len(state.step.devices())} {jax.default_backend()} device(s)\n"
-        f"{text}\n"
+        f"{text}; tokenizer {tokenizer_remark(config)}\n"
         f"{config.trainer.num_steps} steps of {step_tokens:,} tokens; run folder {folder.root}"
     )
 

@@ -1,5 +1,6 @@
 """Generates text from prompts and chats, and streams it."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, final
@@ -10,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 from models.decoder.decoder import Decoder
 from models.generation.decoding import Tokens, continued_tokens
 from models.generation.sampling import Sampling
-from stacked_remat.training import Tokenizer
+from stacked_remat.training import ChatTemplateError, Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 """A turn of a chat, with `role` and `content`."""
@@ -32,15 +33,30 @@ def chat_prompt(
     return tokenizer.encode_chat_beginning(render(messages, add_generation_prompt=True, variables=variables))
 
 
+_CONTENT = "\ue000"  # in no template
+_ANSWERED = [{"role": role, "content": _CONTENT} for role in ("user", "assistant")]
+
+
 def end_of_turn(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens with which the chat template ends an assistant's message; may be empty.
 
     They may differ from the tokenizer's end token, which for base models ends whole texts.
     """
-    content = "\ue000"  # in no template
-    messages = [{"role": role, "content": content} for role in ("user", "assistant")]
-    after = tokenizer.chat_template.render(messages).rpartition(content)[2]
+    after = tokenizer.chat_template.render(_ANSWERED).rpartition(_CONTENT)[2]
     return tuple(int(token) for token in tokenizer.encode(after.strip()))
+
+
+def begins_of_next_turn(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens that begin a message after an assistant's, where `end_of_turn` is empty."""
+    if end_of_turn(tokenizer):
+        return []
+    found = []
+    for role in ("user", "tool"):
+        with contextlib.suppress(ChatTemplateError):  # a template may know no tools
+            text = tokenizer.chat_template.render([*_ANSWERED, {"role": role, "content": _CONTENT}])
+            *_, between, _ = text.split(_CONTENT)
+            found.append(tuple(int(token) for token in tokenizer.encode(between.strip())))
+    return [tokens for tokens in dict.fromkeys(found) if tokens]
 
 
 def generate_text(

@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from models.hf_io.safetensors_folder import WeightsError, read_json, weight_files
+from models.hf_io.safetensors_folder import WeightsError, is_hub_snapshot, read_json, weight_files
+from stacked_remat._messages import shown
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 REPOSITORY = re.compile(r"(?![.-])[\w.-]+/[\w.-]+")
@@ -30,19 +31,36 @@ def model_folder(name: str, *, weights: bool = True) -> Path:
     found = _fetched(name, repository, revision)
     if not weights:
         return found
-    files = [ADAPTERS] if adapted_model(found) else [glob.escape(file) for file in weight_files(found)]
+    files = [ADAPTERS] if _has_adapters(found) else [glob.escape(file) for file in weight_files(found)]
     return _fetched(name, repository, revision, files)
 
 
-def adapted_model(root: Path) -> str | None:
-    """The name of the model that a folder's adapters are for; None for a folder of another kind."""
-    if (root / "config.json").is_file() or not (root / ADAPTER_CONFIG).is_file():
+def adapted_model(root: Path, name: str) -> str | None:
+    """The name of the model that a folder's adapters are for; None for a folder of another kind.
+
+    Adapters of the Hub, by whose `name` the folder was found, may only be for a model of the Hub.
+    """
+    if not _has_adapters(root):
         return None
     settings = read_json(root / ADAPTER_CONFIG)
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str):
         raise WeightsError(f"{root / ADAPTER_CONFIG} has no base_model_name_or_path: name the model there.")
-    return base if revision is None or Path(base).expanduser().is_dir() else f"{base}@{revision}"
+    is_local = Path(base).expanduser().is_dir()
+    is_published = REPOSITORY.fullmatch(base.partition("@")[0]) is not None
+    is_downloaded = is_hub_snapshot(root) or not Path(name).expanduser().is_dir()
+    if is_downloaded and (is_local or not is_published):
+        raise WeightsError(
+            f"The adapters {name} from the Hugging Face Hub are for {shown(base)}, which is a folder here or "
+            f"no name on the Hub. To use them with a model on this machine, copy them to a folder "
+            f"(`hf download {name} --local-dir FOLDER`), name that model as base_model_name_or_path in its "
+            f"{ADAPTER_CONFIG}, and name the folder instead: --model FOLDER, or initialize_from_hf."
+        )
+    return base if revision is None or is_local else f"{base}@{revision}"
+
+
+def _has_adapters(root: Path) -> bool:
+    return not (root / "config.json").is_file() and (root / ADAPTER_CONFIG).is_file()
 
 
 def push_folder(folder: Path, repository: str, *, private: bool = False) -> str:

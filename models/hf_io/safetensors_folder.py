@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,4 +234,33 @@ def _weight_map(root: Path) -> dict[str, str]:
     files = read_json(root / INDEX).get("weight_map", {}) if (root / INDEX).is_file() else {}
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise WeightsError(f"weight_map in {root / INDEX} is not the file of each tensor. Fetch it again.")
+    for file in sorted({*files.values()}):
+        if not _is_inside(root, file):
+            raise WeightsError(
+                f"weight_map in {root / INDEX} names {shown(file)}, which is not a file of that folder. Put "
+                f"the weights into the folder, and correct their names there."
+            )
     return files
+
+
+def _is_inside(root: Path, file: str) -> bool:
+    """Whether a name is of a file in a folder, and not by a link elsewhere, nor a path out of it."""
+    parts = re.split(r"[/\\]", file)
+    if Path(file).is_absolute() or "\0" in file or not {"", ".", ".."}.isdisjoint(parts):
+        return False
+    path = Path(os.path.realpath(root / file))
+    return any(path.is_relative_to(os.path.realpath(folder)) for folder in (root, *_hub_blobs(root)))
+
+
+def is_hub_snapshot(root: Path) -> bool:
+    """Whether a folder is one of the Hub's cache."""
+    snapshots = root.absolute().parent
+    return snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
+
+
+def _hub_blobs(root: Path) -> list[Path]:
+    """Where the files are to which those of a snapshot in the Hub's cache are links.
+
+    The layout is `models--OWNER--NAME/snapshots/REVISION` beside `models--OWNER--NAME/blobs`.
+    """
+    return [root.absolute().parent.parent / "blobs"] if is_hub_snapshot(root) else []

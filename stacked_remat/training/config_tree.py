@@ -6,8 +6,9 @@
     trainer:
       <<: [!include short.yaml, !include quiet.yaml]  # the first one that has a key gives its value
 
-A name is relative to the file that includes it. Keys beside a merge override single keys of included files,
-at any depth; a section that names another `type`, or `{}`, replaces the included one.
+A name is relative to the file that includes it. A file at a URL includes only files of the same host or
+bucket, and none of this machine. Keys beside a merge override single keys of included files, at any depth; a
+section that names another `type`, or `{}`, replaces the included one.
 """
 
 import os
@@ -99,7 +100,11 @@ class _File:
     def included(self, name: str, line: int) -> Any:
         """The value of a file that this one includes in a line."""
         by = f"{self.location} line {line}" if self.location else self.where
-        location, includers = _beside(self.location, name), (*self.includers, self.location)
+        try:
+            location = _beside(self.location, name)
+        except ValueError as error:
+            raise ConfigError(f"{by}{self.chain}, includes {name!r}: {error}") from error
+        includers = (*self.includers, self.location)
         found = _File(location, f", included by {by}{self.chain}", includers)
         if location in includers:
             raise ConfigError(f"A config file can't include itself: {location}{found.chain}.")
@@ -170,10 +175,31 @@ _Loader.add_constructor("!include", _Loader.construct_include)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"(0|-?[1-9][0-9]*)$"), list("-0123456789"))
 
 
+_LOCAL_SCHEMES = ("file", "local")  # of fsspec, for files of this machine
+_WITHOUT_HOST = ("memory",)  # whose URLs begin with a folder
+
+
 def _beside(including: str, name: str) -> str:
-    """The location of a file that another names."""
+    """The location of a file that another names; a ValueError if that is at a URL and may not include it."""
+    scheme, separator, path = including.rpartition("://")
+    if separator and scheme not in _LOCAL_SCHEMES:
+        return _beside_url(scheme, path, name)
     name = os.path.expanduser(name)
     if "://" in name or os.path.isabs(name):
         return name
-    scheme, separator, path = including.rpartition("://")
     return scheme + separator + posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
+
+
+def _beside_url(scheme: str, path: str, name: str) -> str:
+    """The URL of a file of the same host or bucket that one at a URL names."""
+    host, slash, path = ("", "", path) if scheme in _WITHOUT_HOST else path.partition("/")
+    own = f"{scheme}://{host}{slash}"
+    is_relative = "://" not in name and not name.startswith(("/", "~"))
+    # fsspec reads `::` as a chain of file systems, each of which may be local.
+    if "::" in name or not (is_relative or name.startswith(own)):
+        raise ValueError(
+            "a config at a URL can't include files of this machine or of another host. Write a path relative "
+            "to it, or copy the config to this machine."
+        )
+    below = posixpath.join(posixpath.dirname(path), name) if is_relative else name.removeprefix(own)
+    return own + posixpath.normpath(f"/{below}").lstrip("/")

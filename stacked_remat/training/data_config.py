@@ -1,9 +1,12 @@
 """The `data` section of a config: sources of text, tokenizer, and the shape of batches."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .config_checks import check_at_least, check_date, check_folder
+
+RESERVED_VARIABLES = ("messages", "add_generation_prompt")
+"""Variables of chat templates that no `chat_template_kwargs` may have."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,12 @@ class SourceConfig:
             and text otherwise.
         text_key: key, or column, of a document's text.
         messages_key: key, or column, of a chat: a list of messages with `role` and `content`, formatted with
-            the tokenizer's chat template. Used for records without text.
+            the tokenizer's chat template. Used for records without text. Beside it, `tools`, `documents` and
+            `chat_template_kwargs` are variables of the template, for that chat.
         train_on: in chats, whether all tokens are targets (`all`) or only those of the assistant's turns
             (`answers`); in other documents all tokens are.
+        chat_template_kwargs: variables of the chat template, such as `{enable_thinking: false}`; a record's
+            own `chat_template_kwargs` come first.
         weight: share of the training sequences that come from this source, relative to the other weights.
     """
 
@@ -33,6 +39,7 @@ class SourceConfig:
     text_key: str = "text"
     messages_key: str = "messages"
     train_on: Literal["all", "answers"] = "all"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -41,6 +48,8 @@ class SourceConfig:
                 f"A data source needs paths: files, globs, folders or URLs; got {list(self.paths)}. Write "
                 f"data.sources.NAME.paths: [my-texts/]."
             )
+        if taken := [name for name in self.chat_template_kwargs if name in RESERVED_VARIABLES]:
+            raise ValueError(f"chat_template_kwargs has {taken[0]!r}, which no variable may be called.")
         if not 0 < self.weight < float("inf"):
             raise ValueError(
                 f"The weight of a data source is positive and finite, got {self.weight}. To leave a source "
@@ -56,7 +65,8 @@ class DataConfig:
         sources: where the text is, each under a name of your own; without any, the source code of the running
             interpreter's standard library, so that nothing needs to be downloaded.
         tokenizer: `byte` for UTF-8 bytes; or a Hugging Face tokenizer: a folder, a `tokenizer.json`, or a
-            name on the hub such as `owner/name` or `owner/name@revision`.
+            name on the hub such as `owner/name` or `owner/name@revision`. If null, that of the model that a
+            run begins with, or `byte` for a new model.
         chat_date: the day that the tokenizer's chat template takes for today, such as 2025-06-30, where it
             writes one (`strftime_now`, as gpt-oss' does); so runs repeat. Null for other templates.
         cache_dir: local folder for the tokens, so that text is tokenized once.
@@ -72,7 +82,7 @@ class DataConfig:
     """
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    tokenizer: str = "byte"
+    tokenizer: str | None = None
     chat_date: str | None = None
     cache_dir: str = "runs/token-cache"
     held_out_fraction: float = 0.05

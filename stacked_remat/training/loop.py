@@ -7,6 +7,7 @@ from typing import Any, final
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -157,6 +158,12 @@ def train(
     return TrainingResult(state, report.before, report.after, stopped_by)
 
 
+@eqx.filter_jit
+def _num_targets(batch: TokenBatch) -> Any:
+    """The number of targets that count, over all processes."""
+    return jnp.count_nonzero(batch.weights.array)
+
+
 @final
 class _Report:
     """Reports steps and evaluations to trackers and the terminal, and stops a run that is not finite."""
@@ -192,6 +199,11 @@ class _Report:
         learning_rate = float(self._schedule(np.int32(done - 1 - self.skipped)))
         memory = peak_memory_bytes()
         self._outputs.progress.advance(done, loss, self._clock.tokens_per_second, memory)
+        targets = int(_num_targets(batch))
+        if not targets:
+            self._outputs.progress.message(
+                f"step {done} has no target: its loss is 0, and it teaches nothing"
+            )
         if done % self._config.log_every == 0 or done in (1, self._config.num_steps):
             speed = {
                 "tokens_per_second": self._clock.tokens_per_second,
@@ -200,7 +212,7 @@ class _Report:
             }
             if self._seconds_at_peak is not None:  # model FLOPs utilisation (Chowdhery et al. 2022)
                 speed["mfu"] = self._seconds_at_peak / self._clock.step_seconds
-            self._log(done, {**metrics, "learning_rate": learning_rate, **speed})
+            self._log(done, {**metrics, "targets": targets, "learning_rate": learning_rate, **speed})
             self._clock.restart()
         if not (np.isfinite(loss) and np.isfinite(norm)):
             self._not_finite(done, metrics, learning_rate)

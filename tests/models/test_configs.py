@@ -6,15 +6,18 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import pytest
 
-from models.hf_io.formats import differing_fields
-from models.run_config import LmRunConfig
+from models.hf_io.formats import config_to_hf, differing_fields
+from models.qwen3 import Qwen3Config
+from models.run_config import LmRunConfig, tokenizer_remark
 from models.run_state import state_shapes
-from stacked_remat.training import parse_config
+from stacked_remat.training import ConfigError, DataConfig, parse_config
 
+from ..training.data import word_tokenizer
 from .test_published_configs import PUBLISHED
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "configs"
@@ -75,3 +78,51 @@ def test_it_has_the_architecture_of_the_folder_that_it_begins_with(stem, name, t
     resolved, taken = config.resolved().model, silent.resolved().model
     assert differing_fields("model", taken, resolved) == [] and taken.tiles == resolved.tiles
     assert (taken.compute_dtype, silent.resolved().vocab_size) == ("bfloat16", config.vocab_size)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model with a tokenizer of its own."""
+    model = Qwen3Config(hidden_dim=8, num_layers=1, num_heads=2, num_kv_heads=1)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(model, 400, dtype="float32")))
+    return word_tokenizer.save(tmp_path)
+
+
+def test_the_tokenizer_is_that_of_the_model_that_a_run_begins_with(folder, tmp_path):
+    def resolved(begin, **data):
+        return LmRunConfig(initialize_from_hf=begin, data=DataConfig(**data)).resolved()
+
+    own = resolved(str(folder))
+    assert own.tokenizer_name == str(folder) == tokenizer_remark(own)
+    kept = resolved(str(folder), tokenizer="byte")
+    assert kept.tokenizer_name == "byte" and kept.vocab_size == 400
+    assert tokenizer_remark(kept).startswith(f"byte, as data.tokenizer says, and not that of {folder}")
+    new = resolved(None)
+    assert (new.tokenizer_name, new.vocab_size, tokenizer_remark(new)) == ("byte", 257, "byte")
+    silent = LmRunConfig(initialize_from_hf=str(folder)).resolved(check_folder=False)  # as for a plan
+    assert silent.vocab_size == 400 and silent.tokenizer_name == str(folder)
+
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    settings = {"base_model_name_or_path": str(folder)}
+    (adapters / "adapter_config.json").write_text(json.dumps(settings))
+    assert resolved(str(adapters)).tokenizer_name == str(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).rename(adapters / file)
+    assert resolved(str(adapters)).tokenizer_name == str(adapters)
+    bare = resolved(str(folder))
+    assert tokenizer_remark(bare) == f"byte, since {folder} has no tokenizer; data.tokenizer names another"
+    for name in ("tokenizer.model", "tekken.json", "vocab.json"):
+        (folder / name).write_text("{}")
+        with pytest.raises(
+            ConfigError, match=rf"has no tokenizer.json, but {name}, which is not read. Convert"
+        ):
+            resolved(str(folder))
+        assert resolved(str(folder), tokenizer=str(adapters)).tokenizer_name == str(adapters)
+        (folder / name).unlink()
+
+
+def test_the_tokenizer_of_a_model_on_the_hub_is_named_as_there(folder, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    begun = LmRunConfig(initialize_from_hf="owner/model@v1").resolved()
+    assert begun.tokenizer_name == "owner/model@v1" and begun.vocab_size == 400

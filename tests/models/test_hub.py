@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from models.hf_io.formats import config_to_hf
-from models.hf_io.hub import model_folder
+from models.hf_io.hub import adapted_model, model_folder
 from models.hf_io.safetensors_folder import WeightsError
 from models.qwen3 import Qwen3Config
 from models.run_config import LmRunConfig, find_model
@@ -112,3 +112,30 @@ def test_repositories_missing_on_the_hub_are_named(monkeypatch):
         WeightsError, match="some/model is not a folder here, and it could not be fetched .*: offline. Check"
     ):
         model_folder("some/model")
+
+
+@pytest.mark.parametrize(
+    "base", ["{here}/base", "base", "./base", "~/base", "owner/base", "../base", "C:\\base"]
+)
+def test_adapters_of_the_hub_name_no_model_of_this_machine(asked, tmp_path, monkeypatch, base):
+    for folder in ("base", "owner/base"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = {"base_model_name_or_path": base.format(here=tmp_path)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        WeightsError, match=r"adapters some/adapters from the .*hf download .* --model FOLDER"
+    ):
+        find_model("some/adapters")
+    snapshot = tmp_path / "models--some--adapters/snapshots/1a"
+    snapshot.mkdir(parents=True)
+    (snapshot / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(WeightsError, match="which is a folder here or no name on the Hub"):
+        find_model(str(snapshot))
+    if base != "C:\\base":
+        mine = tmp_path / "mine"
+        mine.mkdir()
+        (mine / "adapter_config.json").write_text(json.dumps(settings))
+        monkeypatch.chdir(mine if base == "../base" else tmp_path)
+        assert adapted_model(mine, str(mine)) == settings["base_model_name_or_path"]  # one's own

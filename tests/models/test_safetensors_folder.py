@@ -4,6 +4,7 @@ import collections
 import errno
 import json
 import random
+import re
 import resource
 import sys
 
@@ -19,6 +20,7 @@ from models.hf_io.safetensors_folder import (
     Pending,
     SafetensorsFolder,
     WeightsError,
+    weight_files,
     write_safetensors,
 )
 
@@ -155,3 +157,49 @@ def test_damaged_safetensors_files_are_refused_or_read(tmp_path):
             refused += 1
             assert str(tmp_path / SINGLE) in str(error)
     assert refused > 400
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../out.st",
+        "a/../../out.st",
+        "{out}",
+        "sub/../../out.st",
+        "..\\out.st",
+        "link.st",
+        "linked/out.st",
+        "",
+    ],
+)
+def test_an_index_names_only_files_of_its_folder(tmp_path, monkeypatch, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(ARRAYS, tmp_path / "out.st")
+    (folder / "link.st").symlink_to(tmp_path / "out.st")
+    (folder / "linked").symlink_to(tmp_path)
+    name = name.format(out=tmp_path / "out.st")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    for opened in (lambda: SafetensorsFolder.open(folder), lambda: weight_files(folder)):
+        with pytest.raises(
+            WeightsError, match=rf"names {re.escape(repr(name))}, which is not a file of that"
+        ):
+            opened()
+
+
+def test_files_in_a_folder_of_the_folder_and_links_of_the_hubs_cache_are_read(tmp_path):
+    repository = tmp_path / "models--owner--name"
+    snapshot, blobs = repository / "snapshots" / "1a2b", repository / "blobs"
+    for folder in (snapshot / "more", blobs):
+        folder.mkdir(parents=True)
+    for blob, names in (("c3", "ab"), ("d4", "c")):
+        save_file({name: ARRAYS[name] for name in names}, blobs / blob)
+    (snapshot / "1.safetensors").symlink_to("../../blobs/c3")
+    (snapshot / "more/2.safetensors").symlink_to("../../../blobs/d4")
+    files = {"a": "1.safetensors", "b": "1.safetensors", "c": "more/2.safetensors"}
+    (snapshot / INDEX).write_text(json.dumps({"weight_map": files}))
+    assert {*SafetensorsFolder.open(snapshot).shapes} == {*ARRAYS}
+    with pytest.raises(WeightsError, match="not a file of that folder"):  # the links of another repository
+        (snapshot / "more/2.safetensors").unlink()
+        (snapshot / "more/2.safetensors").symlink_to(tmp_path / "models--owner--other/blobs/d4")
+        SafetensorsFolder.open(snapshot)

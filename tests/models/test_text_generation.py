@@ -8,7 +8,14 @@ import pytest
 
 import models.generation.text_generation as text_generation
 from models.generation.sampling import Sampling
-from models.generation.text_generation import Piece, chat_prompt, end_of_turn, generate_text, in_order
+from models.generation.text_generation import (
+    Piece,
+    begins_of_next_turn,
+    chat_prompt,
+    end_of_turn,
+    generate_text,
+    in_order,
+)
 from stacked_remat.training import ByteTokenizer, load_tokenizer
 
 from ..training.data import word_tokenizer
@@ -111,3 +118,11 @@ def test_chat_prompts_and_ends_follow_the_template(tmp_path):
         tmp_path / "silent", template="{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     assert end_of_turn(load_tokenizer(str(silent))) == ()
+
+
+def test_where_nothing_ends_an_answer_the_next_turn_does(tmp_path):
+    source = "{% for m in messages %}{{ {'user': '<s>u ', 'tool': '<turn>'}.get(m.role, '</turn>') }}\n{{ m.content }}"
+    saved = word_tokenizer.save(tmp_path, template=source + "{% if not loop.last %}\n{% endif %}{% endfor %}")
+    words = load_tokenizer(str(saved))
+    assert begins_of_next_turn(words) == [tuple(words.encode(text)) for text in ("<s>u", "<turn>")]
+    assert begins_of_next_turn(BYTES) == []

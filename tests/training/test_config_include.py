@@ -4,6 +4,7 @@ import fsspec
 import pytest
 
 from stacked_remat.training import ConfigError, parse_config
+from stacked_remat.training.config_tree import _beside
 
 from .drawing import Circle, Drawing, Marker, Paint, Square
 
@@ -107,3 +108,59 @@ def test_mistakes_name_the_file_and_those_that_include_it(tmp_path, files, messa
     (tmp_path / "x").mkdir()
     with pytest.raises(ConfigError, match=message):
         parse(tmp_path / "x", files)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{here}/secret.yaml",
+        "file://{here}/secret.yaml",
+        "local://{here}/secret.yaml",
+        "~/secret.yaml",
+        "simplecache::file://{here}/secret.yaml",
+        "memory://::file://{here}/secret.yaml",
+        "../secret.yaml::x",
+    ],
+)
+def test_a_config_at_a_url_includes_nothing_of_this_machine(tmp_path, monkeypatch, name):
+    """Neither by a file of the machine that includes it, nor by one that it includes itself."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.yaml").write_text("{layers: 8}")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/far/main.yaml", f"paint: !include '{name.format(here=tmp_path)}'".encode())
+    memory.pipe("/far/first.yaml", b"<<: !include main.yaml")
+    for first in ("memory://far/main.yaml", "memory://far/first.yaml"):
+        with pytest.raises(ConfigError, match=r"far/main.yaml line 1.* can't include files of this machine"):
+            parse_config(Drawing, ["--config_path", first])
+    with pytest.raises(
+        ConfigError, match=r"far/main.yaml line 1, included by .*near.yaml line 1.*this machine"
+    ):
+        parse(tmp_path, {"near.yaml": "<<: !include memory://far/main.yaml"}, main="near.yaml")
+    memory.pipe("/far/main.yaml", b"paint: !include secret.yaml")  # beside it, and so not there
+    with pytest.raises(ConfigError, match=r"Can't read the config file memory://far/secret.yaml"):
+        parse_config(Drawing, ["--config_path", "memory://far/main.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("including", "name", "expected"),
+    [
+        ("https://host/a/b.yaml", "c.yaml", "https://host/a/c.yaml"),
+        ("https://host/a/b.yaml", "../c.yaml", "https://host/c.yaml"),
+        ("https://host/a/b.yaml", "../../../other/c.yaml", "https://host/other/c.yaml"),
+        ("s3://bucket/b.yaml", "../other/c.yaml", "s3://bucket/other/c.yaml"),
+        ("s3://bucket/b.yaml", "s3://bucket/x/../c.yaml", "s3://bucket/c.yaml"),
+        ("hf://owner/b.yaml", "./c.yaml", "hf://owner/c.yaml"),
+        ("file:///a/b.yaml", "../c.yaml", "file:///c.yaml"),
+        ("gs://bucket/b.yaml", "gs://bucket2/c.yaml", None),
+        ("https://host/b.yaml", "http://host/c.yaml", None),
+        ("https://host/b.yaml", "https://host.other/c.yaml", None),
+        ("https://host/b.yaml", "//etc/c.yaml", None),
+    ],
+)
+def test_a_config_at_a_url_includes_files_of_its_own_host(including, name, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match="of another host"):
+            _beside(including, name)
+    else:
+        assert _beside(including, name) == expected

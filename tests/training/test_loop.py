@@ -1,9 +1,12 @@
 """Runs of the training loop: metrics, evaluation, checkpoints, resuming, and steps that are not finite."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haliax import NamedArray
 
 from stacked_remat.training import (
     AdamWConfig,
@@ -72,6 +75,7 @@ def run(
     loss_function=next_byte_loss,
     num_sets=1,
     vocab=7,
+    training=None,
     **config,
 ):
     trainer = TrainerConfig(**{"num_steps": 30, "log_every": 10, "eval_batches": 3, **config})
@@ -88,7 +92,7 @@ def run(
             TrainState.init(next_byte(vocab), optimizer),
             TrainStep.of(trainer, loss_function=loss_function, optimizer=optimizer),
             schedule=learning_rate_schedule(OPTIMIZER, trainer.num_steps),
-            training=stream_of(stream(2000, 0), 8, 4, trainer.seed),
+            training=training or stream_of(stream(2000, 0), 8, 4, trainer.seed),
             evaluators=evaluators,
             config=trainer,
             outputs=RunOutputs(RunFolder(folder), checkpoints, [recorder], recorder),
@@ -131,9 +135,10 @@ def test_metrics_come_at_the_start_the_end_and_in_between(finished):
     recorder, _, _ = finished
     trained = [(step, line) for step, line in recorder.logged if "loss" in line]
     assert [step for step, _ in trained] == [1, 10, 20, 30]
-    names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"}
+    names = {"loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "targets"}
     assert set(trained[0][1]) == names | {"peak_memory_bytes", "mfu"}
     np.testing.assert_allclose(trained[0][1]["learning_rate"], 0.15)
+    assert [line["targets"] for _, line in trained] == [32] * 4
     for _, line in trained[1:]:
         np.testing.assert_allclose(line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6)
         # The product and the gradient of the table; the other factor depends on nothing that is trained.
@@ -156,6 +161,33 @@ def test_checkpoints_are_written_when_the_config_says_and_a_window_of_steps_is_t
     _, _, folder = finished
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"20", "30"}
     assert list((folder / "profile").rglob("*.xplane.pb"))
+
+
+class SomeMasked:
+    """A stream whose batches count 5 targets, and of which the third and the fourth count none."""
+
+    def __init__(self):
+        self._whole, self._delivered = stream_of(stream(2000, 0), 8, 4, 0), 0
+
+    def next(self):
+        self._delivered += 1
+        batch = self._whole.next()
+        count = 0 if self._delivered in (3, 4) else 5
+        weights = (np.arange(batch.weights.array.size) < count).astype(np.float32)
+        named = NamedArray(weights.reshape(batch.weights.array.shape), batch.weights.axes)
+        return dataclasses.replace(batch, weights=named)
+
+    def get_state(self):
+        return self._whole.get_state()
+
+
+def test_targets_are_counted_and_a_step_without_any_is_said(tmp_path):
+    recorder = Recorder()
+    update = UpdateConfig(on_nonfinite="skip")  # of a loss that is NaN without targets
+    run(recorder, tmp_path, training=SomeMasked(), num_steps=6, log_every=1, update=update)
+    assert recorder.of("targets") == [(1, 5), (2, 5), (3, 0), (4, 0), (5, 5), (6, 5)]
+    said = [text for text in recorder.shown if "no target" in text]
+    assert [text[:22] for text in said] == ["step 3 has no target: ", "step 4 has no target: "]
 
 
 def diverges_below(limit, once=False):

@@ -30,7 +30,7 @@ class HuggingFaceTokenizer(Tokenizer):
         name: str,
         definition: str,
         config: Mapping[str, Any],
-        template: str | None,
+        template: str | Mapping[str, str] | None,
         chat_date: str | None = None,
         rows: int | None = None,
     ):
@@ -88,12 +88,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return found
 
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """The tokens of rendered chats, with none added."""
+        """The tokens of rendered chats, with none added but an end token to one that is open."""
         encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
-        return [
-            (self._array(encoding.ids), _in_answers(chat, encoding.offsets))
-            for encoding, chat in zip(encodings, chats, strict=True)
-        ]
+        found = []
+        for encoding, chat in zip(encodings, chats, strict=True):
+            ids, counted = encoding.ids, _in_answers(chat, encoding.offsets)
+            if chat.is_open and ids[-1:] != [self.end]:
+                ids = [*ids, self.end]
+                counted = None if counted is None else np.append(counted, True)
+            found.append((self._array(ids), counted))
+        return found
 
     def _array(self, tokens: Sequence[int]) -> Tokens:
         if max(tokens, default=0) >= self.vocab_size:

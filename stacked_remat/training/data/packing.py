@@ -59,13 +59,26 @@ class TokenizedDocuments:
     def num_counted(self) -> int:
         """Number of tokens that count as targets; the first of a document never does.
 
-        Cost: reads a byte a token, where not all tokens count.
+        Cost: that of `targets_in`.
+        """
+        firsts = np.minimum(self.lengths, 1)
+        return int(self.targets_in(np.arange(len(self)), firsts, self.lengths).sum())
+
+    def targets_in(
+        self,
+        documents: Integer[np.ndarray, " pieces"],
+        firsts: Integer[np.ndarray, " pieces"],
+        stops: Integer[np.ndarray, " pieces"],
+    ) -> Integer[np.ndarray, " pieces"]:
+        """For pieces of documents, the number of their tokens from `firsts` to before `stops` that count.
+
+        Cost: reads a byte a token, where not all tokens count, and 8 bytes of memory a token meanwhile.
         """
         if self.counted is None:
-            return int(np.maximum(self.lengths - 1, 0).sum())
+            return stops - firsts
         before = np.concatenate([[0], np.cumsum(self.counted, dtype=np.int64)])
-        firsts = np.minimum(self.starts + 1, self.starts + self.lengths)
-        return int((before[self.starts + self.lengths] - before[firsts]).sum())
+        starts = self.starts[documents]
+        return before[starts + stops] - before[starts + firsts]
 
     def select(self, chosen: Bool[np.ndarray, " documents"]) -> "TokenizedDocuments":
         """The documents for which `chosen` is True, in the same order."""
@@ -119,6 +132,34 @@ class _SplitPacking:
             at, document = end, document + 1
         return found
 
+    def table(self) -> Int64[np.ndarray, "pieces four"]:
+        """A row for each piece: its sequence, document, first position and count."""
+        begins = np.concatenate([[0], self._ends[:-1]])
+        cuts = np.unique(np.concatenate([begins, np.arange(0, self._ends[-1], self._seq_len)]))
+        documents = np.searchsorted(self._ends, cuts, side="right")
+        counts = np.diff(cuts, append=self._ends[-1])
+        return np.stack([cuts // self._seq_len, documents, cuts - begins[documents], counts], axis=1)
+
+
+@final
+class _WholePacking:
+    """Documents uncut, packed by best fit; see `_pack_whole`."""
+
+    def __init__(self, lengths: Int64[np.ndarray, " documents"], seq_len: int):
+        self._sequences = _pack_whole(lengths, seq_len)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, sequence: int) -> list[Piece]:
+        """The pieces of a sequence."""
+        return self._sequences[sequence]
+
+    def table(self) -> Int64[np.ndarray, "pieces four"]:
+        """A row for each piece: its sequence, document, first position and count."""
+        rows = [(number, *piece) for number, pieces in enumerate(self._sequences) for piece in pieces]
+        return np.array(rows, dtype=np.int64)
+
 
 def _pack_whole(lengths: Int64[np.ndarray, " documents"], seq_len: int) -> list[list[Piece]]:
     """Documents uncut, packed by best fit with the longest first (Johnson, 1974).
@@ -156,10 +197,13 @@ def _pack_whole(lengths: Int64[np.ndarray, " documents"], seq_len: int) -> list[
 class PackedDocuments:
     """Documents as sequences of `seq_len` positions, a random-access source for Grain.
 
+    A sequence without a target teaches nothing, and is left out.
+
     Attributes:
         seq_len: positions in a sequence.
-        num_documents: documents in the sequences, which are those of two tokens or more.
+        num_documents: documents of two tokens or more.
         num_counted: target tokens of weight 1.
+        num_left_out: sequences without a target.
         fingerprint: a hash of the tokens and the packing.
     """
 
@@ -187,19 +231,30 @@ class PackedDocuments:
             raise DataError(f"None of the {len(documents)} documents has two tokens or more.")
         self.seq_len = seq_len
         self.num_documents = len(self._documents)
-        self.num_counted = self._documents.num_counted
-        packed = f"{self._documents.fingerprint} {packing} {seq_len}"
-        self.fingerprint = hashlib.sha256(packed.encode()).hexdigest()
         self._separate = separate
-        pack = _SplitPacking if packing == "split" else _pack_whole
+        pack = _SplitPacking if packing == "split" else _WholePacking
         self._pieces = pack(self._documents.lengths - 1, seq_len)
+        targets = self._num_targets()
+        self._chosen = None if targets.all() else np.flatnonzero(targets)
+        self.num_counted = int(targets.sum())
+        self.num_left_out = int((targets == 0).sum())
+        packed = f"{self._documents.fingerprint} {packing} {seq_len}"
+        packed += f" {self.num_left_out} left out" if self.num_left_out else ""
+        self.fingerprint = hashlib.sha256(packed.encode()).hexdigest()
 
     def __repr__(self) -> str:
         return f"PackedDocuments({len(self)} sequences of {self.seq_len}, {self.fingerprint[:16]})"
 
     def __len__(self) -> int:
         """Sequences in an epoch."""
-        return len(self._pieces)
+        return len(self._pieces) - self.num_left_out
+
+    def _num_targets(self) -> Integer[np.ndarray, " sequences"]:
+        """The number of targets of every sequence."""
+        sequences, documents, firsts, counts = self._pieces.table().T
+        # The target of a position is the token after it.
+        targets = self._documents.targets_in(documents, firsts + 1, firsts + 1 + counts)
+        return np.bincount(sequences, weights=targets, minlength=len(self._pieces)).astype(np.int64)
 
     def __getitem__(self, index: int) -> PackedSequence:
         """A sequence: int32 `tokens`, `targets`, `documents` and `positions`, float32 `weights`.
@@ -211,7 +266,8 @@ class PackedDocuments:
         found: PackedSequence = {name: np.zeros(self.seq_len, np.int32) for name in names}
         found["weights"] = np.zeros(self.seq_len, np.float32)
         at = 0
-        for number, piece in enumerate(self._pieces[int(index)], 1):
+        sequence = int(index if self._chosen is None else self._chosen[index])
+        for number, piece in enumerate(self._pieces[sequence], 1):
             where = slice(at, at + piece.count)
             stop = piece.first + piece.count + 1
             tokens = self._documents.tokens(piece.document, piece.first, stop)

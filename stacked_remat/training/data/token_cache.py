@@ -26,13 +26,14 @@ from ..progress import ConsoleProgress
 from .chat_template import ChatTemplateError, RenderedChat
 from .files import SourceFile
 from .packing import TokenizedDocuments
-from .records import Message, Record, place_of, read_records
+from .records import Document, Record, place_of, read_records
 from .tokenizers import Counted, Tokenizer, Tokens
 
-_FORMAT = 5  # of the files of a cache
+_FORMAT = 6  # of the files of a cache
 _STATE, _LOCK = "state.json", ".lock"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
-_PROBLEMS_KEPT = 5
+_PROBLEMS_KEPT, _UNREAD_KEPT = 5, 20
+_READ_AS = ("format", "text_key", "messages_key", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class CacheRequest:
         return {
             "format": _FORMAT,
             "tokenizer": self.tokenizer.fingerprint,
-            "read as": {name: getattr(self.source, name) for name in ("format", "text_key", "messages_key")},
+            "read as": {name: getattr(self.source, name) for name in _READ_AS},
             "answers only": self.answers_only,
             "on malformed": self.on_malformed,
             "files": [{"url": file.place, "version": file.version} for file in self.files],
@@ -73,6 +74,8 @@ class CacheState:
     num_empty: int = 0
     num_malformed: int = 0
     problems: Sequence[str] = ()
+    unread: Sequence[str] = ()  # keys of records that nothing reads, in the order in which they came
+    num_open: int = 0  # chats whose last answer the template leaves open
     fingerprint: str = ""
     complete: bool = False
 
@@ -165,12 +168,19 @@ def _groups(request: CacheRequest, first_file: int, first_record: int) -> Iterat
         start = first_record if at == first_file else 0
         for record in read_records(request.files[at], request.source, start):
             group.append((at, record))
-            letters += len(record.content) if isinstance(record.content, str) else 1024
+            letters += _num_letters(record)
             if len(group) >= _GROUP_RECORDS or letters >= _GROUP_LETTERS:
                 yield group
                 group, letters = [], 0
     if group:
         yield group
+
+
+def _num_letters(record: Record) -> int:
+    """About the size of a record's text."""
+    if record.content is None or isinstance(record.content, str):
+        return len(record.content or "")
+    return 1024 + sum(len(message.get("content") or "") for message in record.content)
 
 
 class _Writer:
@@ -185,8 +195,10 @@ class _Writer:
         """Tokenizes a group of records, and returns the state after it."""
         texts: list[str | RenderedChat] = []
         keys, problems, num_empty = [], [], 0
-        for at, record in group:
-            own, problem = self._texts_of(self._request.files[at], record)
+        unread = dict.fromkeys(self._state.unread)
+        rendered = self._rendered(group)
+        for number, (at, record) in enumerate(group):
+            own, problem = self._texts_of(self._request.files[at], record, rendered.get(number))
             if problem is not None:
                 problems.append(problem)
             elif not any(map(_plain, own)):
@@ -194,6 +206,8 @@ class _Writer:
             else:
                 texts += own
                 keys += [_key(record)] * len(own)
+                assert record.document is not None
+                unread |= dict.fromkeys(self._unread(record.document))
         documents = _encode(self._request.tokenizer, texts)
         lengths = [len(tokens) for tokens, _ in documents]
         arrays = {
@@ -214,6 +228,8 @@ class _Writer:
             num_empty=state.num_empty + num_empty,
             num_malformed=state.num_malformed + len(problems),
             problems=[*state.problems, *problems][:_PROBLEMS_KEPT],
+            unread=[*unread][:_UNREAD_KEPT],
+            num_open=state.num_open + sum(isinstance(text, RenderedChat) and text.is_open for text in texts),
         )
         return self._state
 
@@ -230,26 +246,62 @@ class _Writer:
         with replaced_whole(self._folder / _STATE) as path:
             path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
 
-    def _texts_of(self, file: SourceFile, record: Record) -> tuple[Sequence[str | RenderedChat], str | None]:
+    def _rendered(
+        self, group: Sequence[tuple[int, Record]]
+    ) -> dict[int, list[RenderedChat] | ChatTemplateError | DataError]:
+        """The texts, or the error, of each record of the group that has a chat."""
+        chats = {}
+        for number, (_, record) in enumerate(group):
+            if record.document is not None and not isinstance(record.content, str):
+                chats[number] = record.content, self._variables(record.document)
+        if not chats:
+            return {}
+        template = self._request.tokenizer.chat_template
+        found = template.render_all([*chats.values()], answers=self._request.answers_only)
+        return dict(zip(chats, found, strict=False))
+
+    def _texts_of(
+        self,
+        file: SourceFile,
+        record: Record,
+        rendered: list[RenderedChat] | ChatTemplateError | DataError | None,
+    ) -> tuple[Sequence[str | RenderedChat], str | None]:
         """The texts to tokenize, or why there are none."""
-        place, problem, content = place_of(file, record.number), record.problem, record.content or ""
+        place, problem = place_of(file, record.number), record.problem
         texts: Sequence[str | RenderedChat] = []
+        if isinstance(rendered, DataError):
+            raise DataError(f"{place}: {rendered}")
+        if isinstance(rendered, ChatTemplateError):
+            problem = f"{place} does not fit the chat template: {rendered}"
+        elif rendered is not None:
+            texts = rendered
+        elif isinstance(record.content, str):
+            texts = [record.content]
         try:
-            texts = [content] if isinstance(content, str) else self._chats(content)
             "".join(map(_plain, texts)).encode("utf-8")
-        except ChatTemplateError as error:
-            problem = f"{place} does not fit the chat template: {error}"
         except UnicodeEncodeError:
             problem = f"{place} has half a surrogate pair, which is not valid Unicode"
         if problem is not None and self._request.on_malformed == "error":
             raise DataError(f"{problem}. Fix it, or skip such records with data.on_malformed: skip.")
         return texts, problem
 
-    def _chats(self, messages: list[Message]) -> list[RenderedChat]:
-        template = self._request.tokenizer.chat_template
-        if self._request.answers_only:
-            return template.render_with_answers(messages)
-        return [RenderedChat(template.render(messages))]
+    def _variables(self, document: Document) -> dict[str, Any]:
+        """The chat template's variables for a chat."""
+        return {**self._request.source.chat_template_kwargs, **document.variables}
+
+    def _unread(self, document: Document) -> Iterator[str]:
+        """Keys of a record that neither this library nor the chat template reads."""
+        yield from document.unread
+        if isinstance(document.content, str):
+            return
+        words = self._request.tokenizer.chat_template.words
+        yield from (
+            f"{name}, for the chat template" for name in self._variables(document) if name not in words
+        )
+        for message in document.content:
+            for name, value in message.items():
+                if value is not None and name not in words:
+                    yield f"{name} of messages"
 
 
 def _plain(text: str | RenderedChat) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from ..._files import read_json_fields
 from ..errors import DataError
@@ -44,11 +45,25 @@ def _pretrained(name: str, chat_date: str | None, rows: int | None) -> Tokenizer
             config |= read_json_fields(files[file]) if file in files else {}
         except (OSError, ValueError) as error:
             raise DataError(f"data.tokenizer = {name!r}: {error}") from error
-    template = _text(files[_TEMPLATE]) if _TEMPLATE in files else config.get("chat_template")
-    if isinstance(template, list):  # of several
-        template = {one["name"]: one["template"] for one in template}.get("default")
-    template = template if isinstance(template, str) else None
+    template = (
+        _text(files[_TEMPLATE]) if _TEMPLATE in files else _templates(config.get("chat_template"), name)
+    )
     return HuggingFaceTokenizer(name, _text(files[_TOKENIZER]), config, template, chat_date, rows)
+
+
+def _templates(given: Any, name: str) -> str | dict[str, str] | None:
+    """The chat template of a `tokenizer_config.json`, or several by name."""
+    if given is None or isinstance(given, str):
+        return given
+    named = given
+    if isinstance(given, list) and all(isinstance(own, dict) for own in given):
+        named = {own.get("name"): own.get("template") for own in given}
+    if not isinstance(named, dict) or not all(isinstance(text, str) for own in named.items() for text in own):
+        raise DataError(
+            f"data.tokenizer = {name!r}: `chat_template` in its {_CONFIG} is neither a text nor a list of "
+            f'{{"name": ..., "template": ...}}. Correct it, or write the template to a {_TEMPLATE} beside it.'
+        )
+    return named
 
 
 def read_tokenizer_files(name: str) -> dict[str, str]:

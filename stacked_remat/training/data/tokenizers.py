@@ -48,7 +48,10 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """The tokens of whole chats, and which overlap an answer; None for a chat without `answers`."""
+        """The tokens of whole chats, and which overlap an answer; None for a chat without `answers`.
+
+        The end token ends a chat that `is_open`, and belongs to its last answer.
+        """
 
     def encode_beginning(self, text: str) -> Tokens:
         """The tokens of the beginning of a document, without an end token."""
@@ -76,11 +79,33 @@ class Tokenizer(abc.ABC):
         """
 
 
-# The ChatML layout, which most chat models use; it needs no special tokens.
-_BYTE_CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+# The ChatML layout, which most chat models use, with tools and their calls as JSON. No special tokens needed.
+_BYTE_CHAT = ChatTemplate(
+    """{% macro text(content) %}
+{% if content is string %}
+{{ content }}
+{%- elif content is mapping %}
+{{ content | tojson }}
+{%- elif content is not none and content is defined %}
+{% for part in content %}
+{% if part is not string and part.text is not string %}
+{{ raise_exception('a message has a part that is no text') }}
+{% endif %}
+{{ part if part is string else part.text }}
+{%- endfor %}
+{% endif %}
+{% endmacro %}
+{% if tools %}<|im_start|>tools
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ text(message.content) }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.get('function', call) | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}""",
+    {},
+)
 
 
 @final
@@ -108,20 +133,21 @@ class ByteTokenizer(Tokenizer):
         return [np.concatenate([separator, self.encode(text), separator]) for text in texts]
 
     def encode_chats(self, chats: Sequence[RenderedChat]) -> list[tuple[Tokens, Counted | None]]:
-        """One token per byte, between two of token 256, which belong to no answer."""
+        """One token per byte, between two of token 256, which belong to no answer unless the chat is open."""
         tokens = self.encode_documents([chat.text for chat in chats])
         return [(own, _in_answers(chat, len(own))) for own, chat in zip(tokens, chats, strict=True)]
 
     @property
     def chat_template(self) -> ChatTemplate:
         """The ChatML layout, with its marks as bytes."""
-        return ChatTemplate(_BYTE_CHAT, {})
+        return _BYTE_CHAT
 
 
 def _in_answers(chat: RenderedChat, num_tokens: int) -> Counted | None:
     if chat.answers is None:
         return None
     counted = np.zeros(num_tokens, dtype=bool)
+    counted[-1] = chat.is_open
     for first, stop in chat.answers:
         start = 1 + len(chat.text[:first].encode("utf-8"))  # after the separator
         counted[start : start + len(chat.text[first:stop].encode("utf-8"))] = True

@@ -1,5 +1,6 @@
 """Opens the data of a run: a stream of training batches and the batches of held-out documents."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, final
@@ -12,7 +13,7 @@ from ..progress import ConsoleProgress
 from .batch_stream import BatchStream, HeldOutBatches, ProcessShare
 from .files import SourceFile, find_files, standard_library_files
 from .packing import PackedDocuments, TokenizedDocuments
-from .token_cache import CachedTokens, CacheRequest, open_token_cache
+from .token_cache import CachedTokens, CacheRequest, CacheState, open_token_cache
 from .tokenizers import Tokenizer
 
 
@@ -70,6 +71,7 @@ def open_training_data(
                     f"target: with train_on: answers only messages of the role `assistant` do. Check the "
                     f"roles of its chats, or set train_on: all."
                 )
+        _check_targets(name, packed[name][0], config, progress)
     training, held_out = ({name: halves[at] for name, halves in packed.items()} for at in (0, 1))
 
     def batches(*texts: PackedDocuments) -> HeldOutBatches:
@@ -89,6 +91,24 @@ def open_training_data(
     )
 
 
+_MOST_LEFT_OUT = 0.5  # share of a source's sequences
+
+
+def _check_targets(name: str, text: PackedDocuments, config: DataConfig, progress: ConsoleProgress) -> None:
+    """Says how many sequences of a source have no target; refuses a source most of whose have none."""
+    if not text.num_left_out:
+        return
+    total = len(text) + text.num_left_out
+    what = f"{text.num_left_out} of {total} sequences have no target"
+    if text.num_left_out > _MOST_LEFT_OUT * total:
+        raise DataError(
+            f"data.sources.{name}: {what}, since its prompts are longer than data.seq_len = "
+            f"{config.seq_len}: its answers would be trained on without them. Make seq_len larger, shorten "
+            f"the prompts, or set train_on: all."
+        )
+    progress.message(f"{name}: {what} and are left out")
+
+
 _Source: TypeAlias = tuple[CachedTokens, CachedTokens | None]
 """The documents of a source, and those of the files that it names to hold out, if it does."""
 
@@ -97,11 +117,8 @@ def _tokenized(config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgre
     def cached(source: SourceConfig, files: tuple[SourceFile, ...], name: str) -> CachedTokens:
         request = CacheRequest(name, files, source, tokenizer, config.on_malformed)
         found = open_token_cache(request, Path(config.cache_dir), progress)
-        if found.counts.num_malformed:
-            progress.message(
-                f"{name}: {found.counts.num_malformed} records can't be read and were skipped, such as "
-                f"{'; '.join(found.counts.problems)}"
-            )
+        for remark in _remarks(found.counts):
+            progress.message(f"{name}: {remark}")
         return found
 
     if not config.sources:
@@ -115,6 +132,20 @@ def _tokenized(config: DataConfig, tokenizer: Tokenizer, progress: ConsoleProgre
         held_out = cached(source, apart, f"{name}-held-out") if apart else None
         sources[name] = cached(source, files, name), held_out
     return sources
+
+
+def _remarks(counts: CacheState) -> Iterator[str]:
+    """What a user has to know of the records of a cache."""
+    if counts.num_malformed:
+        problems = "; ".join(counts.problems)
+        yield f"{counts.num_malformed} records can't be read and were skipped, such as {problems}"
+    if counts.unread:
+        yield f"keys of records that are not read: {', '.join(counts.unread)}"
+    if counts.num_open:
+        yield (
+            f"the chat template writes nothing after an answer: the next turn's first token is trained on as "
+            f"its end, and the tokenizer's end token ends {counts.num_open} chats"
+        )
 
 
 def _split(

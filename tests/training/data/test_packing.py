@@ -120,3 +120,20 @@ def test_fields_of_boundaries_can_be_left_out():
     for one, other in zip(apart, joined, strict=True):
         assert set(one) - set(other) == {"documents", "positions"}
         assert all((one[name] == other[name]).all() for name in other)
+
+
+@pytest.mark.parametrize("packing", ["split", "whole"])
+def test_sequences_without_a_target_are_left_out_and_no_target_is_lost(packing):
+    random = np.random.default_rng(7)
+    lengths = random.integers(2, 30, 60)
+    starts = np.cumsum(lengths) - lengths
+    tokens, counted = np.arange(lengths.sum()), random.random(lengths.sum()) < 0.05
+    documents = TokenizedDocuments(tokens, counted, starts, lengths, "")
+    packed = PackedDocuments(documents, 8, packing)
+    everything = PackedDocuments(TokenizedDocuments(tokens, None, starts, lengths, ""), 8, packing)
+    found = [packed[at] for at in range(len(packed))]
+    assert all(one["weights"].any() for one in found)
+    targets = np.concatenate([one["targets"][one["weights"] > 0] for one in found])
+    assert sorted(targets) == sorted(np.setdiff1d(tokens[counted], starts))
+    assert packed.num_counted == len(targets)
+    assert packed.num_left_out == len(everything) - len(packed) > 10 and everything.num_left_out == 0

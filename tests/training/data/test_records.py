@@ -163,3 +163,69 @@ def test_damaged_parquet_is_named(tmp_path):
     path.write_bytes(written[:99] + b"\xff" * 999 + written[1098:])
     with pytest.raises(DataError, match="a.parquet"):
         read(path)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "int"}}}}]
+
+
+def documents(path, **how):
+    return [record.document for record in read(path, replace(PLAIN, **how))]
+
+
+def test_a_chat_has_variables_and_other_keys_are_named(tmp_path):
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"id": 1, "text": "one", "tools": TOOLS, "note": None},
+        {
+            "messages": CHAT,
+            "tools": TOOLS,
+            "chat_template_kwargs": {"think": False},
+            "score": 0.5,
+            "text": None,
+        },
+        {"messages": CHAT, "tools": json.dumps(TOOLS), "documents": [{"title": "t"}], "id": None},
+    )
+    text, with_tools, from_json = documents(path)
+    assert (text.variables, text.unread) == ({}, ("id", "tools"))
+    assert with_tools.variables == {"tools": TOOLS, "think": False} and with_tools.unread == ("score",)
+    assert from_json.variables == {"tools": TOOLS, "documents": [{"title": "t"}]} and from_json.unread == ()
+
+
+def test_what_a_row_of_parquet_lacks_is_no_null_of_the_chat(tmp_path):
+    calls = [
+        {"function": {"name": "g", "arguments": {"a": 1}}},
+        {"function": {"name": "h", "arguments": {"b": "2"}}},
+    ]
+    chat = [*CHAT, {"role": "assistant", "tool_calls": calls}]
+    table = pyarrow.table({"messages": [chat], "tools": [TOOLS], "when": [7], "documents": [None]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (found,) = documents(tmp_path / "a.parquet")
+    assert found.content == chat and found.variables == {"tools": TOOLS} and found.unread == ("when",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"tools": {"name": "f"}}, "has no list of objects in 'tools'"),
+        ({"tools": "[f"}, r"has a text in 'tools' that is not JSON"),
+        ({"documents": ["d"]}, "has no list of objects in 'documents'"),
+        ({"chat_template_kwargs": [1]}, "has no object in 'chat_template_kwargs'"),
+        ({"chat_template_kwargs": {"messages": []}}, "has 'messages' in 'chat_template_kwargs'"),
+        ({"tools": TOOLS, "chat_template_kwargs": {"tools": []}}, "has 'tools' in 'chat_template_kwargs'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "message 0 has int, not text, as `content`"),
+        ({"messages": [{"role": "user", "content": True}]}, "message 0 has bool, not text, as `content`"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 0 lacks its `content`"),
+    ]
+    + [
+        ({"messages": [*CHAT, {"role": "user", "content": ["a", part]}]}, rf"message 2 has a part .*{name}")
+        for part, name in [
+            ({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"),
+            ({"type": "input_audio", "text": "x"}, "'input_audio'"),
+            ({"image": "x"}, "'text'"),
+            (None, "'text'"),
+        ]
+    ],
+)
+def test_a_chat_that_is_no_text_is_malformed(tmp_path, changes, problem):
+    (record,) = read(lines(tmp_path / "a.jsonl", {"messages": CHAT} | changes))
+    assert record.document is None and re.search(rf"a.jsonl:1 .*{problem}", record.problem)

@@ -145,3 +145,53 @@ def test_a_text_that_any_source_holds_out_is_trained_on_by_none(folder, tmp_path
     trained, held_out = set(training_text(data, 20)), set(held_out_text(data.held_out))
     assert {"text 0", "text 3"} < held_out and len(held_out) > 5
     assert trained == {f"text {number}" for number in range(40)} - held_out
+
+
+def test_keys_that_nothing_reads_and_open_answers_are_said_once(tmp_path):
+    progress = Silent()
+    template = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
+    chat = [{"role": "user", "content": "odd"}, {"role": "assistant", "content": "even", "thoughts": "hm"}]
+    record = {"messages": chat, "tools": [{"name": "f"}], "id": 1, "documents": None}
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record | {"id": n}) for n in range(40)))
+    source = {"a": SourceConfig((str(tmp_path / "a.jsonl"),), held_out=(str(tmp_path / "b.txt"),))}
+    (tmp_path / "b.txt").write_text("never odd")
+    data = open_data(tmp_path, tokenizer, sources=source, progress=progress, packing="whole", batch_size=1)
+    unread = (
+        "a: keys of records that are not read: id, tools, for the chat template, role of messages, thoughts"
+    )
+    assert progress.messages[0].startswith(unread) and "end token ends 40 chats" in progress.messages[1]
+    batch = data.training.next()
+    last = int(np.asarray(batch.documents.array[0] == 1).sum()) - 1
+    assert batch.targets.array[0][last] == tokenizer.end and batch.weights.array[0][last] == 1
+
+
+def test_a_limit_of_the_chat_template_names_the_record(tmp_path):
+    template = "{% if messages[0].content == 'me 3' %}{{ 'x' * 3000000000 }}{% endif %}{{ messages[0].role }}"
+    tokenizer = load_tokenizer(str(save(tmp_path / "words", template=template)))
+    chat = [json.dumps({"messages": [{"role": "user", "content": f"me {n}"}]}) for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(chat))
+    with pytest.raises(DataError, match=r"a\.jsonl:4: .*chat template takes more than 512 MiB of memory"):
+        sources = {"a": SourceConfig((str(tmp_path / "a.jsonl"),))}
+        open_data(tmp_path, tokenizer, sources=sources, on_malformed="skip")
+
+
+@pytest.mark.parametrize("prompt", [10, 60, 300])
+def test_a_source_most_of_whose_sequences_have_no_target_is_refused(tmp_path, prompt):
+    chat = [{"role": "user", "content": "q" * prompt}, {"role": "assistant", "content": "answer"}]
+    chats = [json.dumps({"messages": [*chat, {"role": "user", "content": str(n)}]}) for n in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(chats))
+    (tmp_path / "b.txt").write_text("held out")
+    own = SourceConfig((str(tmp_path / "a.jsonl"),), (str(tmp_path / "b.txt"),), train_on="answers")
+    progress = Silent()
+    options = {"sources": {"chats": own}, "packing": "whole", "seq_len": 100, "progress": progress}
+    if prompt == 300:
+        with pytest.raises(
+            DataError, match=r"sources\.chats: 60 of 80 sequences have no target.*seq_len = 100"
+        ):
+            open_data(tmp_path, **options)
+        return
+    data = open_data(tmp_path, **options)
+    assert [data.training.next().weights.array.any(axis=1).all() for _ in range(9)] == [True] * 9
+    left_out = {10: "2 of 22", 60: "20 of 40"}[prompt]
+    assert progress.messages == [f"chats: {left_out} sequences have no target and are left out"]

@@ -118,7 +118,7 @@ def balanced(term):
 
 TERMS = {
     "load balance": lambda model, means: 5 * jnp.sum(means["chosen"] * means["probabilities"]),
-    "a bias by load": lambda model, means: jnp.sum(model.bias * jnp.sign(means["chosen"] - 0.2)),
+    "a bias by load": lambda model, means: jnp.sum(model.bias * jnp.round(16 * means["chosen"])),
     "a square": lambda model, means: jnp.sum(model.bias * means["probabilities"] ** 2) ** 2,
 }
 

@@ -8,7 +8,7 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from stacked_remat.training import (
     ConfigError,

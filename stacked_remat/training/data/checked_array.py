@@ -80,7 +80,7 @@ class CheckedArray:
 
     def _check(self, block: int, elements: np.ndarray) -> None:
         fix = f"Delete the token cache {self._path.parent}, and the next run tokenizes its text again."
-        if zlib.crc32(elements) != int(self._checksums[block]):
+        if zlib.crc32(elements.data) != int(self._checksums[block]):
             first = block * _BLOCK
             raise DataError(
                 f"{self._path} is damaged: bytes {first:,} to {first + elements.nbytes:,} are not those that "

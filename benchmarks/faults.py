@@ -132,6 +132,12 @@ CASES = [
         f"flipped '{_ARRAYS.format('*')}'; train {_CHANGED}",
         "/run/",
     ),
+    Case(
+        "a damaged token cache",
+        'cp -r "$root/cache" cache; printf x | dd of="$(echo cache/*/tokens)" bs=1 seek=99 conv=notrunc\n'
+        'train --data.cache_dir "$own/cache"',
+        "tokens is damaged: bytes",
+    ),
     Case("a damaged checkpoint to export", 'newest export_hf --out "$own/out"', "checkpoints/150"),
     Case("a damaged checkpoint to generate from", "newest generate --prompt a", "checkpoints/150"),
     Case("SIGINT during imports", "signalled INT handles_signals", "while the program was", 75),

@@ -53,6 +53,15 @@ def example_losses(
     return (parts, sums), {"loss": hax.sum(parts).scalar(), **auxiliary.metrics}
 
 
+def loss_and_sums(
+    model: Decoder, batch: TokenBatch, z_loss: float = 0.0
+) -> tuple[tuple[Float[Array, ""], Any], Metrics]:
+    """The mean cross entropy of the next token, and the sums for `auxiliary_of_sums`; the parts of a loss."""
+    (parts, sums), _ = example_losses(model, batch, z_loss)
+    loss = hax.sum(parts).scalar()
+    return (loss, sums), {"loss": loss}
+
+
 def auxiliary_of_sums(model: Decoder, sums: Any) -> tuple[Float[Array, ""], Metrics]:
     """The auxiliary losses of sequences together, and their metrics, by the sums of `example_losses`."""
     of_statistics, count = sums

@@ -33,6 +33,8 @@ from stacked_remat.training import (
     ConfigError,
     ConsoleProgress,
     GhostValidationConfig,
+    LionConfig,
+    LossWithSums,
     TokenBatch,
     TrainingData,
     TrainState,
@@ -120,6 +122,12 @@ def _checked(config: LmRunConfig) -> LmRunConfig:
     ):
         if is_set:
             raise ConfigError(f"A run with {key} can't be replayed: its steps have no derivatives.")
+    if isinstance(config.optimizer, LionConfig):
+        raise ConfigError(
+            "A run with optimizer.type: lion can't be replayed: its updates are signs of gradients, whose "
+            "derivative is zero. Score its examples by the dot products of a `ghost` section, or train with "
+            "another optimizer."
+        )
     attention = dataclasses.replace(config.model.attention, backend="exact")
     update = dataclasses.replace(config.trainer.update, on_nonfinite="stop")  # a skip has no derivative
     return dataclasses.replace(
@@ -149,13 +157,18 @@ def _replayed(config: LmRunConfig, Steps: Axis) -> Any:
     """A function to the held-out loss, and its derivatives by the weights of the sequences."""
     optimizer, trainer = run_optimizer(config, _EPS_ROOT), config.trainer
 
-    def loss(model: Any, part: Any) -> Any:
-        (parts, sums), metrics = example_losses(model, part.batch, config.z_loss)
-        weighted = hax.sum(parts * part.factors).scalar()
-        return weighted + auxiliary_of_sums(model, sums)[0], {**metrics, "loss": weighted}
+    def weighted(model: Any, part: Any) -> Any:
+        (parts, sums), _ = example_losses(model, part.batch, config.z_loss)
+        loss = hax.sum(parts * part.factors).scalar()
+        return (loss, sums), {"loss": loss}
+
+    def loss(model: Any, part: Any) -> Any:  # of a model without losses that the batch has together
+        (own, _), metrics = weighted(model, part)
+        return own, metrics
 
     def step(state: TrainState, batch: TokenBatch, weights: NamedArray) -> TrainState:
-        run: Any = TrainStep.of(trainer, loss_function=loss, optimizer=optimizer)
+        of_batch = LossWithSums(weighted, auxiliary_of_sums) if config.model.has_auxiliary_losses else loss
+        run: Any = TrainStep.of(trainer, loss_function=of_batch, optimizer=optimizer)
         return run(_WeightedBatch(batch, weights), state)[0]
 
     @eqx.filter_jit

@@ -25,7 +25,7 @@ from models.hf_io.formats import (
 )
 from models.hf_io.hub import adapted_model, model_folder
 from models.hf_io.safetensors_folder import WeightsError, read_json
-from models.lm import next_token_loss
+from models.lm import auxiliary_of_sums, loss_and_sums, next_token_loss
 from stacked_remat import ScanCheckpointPolicy
 from stacked_remat.lora import LoraConfig
 from stacked_remat.training import (
@@ -34,6 +34,7 @@ from stacked_remat.training import (
     DataConfig,
     GhostConfig,
     LossFunction,
+    LossWithSums,
     OptimizerConfig,
     Tokenizer,
     TrainerConfig,
@@ -176,6 +177,8 @@ class LmRunConfig:
     @functools.cached_property
     def loss(self) -> LossFunction:
         """The loss to minimise."""
+        if self.model.has_auxiliary_losses:
+            return LossWithSums(functools.partial(loss_and_sums, z_loss=self.z_loss), auxiliary_of_sums)
         return functools.partial(next_token_loss, z_loss=self.z_loss)
 
     @functools.cached_property

@@ -64,7 +64,7 @@ def test_commands_of_figures_are_accepted(monkeypatch):
 
 
 def _rows(name):
-    return json.loads((RESULTS / name).read_text(encoding="utf-8")).get("rows", [{}])
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]
 
 
 def _lines(page, of):

@@ -86,7 +86,8 @@ def replay(
         The loss, the last state and the derivatives; see `Replay`.
 
     Raises:
-        ValueError: sizes along `Steps` differ.
+        ValueError: sizes along `Steps` differ; or no derivative reaches the loss, as through an optimizer
+            that takes the signs of gradients (Lion): the influence of every example would be zero.
         RuntimeError: a derivative is not finite, within `jax.jit` at run time.
         TypeError: `held_out_loss` returns no scalar.
 
@@ -103,18 +104,46 @@ def replay(
     def step(state: PyTree, batch: PyTree, weights: NamedArray, of_step: dict[str, PyTree]) -> PyTree:
         return train_step(state, batch, weights, **of_step)
 
-    def trained(weights: NamedArray, given: dict[str, PyTree]) -> tuple[Array, PyTree]:
+    def trained(
+        weights: NamedArray, given: dict[str, PyTree], remat: ScanCheckpointSpec = remat
+    ) -> tuple[Array, PyTree]:
         last = fold(step, Steps, remat=remat)(state, batches, weights, given)
         loss = raw_array(held_out_loss(last))
         if jnp.shape(loss):
             raise TypeError(f"held_out_loss returns one number; it returned an array {jnp.shape(loss)}.")
         return loss, last
 
+    if not _has_derivative(lambda weights: trained(weights, per_step or {}, remat=False)[0], ones):
+        raise ValueError(_NO_DERIVATIVE)
     (loss, last), (of_examples, of_steps) = jax.value_and_grad(trained, (0, 1), has_aux=True)(
         ones, per_step or {}
     )
     of_examples = eqx.error_if(of_examples, ~jnp.isfinite(of_examples.array), _NOT_FINITE)
     return Replay(loss, last, of_examples, of_steps)
+
+
+def _has_derivative(function: Callable[[Any], Array], at: Any) -> bool:
+    """Whether the derivative of a function is not zero by its operations alone, found by tracing it.
+
+    Signs, rounding, comparisons and `stop_gradient` have a derivative of zero, which JAX does not compute.
+    """
+    reaches: list[bool] = []
+
+    @jax.custom_jvp
+    def noted(value: Array) -> Array:
+        return value
+
+    def rule(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Array]:
+        reaches.append(not isinstance(tangents[0], jax.custom_derivatives.SymbolicZero))
+        return primals[0], jnp.zeros_like(primals[0])
+
+    noted.defjvp(rule, symbolic_zeros=True)
+
+    def differentiated(at: Any) -> Any:
+        return jax.jvp(lambda at: noted(function(at)), (at,), (jax.tree.map(jnp.ones_like, at),))
+
+    jax.eval_shape(differentiated, at)
+    return any(reaches)
 
 
 def weighted_step(losses: ExampleLosses, optimizer: Any) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -162,6 +191,11 @@ def _with_hyperparameters(state: Any, new: dict[str, Array]) -> Any:
     return state._replace(hyperparams={**known, **cast})
 
 
+_NO_DERIVATIVE = (
+    "replay has no influence to find: the loss after the run has no derivative by the weights of examples. "
+    "An optimizer that takes the signs of gradients, such as Lion, has none, nor has a loss behind "
+    "jax.lax.stop_gradient. Use grad_dot, or replay a run of another optimizer."
+)
 _NOT_FINITE = (
     "the derivative of the held-out loss through the run is not finite. With Adam, give the optimizer a "
     "small eps_root, such as 1e-30: its square root has no derivative at a gradient of zero. Else the run "

@@ -78,6 +78,7 @@ from .signals import (
 from .step import (
     FusedOptimizer as FusedOptimizer,
     LossFunction as LossFunction,
+    LossWithSums as LossWithSums,
     Metrics as Metrics,
     Trainable as Trainable,
     TrainState as TrainState,

@@ -30,6 +30,7 @@ State = TypeVar("State")
 
 _STATE, _RUN = "state", "run"
 _RUN_FILE = f"{_RUN}/metadata"  # as Orbax names what it writes as JSON
+_FORMAT = 2  # of what a checkpoint says of its run; before 2, digests did not tell all damage
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's errors
 
 
@@ -118,6 +119,7 @@ class Checkpoints:
         if self._unsaved is None:
             self._unsaved = digests(rest)
         run = {
+            "format": _FORMAT,
             "position": dict(position),
             "config": self._run_config,
             "layout": layout(chosen),
@@ -231,6 +233,7 @@ def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
     Raises:
         FileNotFoundError: there is no such checkpoint.
         CheckpointDamagedError: the checkpoint is damaged.
+        CheckpointMismatchError: an earlier version of the library wrote it.
     """
     path = _existing(folder, step)
     file = path / _RUN_FILE
@@ -242,6 +245,11 @@ def checkpoint_run(folder: Path, *, step: int | None = None) -> dict[str, Any]:
         raise _damaged(path, f"{file} is missing") from None
     except (ValueError, AttributeError) as error:
         raise _damaged(path, f"{file} can't be read ({error})") from error
+    if run.get("format") != _FORMAT:
+        raise CheckpointMismatchError(
+            f"An earlier version of stacked_remat wrote the checkpoint {path}: its digests do not tell all "
+            f"damage, and are not compared any more. Export it or end its run with that version."
+        )
     return run
 
 

@@ -228,12 +228,14 @@ class _Report:
             self._outputs.progress.message(f"{shown} loss after {done} steps: {loss:.4f}")
 
     def save(self, state: TrainState, position: Position, scorer: StepScorer | None, is_last: bool) -> None:
-        """Writes a checkpoint if one is due, after the scores up to it; waits for the last one."""
+        """Writes a checkpoint if one is due, after scores and metrics up to it; waits for the last one."""
         checkpoints = self._outputs.checkpoints
         if not (is_last or checkpoints.is_due(position.step)):
             return
         if scorer is not None:
             scorer.flush()
+        for tracker in self._outputs.trackers:
+            tracker.flush()
         with self._clock.paused():
             checkpoints.save(position.step, state, asdict(position))
             if is_last:

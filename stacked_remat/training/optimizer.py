@@ -20,7 +20,8 @@ def learning_rate_schedule(config: configs.OptimizerConfig, num_steps: int) -> o
     """The learning rate by step, from 0: linear during the warm-up, then `config.schedule`.
 
     The rate grows by the same amount from step to step, first from zero, and the step after the warm-up is
-    the first at the highest. The last step has the schedule's lowest.
+    the first at the highest. A schedule reaches its lowest rate right after the last step, so no step has a
+    rate of zero.
 
     Raises:
         ValueError: the warm-up leaves no steps, or too few for the decay.
@@ -33,24 +34,23 @@ def learning_rate_schedule(config: configs.OptimizerConfig, num_steps: int) -> o
             f"trainer.num_steps."
         )
     highest, left = config.learning_rate, num_steps - steps
-    falls = max(1, left - 1)  # from the first of these steps to the last
     match config.schedule:
         case configs.ConstantSchedule():
             after = optax.constant_schedule(highest)
         case configs.CosineSchedule(ratio):
-            after = optax.cosine_decay_schedule(highest, falls, alpha=ratio)
+            after = optax.cosine_decay_schedule(highest, left, alpha=ratio)
         case configs.LinearSchedule(ratio):
-            after = optax.linear_schedule(highest, highest * ratio, falls)
+            after = optax.linear_schedule(highest, highest * ratio, left)
         case configs.WarmupStableDecaySchedule(ratio, fraction):
-            decay = max(1, round(fraction * num_steps))
+            decay = config.schedule.decay_steps(num_steps)
             if decay > left:
                 raise ValueError(
                     f"optimizer.schedule.decay_fraction = {fraction} takes {decay} steps of decay, but the "
                     f"warm-up leaves {left} of trainer.num_steps = {num_steps}: lower it or optimizer.warmup."
                 )
-            falls = max(1, min(decay, left - 1))  # from the last step at the highest rate to the last of all
+            falls = min(decay + 1, left)  # from the last step at the highest rate to the end of the run
             down = optax.linear_schedule(highest, highest * ratio, falls)
-            after = optax.join_schedules([optax.constant_schedule(highest), down], [max(0, left - 1 - falls)])
+            after = optax.join_schedules([optax.constant_schedule(highest), down], [left - falls])
         case other:
             raise TypeError(f"No schedule is registered for {type(other).__name__}.")
     warmup = optax.linear_schedule(highest / (steps + 1), highest, steps)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import draccus
 
@@ -35,7 +36,7 @@ class _Decay(ScheduleConfig):
     """A learning rate that falls.
 
     Attributes:
-        min_lr_ratio: learning rate of the last step as a share of the highest.
+        min_lr_ratio: learning rate that is reached right after the last step, as a share of the highest.
     """
 
     min_lr_ratio: float = 0.0
@@ -48,7 +49,7 @@ class _Decay(ScheduleConfig):
 @ScheduleConfig.register_subclass("cosine")
 @dataclass(frozen=True)
 class CosineSchedule(_Decay):
-    """Half a cosine down to the last step (Loshchilov & Hutter 2017)."""
+    """Half a cosine down to the end of the run (Loshchilov & Hutter 2017)."""
 
     min_lr_ratio: float = 0.1
 
@@ -56,7 +57,7 @@ class CosineSchedule(_Decay):
 @ScheduleConfig.register_subclass("linear")
 @dataclass(frozen=True)
 class LinearSchedule(_Decay):
-    """A straight line down to the last step."""
+    """A straight line down to the end of the run."""
 
 
 @ScheduleConfig.register_subclass("wsd")
@@ -65,7 +66,7 @@ class WarmupStableDecaySchedule(_Decay):
     """The highest rate, then a straight line down over the last part of the run (Hu et al. 2024).
 
     Attributes:
-        decay_fraction: share of all steps that the decay takes.
+        decay_fraction: share of all steps that the decay takes, rounded to the nearest number of steps.
     """
 
     decay_fraction: float = 0.2
@@ -78,6 +79,10 @@ class WarmupStableDecaySchedule(_Decay):
                 f"decay write optimizer.schedule.type: constant."
             )
 
+    def decay_steps(self, num_steps: int) -> int:
+        """The steps below the highest rate at the end of a run of `num_steps`; at least one."""
+        return max(1, _share_of(num_steps, self.decay_fraction))
+
 
 @dataclass(frozen=True)
 class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
@@ -88,7 +93,7 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
     Attributes:
         learning_rate: the highest learning rate, of the step after the warm-up.
         warmup: steps at lower learning rates, which grow by equal parts from zero; below 1 a share of all
-            steps.
+            steps, rounded to the nearest number that leaves a step.
         schedule: the learning rate after the warm-up.
         weight_decay: decay of all weights except norms and biases.
         max_grad_norm: gradients with a larger global norm are scaled down to it; null turns this off.
@@ -121,7 +126,17 @@ class OptimizerConfig(draccus.ChoiceRegistry, abc.ABC):
 
     def warmup_steps(self, num_steps: int) -> int:
         """The steps before the one at the highest learning rate in a run of `num_steps`."""
-        return int(self.warmup * num_steps if self.warmup < 1 else self.warmup)
+        if self.warmup >= 1:
+            return int(self.warmup)
+        return min(_share_of(num_steps, self.warmup), num_steps - 1)
+
+
+def _share_of(num_steps: int, share: float) -> int:
+    """The number of steps nearest to a share of all, by the decimal number that a config has.
+
+    In binary, 0.29 of 100 is less than 29.
+    """
+    return round(Fraction(str(share)) * num_steps)
 
 
 @OptimizerConfig.register_subclass("adamw")

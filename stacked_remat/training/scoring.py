@@ -147,7 +147,7 @@ class StepScorer:
         (batch, direction), step = data, self._ordinary
         model = eqx.combine(step.shard(state.trained), state.frozen)
         options = {"direction": direction, "reduction": "sum", "trainable": marks(state.trained)}
-        ordinary = step.gradients_of(state)
+        ordinary = step.gradients_of(state, batch)
 
         def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, _BatchScores]:
             gradients, metrics, scores = self._scored_part(part, share, model, options)

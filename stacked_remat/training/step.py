@@ -27,14 +27,39 @@ LossFunction: TypeAlias = Callable[..., tuple[Float[Array, ""], Metrics]]
 
 A loss that draws random numbers, as dropout does, takes a key as its third argument (`TrainState.key`).
 
-`loss` is the mean over the batch's weights, and differentiable. The rest of the scalar (a load-balance loss)
-is averaged over microbatches, where `loss` is weighted by their shares of the weights.
+`loss` is the mean over the batch's weights, and differentiable. The rest of the scalar is averaged over
+microbatches, where `loss` is weighted by their shares of the weights. That is not the rest of the whole batch
+where it is a product of means, as the load-balance loss of experts is: write a `LossWithSums`.
 """
 
 Trainable: TypeAlias = Any
 """Which arrays of a model are trained: a predicate on leaves, or a tree of bools like the model."""
 
 _MICROBATCH = "microbatch"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWithSums:
+    """A loss function with a term that depends on sums over all examples of a batch.
+
+    With microbatches, the term and its gradient are those of the whole batch. That takes the sums of all
+    microbatches before the first gradient: one more forward pass.
+
+    Attributes:
+        parts: from (model, batch, and a key if the loss takes one) to `(loss, sums)` and metrics, one of
+            which is `loss`, the mean over the batch's weights. `sums` is a tree of floating-point arrays;
+            those of a batch are the sums of those of its microbatches.
+        term: from (model, sums of a batch) to a scalar that is added to the loss, and metrics.
+    """
+
+    parts: Callable[..., tuple[tuple[Float[Array, ""], Any], Metrics]]
+    term: Callable[[Any, Any], tuple[Float[Array, ""], Metrics]]
+
+    def __call__(self, model: Any, batch: TokenBatch, *keys: PRNGKeyArray) -> tuple[Array, Metrics]:
+        """The loss of a batch, as a `LossFunction`."""
+        (loss, sums), metrics = self.parts(model, batch, *keys)
+        term, more = self.term(model, sums)
+        return loss + term, {**metrics, **more}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +179,8 @@ class TrainStep(eqx.Module):
         ValueError: a `FusedOptimizer` with microbatches or `skip_nonfinite`.
 
     Memory: the model's, and with microbatches one more copy of the trained arrays in `gradient_dtype`.
+
+    Cost: that of a forward and a backward pass; microbatches of a `LossWithSums` take one more forward pass.
     """
 
     loss_function: LossFunction
@@ -184,34 +211,79 @@ class TrainStep(eqx.Module):
         """The next state, and the metrics."""
         if isinstance(self.optimizer, FusedOptimizer):
             return self._fused(batch, state, self.optimizer)
-        after, metrics, _ = self.by(self.gradients_of(state), batch, state)
+        after, metrics, _ = self.by(self.gradients_of(state, batch), batch, state)
         return after, metrics
 
     def shard(self, tree: T) -> T:
         """A tree of weights, gradients or optimizer state, sharded."""
         return tree if self.partitioning is None else self.partitioning.shard_weights(tree)
 
-    def gradients_of(self, state: TrainState) -> Compute:
-        """The gradients of each microbatch's part of the batch's objective.
+    def gradients_of(self, state: TrainState, batch: TokenBatch) -> Compute:
+        """The gradients of each microbatch's part of the objective of `batch`.
 
         The mean loss of the batch is the sum of the microbatches' mean losses times their shares of the
         weights.
         """
-        keys, count = state.loss_keys, self.microbatches
+        loss, count = self.loss_function, self.microbatches
+        share_of: Any = self._mean_over_microbatches
+        if count == 1:
+            share_of = lambda model, part, share, keys: loss(model, part, *keys)  # noqa: E731
+        elif isinstance(loss, LossWithSums):
+            share_of = self._with_sums_of(state, batch, loss)
 
         def compute(part: TokenBatch, share: Any, index: Any) -> tuple[Any, Metrics, None]:
-            own = keys if count == 1 else tuple(jax.random.fold_in(key, index) for key in keys)
+            keys = self._keys(state, index)
 
             def share_of_loss(trained: Any) -> tuple[Array, Metrics]:
                 model = eqx.combine(self.shard(trained), state.frozen)  # which shards the gradients too
-                objective, metrics = self.loss_function(model, part, *own)
-                if count > 1:
-                    objective = metrics["loss"] * share + (objective - metrics["loss"]) / count
-                return objective, metrics
+                return share_of(model, part, share, keys)
 
             return *eqx.filter_grad(share_of_loss, has_aux=True)(state.trained), None
 
         return compute
+
+    def _keys(self, state: TrainState, index: Any) -> tuple[PRNGKeyArray, ...]:
+        """The keys of a microbatch."""
+        if self.microbatches == 1:
+            return state.loss_keys
+        return tuple(jax.random.fold_in(key, index) for key in state.loss_keys)
+
+    def _mean_over_microbatches(
+        self, model: Any, part: TokenBatch, share: Any, keys: tuple[PRNGKeyArray, ...]
+    ) -> tuple[Array, Metrics]:
+        objective, metrics = self.loss_function(model, part, *keys)
+        return metrics["loss"] * share + (objective - metrics["loss"]) / self.microbatches, metrics
+
+    def _with_sums_of(self, state: TrainState, batch: TokenBatch, loss: LossWithSums) -> Any:
+        """The part of the objective of each microbatch, by the sums of the whole batch.
+
+        With S the sum of the microbatches' sums s, the gradient of the term A(model, S) is that of A at a
+        constant S, plus dA/dS times the gradient of S, of which each microbatch adds that of its own s.
+        S and dA/dS are constants here alone: their derivatives by the state exist, as replays need them.
+        """
+        parts, before = _split(batch, self.microbatches), eqx.combine(self.shard(state.trained), state.frozen)
+
+        def sums_of(index: Any) -> Any:
+            (_, sums), _ = loss.parts(before, _microbatch(parts, index), *self._keys(state, index))
+            return sums
+
+        def add(total: Any, index: Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, sums_of(index)), None
+
+        zeros = jax.tree.map(lambda sums: jnp.zeros(sums.shape, sums.dtype), jax.eval_shape(sums_of, 0))
+        total, _ = jax.lax.scan(add, zeros, jnp.arange(self.microbatches))
+        slope, _ = jax.grad(lambda sums: loss.term(before, sums), has_aux=True)(total)
+
+        def share_of(
+            model: Any, part: TokenBatch, share: Any, keys: tuple[PRNGKeyArray, ...]
+        ) -> tuple[Array, Metrics]:
+            (own_loss, sums), metrics = loss.parts(model, part, *keys)
+            term, more = loss.term(model, total)
+            products = jax.tree.map(lambda one, other: jnp.sum(one * other), slope, sums)
+            objective = own_loss * share + sum(jax.tree.leaves(products)) + term / self.microbatches
+            return objective, {**metrics, **more}
+
+        return share_of
 
     def by(self, compute: Compute, batch: TokenBatch, state: TrainState) -> tuple[TrainState, Metrics, Any]:
         """The next state and the metrics by these gradients, and what else is computed for microbatches."""
@@ -239,7 +311,7 @@ class TrainStep(eqx.Module):
         total = jnp.maximum(hax.sum(batch.weights).scalar(), 1.0)
 
         def add(summed: Any, index: Array) -> tuple[Any, tuple[Array, Metrics, Any]]:
-            part = jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)
+            part = _microbatch(parts, index)
             share = hax.sum(part.weights).scalar() / total
             gradients, metrics, found = compute(part, share, index)
             summed = jax.tree.map(lambda total, new: total + new.astype(dtype), summed, gradients)
@@ -300,3 +372,7 @@ def _split(batch: TokenBatch, count: int) -> TokenBatch:
         return leaf.unflatten_axis(BATCH_AXIS, axes).rearrange((_MICROBATCH, ...))
 
     return jax.tree.map(split, batch, is_leaf=is_named_array)
+
+
+def _microbatch(parts: TokenBatch, index: Any) -> TokenBatch:
+    return jax.tree.map(lambda leaf: leaf[_MICROBATCH, index], parts, is_leaf=is_named_array)

@@ -4,6 +4,8 @@ import abc
 import importlib
 import json
 import math
+import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,13 @@ class Tracker(abc.ABC):
     @abc.abstractmethod
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records numbers, or arrays of numbers, of the end of step `step` (0: before the first)."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Hands what was logged to the operating system, or to a process that outlives this one.
+
+        Called before each checkpoint: a run that is killed does not log the steps before it again.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -56,6 +65,9 @@ class JsonLinesTracker(Tracker):
             self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
             self._file.flush()
 
+    def flush(self) -> None:
+        """Does nothing, since `log` does it."""
+
     def close(self) -> None:
         """Closes the file."""
         with named_in_errors(self._path):
@@ -64,15 +76,31 @@ class JsonLinesTracker(Tracker):
 
 @final
 class _TensorBoard(Tracker):
-    """Event files for TensorBoard, which hide earlier events of steps after `resumed_after`."""
+    """An event file for TensorBoard, which hides earlier events of steps after `resumed_after`.
+
+    The package's `SummaryWriter` passes events to a thread, and its `flush` does not wait for all of them.
+    """
 
     def __init__(self, folder: Path, resumed_after: int | None):
-        purge = None if resumed_after is None else resumed_after + 1
-        self._writer = _package("tensorboardX").SummaryWriter(str(folder), purge_step=purge)
+        _package("tensorboardX")
+        package = _package("tensorboardX.event_file_writer")
+        self._protocol = _package("tensorboardX.proto.event_pb2")
+        self._scalar = _package("tensorboardX.summary").scalar
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = package.EventsWriter(str(folder / "events"), f".{os.getpid()}")
+        if resumed_after is not None:
+            start = self._protocol.SessionLog(status=self._protocol.SessionLog.START)
+            self._write(step=resumed_after + 1, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in _scalars(metrics):
-            self._writer.add_scalar(name, value, step)
+            self._write(step=step, summary=self._scalar(name, value))
+
+    def _write(self, **event: Any) -> None:
+        self._writer.write_event(self._protocol.Event(wall_time=time.time(), **event))
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -106,6 +134,9 @@ class _Wandb(Tracker):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(dict(_scalars(metrics)), step=step)
 
+    def flush(self) -> None:
+        """Does nothing: the package writes in a process of its own."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -126,10 +157,10 @@ def build_trackers(
             perhaps; the message names it.
     """
     built: list[Tracker] = []
+    if config.wandb.project is not None:  # first, since it may fail
+        built.append(_Wandb(config.wandb, folder, run_config))
     if config.tensorboard:
         built.append(_TensorBoard(folder / "tensorboard", resumed_after))
-    if config.wandb.project is not None:
-        built.append(_Wandb(config.wandb, folder, run_config))
     return built
 
 
@@ -145,8 +176,9 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        install = "'stacked_remat[tensorboard]'" if name == "tensorboardX" else name
-        raise ConfigError(f"trainer.trackers needs the package {name}: pip install {install}") from error
+        package = name.partition(".")[0]
+        install = "'stacked_remat[tensorboard]'" if package == "tensorboardX" else package
+        raise ConfigError(f"trainer.trackers needs the package {package}: pip install {install}") from error
 
 
 def _keep_lines(path: Path, last_step: int) -> None:

@@ -14,7 +14,8 @@ class UpdateConfig:
 
     Attributes:
         microbatches: equal parts of a batch whose gradients are computed one after the other and added up.
-            The update is that of the whole batch; activations take the memory of one part.
+            The update is that of the whole batch; activations take the memory of one part. For the losses of
+            experts, which are of the whole batch too, it takes one more forward pass.
         on_nonfinite: what to do when the loss or the gradient norm is NaN or infinite: `stop` ends the run,
             `skip` leaves weights and optimizer unchanged.
         max_consecutive_skips: skipped steps in a row after which `skip` stops too.

@@ -131,6 +131,38 @@ def test_nested_keeps_fewer_states_than_a_plain_scan_for_five_times_the_arithmet
         assert abs(times_of_run(remat, within) - times) < 0.5
 
 
+SIGNS = {
+    "lion": optax.lion(0.1, weight_decay=0.1),
+    "signs of momentum": optax.chain(optax.trace(0.9), optax.scale_by_sign(), optax.scale(-0.1)),
+    "a comparison": optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.where(x > 0, -0.1, 0.1), g)),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_an_optimizer_of_signs_is_refused_before_the_work(name):
+    ran = []
+
+    def plain(model, batch):
+        jax.debug.callback(lambda: ran.append(1))
+        return jnp.mean((batch @ model) ** 2, axis=-1)
+
+    batches, optimizer = jnp.ones((Steps.size, Examples.size, 3)), SIGNS[name]
+    start = jnp.eye(3), optimizer.init(jnp.eye(3))
+    with pytest.raises(ValueError, match=r"replay has no influence to find: .*such as Lion"):
+        replay(weighted_step(plain, optimizer), start, batches, lambda s: jnp.sum(s[0]), Steps, Examples)
+    assert not ran
+
+
+def test_steps_that_change_nothing_yet_are_no_signs():
+    """A rate of zero, and gradients that are gathered over steps."""
+    plain = lambda model, batch: jnp.mean((batch @ model) ** 2, axis=-1)  # noqa: E731
+    gathered = optax.MultiSteps(optax.sgd(optax.linear_schedule(0.0, 0.1, 4)), 2).gradient_transformation()
+    batches, start = jnp.ones((Steps.size, Examples.size, 3)), (jnp.eye(3), gathered.init(jnp.eye(3)))
+    run = functools.partial(replay, weighted_step(plain, gathered), start, batches)
+    found = jax.jit(lambda: run(lambda state: jnp.sum(state[0] ** 2), Steps, Examples).examples.array)()
+    assert not found[:2].any() and found[2:4].all()
+
+
 def test_mistakes_are_named():
     def attempt(*, losses=losses, optimizer=None, held_out=held_out, batches=None, per_step=None):
         optimizer = optax.sgd(0.1) if optimizer is None else optimizer

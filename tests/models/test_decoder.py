@@ -23,7 +23,7 @@ from models.run_config import LmRunConfig
 from stacked_remat import ScanCheckpointPolicy, StackedPattern
 from stacked_remat.lora import LoraConfig, apply_lora
 from stacked_remat.ops import rotary_table
-from stacked_remat.training import TokenBatch
+from stacked_remat.training import LossWithSums, TokenBatch
 
 from ..blocks import assert_close
 from ..jaxprs import equations_of
@@ -95,6 +95,39 @@ def test_loss_counts_weighted_targets_alone_and_adds_the_load_balance_of_every_l
     np.testing.assert_allclose(metrics["load_balance_per_layer"], per_layer, rtol=1e-5)
     np.testing.assert_allclose(metrics["load_balance"], per_layer.mean(), rtol=1e-5)
     np.testing.assert_allclose(loss, cross_entropy + 0.001 * per_layer.mean(), rtol=1e-5)
+
+
+def test_the_sums_of_two_halves_give_the_losses_of_the_routers_of_both():
+    """Of rows of unlike padding, whose means are not the mean of their means."""
+    experts = dataclasses.replace(CONFIG.experts, z_loss_weight=0.5)
+    config = LmRunConfig(model=dataclasses.replace(CONFIG, experts=experts))
+    model, loss = make(config.model), config.loss
+    assert isinstance(loss, LossWithSums)
+    documents = hax.named(jnp.array([[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]]), (Batch, Pos))
+    tokens = batch_of_tokens()
+    whole = TokenBatch(tokens.tokens, tokens.targets, hax.ones((Batch, Pos)), documents, documents)
+    halves = [
+        jax.tree.map(lambda x, at=at: x[Batch, at : at + 1], whole, is_leaf=hax.is_named_array)
+        for at in (0, 1)
+    ]
+
+    @eqx.filter_jit
+    def found(model):
+        (first, _), (second, _) = (loss.parts(model, half) for half in halves)
+        term, metrics = loss.term(model, jax.tree.map(jnp.add, first[1], second[1]))
+        means = [loss.term(model, sums)[0] for _, sums in (first, second)]
+        expected, whole_metrics = next_token_loss(model, whole)
+        return (
+            (term, metrics),
+            (expected - whole_metrics.pop("loss"), whole_metrics),
+            sum(means) / 2,
+            loss(model, whole),
+        )
+
+    own, expected, mean, (total, _) = found(model)
+    assert_close(own, expected, rtol=1e-4, atol=1e-6)
+    assert abs(mean - expected[0]) > 1e-3 * abs(expected[0])
+    np.testing.assert_allclose(total, next_token_loss(model, whole)[0], rtol=1e-5)
 
 
 def test_a_batch_without_weight_has_no_loss():

@@ -2,11 +2,20 @@
 
 import json
 
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from haliax import Axis
 
-from models.replay_lm import main
+from models.lm import example_losses, next_token_loss
+from models.replay_lm import _checked, _replayed, main
+from models.run_config import LmRunConfig
+from models.run_state import initial_state
 from stacked_remat.ghost.log import read_scores
+from stacked_remat.training import ConfigError, TokenBatch, parse_config
 
 from .tiny_run import train
 
@@ -25,6 +34,68 @@ def scores_of(folder, step):
     for example, score, text in zip(*(table[name].to_pylist() for name in table.column_names), strict=True):
         found[example, text] = found.get((example, text), 0.0) + score
     return found
+
+
+TINY = """
+model:
+  {type: qwen3, hidden_dim: 8, num_layers: 1, num_heads: 2, num_kv_heads: 1, mlp_dim: 8}
+vocab_size: 260
+remat: false
+data: {seq_len: 6, batch_size: 4}
+trainer: {num_steps: 9, mesh: {axes: {data: 1}}, update: {microbatches: 2}}
+"""
+
+
+def tiny_config(folder, *options):
+    (folder / "config.yaml").write_text(TINY)
+    arguments = ["--config_path", str(folder / "config.yaml"), *options]
+    return parse_config(LmRunConfig, arguments).resolved(check_folder=False)
+
+
+def tiny_batch(seed):
+    generator = np.random.default_rng(seed)
+    tokens, weights = generator.integers(0, 9, (4, 6)), generator.random((4, 6)) < 0.6
+    return TokenBatch.of(
+        tokens.astype(np.int32), np.roll(tokens, -1, 1).astype(np.int32), weights.astype("f")
+    )
+
+
+def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
+    config, Steps = tiny_config(tmp_path, *SGD, "--optimizer.learning_rate", "0.5"), Axis("steps", 2)
+    state, batches, text = initial_state(config), [tiny_batch(1), tiny_batch(2)], tiny_batch(3)
+    stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
+    loss, found = _replayed(_checked(config), Steps)(state, stacked, [text], jnp.ones(1))
+
+    @eqx.filter_jit
+    def expected(model):
+        def held_out(factors):
+            last = model
+            for batch, own in zip(batches, factors, strict=True):
+
+                def weighted(model, batch=batch, own=own):
+                    (parts, _), _ = example_losses(model, batch)
+                    return jnp.sum(parts.array * own)
+
+                step = eqx.filter_grad(weighted)(last)
+                last = eqx.apply_updates(last, jax.tree.map(lambda slope: -0.5 * slope, step))
+            return next_token_loss(last, text)[1]["loss"]
+
+        return jax.value_and_grad(held_out)(jnp.ones((2, 4)))
+
+    wanted_loss, wanted = expected(state.model)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=1e-5)
+    assert np.abs(wanted).max() > 0.01
+
+
+def test_what_has_no_derivatives_is_refused_by_the_config(tmp_path):
+    assert _checked(tiny_config(tmp_path)).model.attention.backend == "exact"
+    for options, message in (
+        (("--optimizer.type", "lion"), "optimizer.type: lion can't be replayed: its updates are signs"),
+        (("--trainer.update", "{fused: true}"), "trainer.update.fused can't be replayed: its steps have no"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _checked(tiny_config(tmp_path, *options))
 
 
 @pytest.mark.deep

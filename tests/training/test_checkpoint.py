@@ -224,21 +224,59 @@ def test_a_part_of_a_checkpoint_and_its_config_can_be_read(tmp_path):
         load_checkpoint(tmp_path / "elsewhere", state())
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", "bfloat16", "bool", "complex64", "int4", "float8_e4m3fn"],
-)
-def test_digests_differ_with_values_and_not_with_sharding(dtype):
-    numbers = (np.arange(24).reshape(4, 6) * 7) % 5
-    changed = numbers.copy()
-    changed[1, 2] = numbers[1, 2] == 0
+BITS = {"bool": 1, "int4": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32, "int32": 32, "complex64": 32}
+
+
+def of_bits(words, dtype):
+    """The array whose elements, or their real and imaginary parts, have these bits."""
+    if dtype == "bool":
+        return jnp.asarray(words == 1)
     if dtype == "complex64":
-        numbers, changed = numbers * (1 + 1j), numbers * 1 + changed * 1j
-    array, *others = (
-        jnp.asarray(numbers.astype(jnp.dtype(dtype)))
-        for numbers in (numbers, changed, numbers[::-1], numbers[:, ::-1], np.roll(numbers, 1))
-    )
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    divided = jax.device_put(array, NamedSharding(mesh, PartitionSpec("data")))
+        return jnp.asarray(np.ascontiguousarray(words).view(np.complex64))
+    return jax.lax.bitcast_convert_type(jnp.asarray(words).astype(f"uint{BITS[dtype]}"), dtype)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_digests_differ_with_bits_and_places_and_not_with_sharding(dtype):
+    """Elements have few values, and their opposites, so a sum of bits often stays as it is."""
+    generator, sign = np.random.default_rng(0), np.uint32(1 << (BITS[dtype] - 1))
+    words = generator.choice(np.array([0, 1, sign, sign | np.uint32(1)], np.uint32), (4, 12))
+    two_signs, swapped, turned = words.copy(), words.copy(), words.T.reshape(4, 12)
+    two_signs[0, 0], two_signs[3, 5] = words[0, 0] ^ sign, words[3, 5] ^ sign
+    swapped[[1, 2]] = words[[2, 1]]
+    others = [words ^ sign, two_signs, swapped, words[::-1], words[:, ::-1], np.roll(words, 1), turned]
+    others += [generator.permutation(words.ravel()).reshape(4, 12) for _ in range(8)]
+    for _ in range(8):
+        one_bit = words.copy()
+        one_bit[*generator.integers((4, 12))] ^= np.uint32(1 << generator.integers(BITS[dtype]))
+        others.append(one_bit)
+    different = {other.tobytes(): other for other in (words, *others)}.values()
+    found = {tuple(digests({"a": of_bits(other, dtype)})["a"]) for other in different}
+    assert len(found) == len(different) > 20
+    mesh, array = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")), of_bits(words, dtype)
+    divided = jax.device_put(array, NamedSharding(mesh, PartitionSpec("x", "y")))
     assert digests({"a": divided}) == digests({"a": array}) and list(digests({"a": array})) == ["a"]
-    assert digests({"a": array})["a"] not in [digests({"a": other})["a"] for other in others]
+
+
+def test_digests_of_nan_payloads_layers_and_keys_differ():
+    quiet, other = (of_bits(np.array([bits], np.uint32), "float32") for bits in (0x7FC00000, 0x7FC00001))
+    assert digests({"a": quiet}) != digests({"a": other})
+    layers = jax.random.normal(jax.random.key(0), (6, 32, 32), jnp.bfloat16).astype(jnp.float32)
+    orders = [layers, layers[::-1], layers[jnp.array([1, 0, 2, 3, 5, 4])], -layers, layers.swapaxes(1, 2)]
+    assert len({tuple(digests({"a": order})["a"]) for order in orders}) == 5
+    keys = jax.random.split(jax.random.key(0), 4)
+    assert digests({"a": keys}) != digests({"a": keys[::-1]})
+    one, two = layers[0], layers[1]
+    assert digests({"a": one, "b": two}) != digests({"a": two, "b": one})
+
+
+def test_a_checkpoint_with_digests_of_an_earlier_version_is_refused_by_name(tmp_path):
+    saved_at(tmp_path, 3)
+    file = tmp_path / "checkpoints" / "3" / "run" / "metadata"
+    run = json.loads(file.read_text())
+    del run["format"]
+    file.write_text(json.dumps(run))
+    with pytest.raises(
+        CheckpointMismatchError, match=r"An earlier version .* wrote the checkpoint .*/3: its"
+    ):
+        load_checkpoint(tmp_path / "checkpoints", shapes())

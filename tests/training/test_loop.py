@@ -43,6 +43,9 @@ class Recorder(Tracker):
     def log(self, step, metrics):
         self.logged.append((step, {name: np.asarray(value).tolist() for name, value in metrics.items()}))
 
+    def flush(self):
+        self.calls.append(f"flush of {self.logged[-1][0]}")
+
     def close(self):
         self.calls.append("close")
 
@@ -143,7 +146,8 @@ def test_metrics_come_at_the_start_the_end_and_in_between(finished):
         np.testing.assert_allclose(line["tokens_per_second"] * line["step_seconds"], 32, rtol=1e-6)
         # The product and the gradient of the table; the other factor depends on nothing that is trained.
         np.testing.assert_allclose(line["mfu"] * line["step_seconds"] * 1e9, 2 * 2 * 32 * 7 * 7, rtol=1e-6)
-    assert recorder.calls == ["start 30 after 0", *range(1, 31), "stop"]  # the caller closes trackers
+    flushed = [*range(1, 21), "flush of 20", *range(21, 31), "flush of 30"]  # before each checkpoint
+    assert recorder.calls == ["start 30 after 0", *flushed, "stop"]  # the caller closes trackers
 
 
 def test_each_held_out_set_is_evaluated_before_after_and_in_between(finished):

@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules: configs, first updates, decay, and Muon's matrices."""
 
 import functools
+from fractions import Fraction
 from typing import Any
 
 import equinox as eqx
@@ -69,26 +70,48 @@ FALLING: list[Any] = [
 
 
 @pytest.mark.parametrize("make", [*FALLING, ConstantSchedule])
-def test_the_rate_grows_evenly_to_the_highest_and_falls_to_the_lowest_in_the_last_step(make):
-    low = 1.0 if make is ConstantSchedule else 0.2
-    for num_steps, warmup in ((2, 0), (3, 1), (20, 4), (20, 0.2), (37, 20)):
-        ratio: Any = {} if make is ConstantSchedule else {"min_lr_ratio": low}
+def test_the_rate_grows_evenly_to_the_highest_and_falls_to_the_lowest_after_the_last_step(make):
+    ratio: Any = {} if make is ConstantSchedule else {"min_lr_ratio": 0.2}
+    for num_steps, warmup in ((1, 0), (2, 0), (2, 1), (3, 1), (20, 4), (20, 0.2), (37, 20)):
         found = rates(make(**ratio), warmup, num_steps)
         steps = int(warmup * num_steps) if warmup < 1 else warmup
         expected = 0.5 * np.arange(1, steps + 2) / (steps + 1)
         np.testing.assert_allclose(found[: steps + 1], expected, rtol=1e-4)
-        np.testing.assert_allclose(found[-1], 0.5 * low, rtol=1e-4)
         assert (np.diff(found[steps:]) <= 1e-7).all()
+        config = AdamWConfig(learning_rate=0.5, warmup=warmup, schedule=make(**ratio))
+        after = float(learning_rate_schedule(config, num_steps)(num_steps))
+        np.testing.assert_allclose(after, 0.5 * ratio.get("min_lr_ratio", 1.0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", FALLING)
+def test_no_step_has_a_rate_of_zero(make):
+    for num_steps, warmup in ((1, 0), (2, 0), (2, 1), (5, 3), (6, 0.5), (11, 0)):
+        found = rates(make(min_lr_ratio=0.0), warmup, num_steps)
+        assert (found > 0).all() and np.isfinite(found).all()
 
 
 def test_the_shapes_of_schedules():
-    cosine = rates(CosineSchedule(min_lr_ratio=0.2), 4, 21)
-    np.testing.assert_allclose(cosine[[12, 20]], [0.3, 0.1], rtol=1e-5)
-    linear = rates(LinearSchedule(min_lr_ratio=0.2), 4, 21)
-    np.testing.assert_allclose(linear[4:], np.linspace(0.5, 0.1, 17), rtol=1e-5)
+    cosine = rates(CosineSchedule(min_lr_ratio=0.2), 4, 20)
+    np.testing.assert_allclose(cosine[[12, 16]], [0.3, 0.3 - 0.2 * np.sqrt(0.5)], rtol=1e-5)
+    linear = rates(LinearSchedule(min_lr_ratio=0.2), 4, 20)
+    np.testing.assert_allclose(linear[4:], np.linspace(0.5, 0.1, 17)[:-1], rtol=1e-5)
     wsd = rates(WarmupStableDecaySchedule(decay_fraction=0.25, min_lr_ratio=0.2), 4)
     np.testing.assert_allclose(wsd[4:15], 0.5)
-    np.testing.assert_allclose(wsd[14:], np.linspace(0.5, 0.1, 6), rtol=1e-5)
+    np.testing.assert_allclose(wsd[14:], np.linspace(0.5, 0.1, 7)[:-1], rtol=1e-5)  # five steps of decay
+    np.testing.assert_allclose(rates(WarmupStableDecaySchedule(decay_fraction=1.0), 0, 2), [0.5, 0.25])
+
+
+def test_shares_of_steps_are_those_of_the_decimal_number():
+    """In binary most of these are a little more or less than they say."""
+    for percent in range(100):
+        for num_steps in (1, 7, 50, 100, 1000, 12_500):
+            nearest = round(Fraction(percent, 100) * num_steps)
+            warmup = AdamWConfig(warmup=percent / 100).warmup_steps(num_steps)
+            assert warmup == min(nearest, num_steps - 1), (percent, num_steps)
+            if percent:
+                decay = WarmupStableDecaySchedule(decay_fraction=percent / 100).decay_steps(num_steps)
+                assert decay == max(nearest, 1), (percent, num_steps)
+    assert AdamWConfig(warmup=1e-5).warmup_steps(10**6) == 10 and AdamWConfig(warmup=1.0).warmup_steps(9) == 1
 
 
 def test_schedules_with_too_few_steps_are_refused():

@@ -44,7 +44,8 @@ def test_an_unfinished_run_of_the_same_config_is_opened_again(tmp_path):
     folder = RunFolder.open(tmp_path, CONFIG)
     folder.metrics.write_text("old")
     assert RunFolder.open(tmp_path, CONFIG).metrics.read_text() == "old"
-    elsewhere = {**CONFIG, "trainer": {"log_every": 5, "checkpoint": {"keep_last": 9}}, "remat": "nested"}
+    reported = {"log_every": 5, "eval_every": 7, "eval_batches": 2, "checkpoint": {"keep_last": 9}}
+    elsewhere = {**CONFIG, "trainer": reported, "remat": "nested", "data": {"cache_dir": "elsewhere"}}
     RunFolder.open(tmp_path, elsewhere)  # none of this changes what is computed
     assert yaml.safe_load(folder.config.read_text()) == CONFIG
     folder.begin(elsewhere)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from stacked_remat.training import (
+    LossWithSums,
     PrecisionConfig,
     TrainerConfig,
     TrainState,
@@ -85,6 +86,77 @@ def test_microbatches_give_the_update_of_the_whole_batch():
     gradient = jax.jit(jax.grad(lambda model, batch: summed_loss(model, batch)[0]))
     plain = sum(gradient(state.model, _row(batch, index)).table for index in range(4)) / 4
     assert not np.allclose(state.model.table - 0.5 * plain, whole.model.table, atol=1e-3)
+
+
+class Balanced(eqx.Module):
+    """A table, and numbers of the auxiliary term alone."""
+
+    table: jax.Array
+    bias: jax.Array
+
+
+def balanced(term):
+    """A loss with a term of the means over all tokens, padding left out, of what the model makes of them."""
+
+    def parts(model, batch):
+        loss = jnp.sum(token_losses(model, batch)) / jnp.maximum(jnp.sum(batch.weights.array), 1.0)
+        probabilities = jax.nn.softmax(model.table[batch.tokens.array])
+        chosen = jax.lax.stop_gradient(jax.nn.one_hot(jnp.argmax(probabilities, -1), 5))
+        real = jnp.sign(batch.weights.array)[..., None]
+        sums = {"chosen": chosen, "probabilities": probabilities}
+        sums = {name: jnp.sum(one * real, (0, 1)) for name, one in sums.items()}
+        return (loss, (sums, jnp.sum(real))), {"loss": loss}
+
+    def of_sums(model, sums):
+        totals, count = sums
+        means = {name: one / count for name, one in totals.items()}
+        found = term(model, means)
+        return found, {"term": found, "per_token": means["chosen"]}
+
+    return LossWithSums(parts, of_sums)
+
+
+TERMS = {
+    "load balance": lambda model, means: 5 * jnp.sum(means["chosen"] * means["probabilities"]),
+    "a bias by load": lambda model, means: jnp.sum(model.bias * jnp.round(16 * means["chosen"])),
+    "a square": lambda model, means: jnp.sum(model.bias * means["probabilities"] ** 2) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_of_sums_is_that_of_the_whole_batch_in_microbatches(name):
+    bias = jnp.arange(5.0) - 1
+    state, batch = TrainState.init(Balanced(random_model().table, bias), SGD), uneven(BATCHES.batch(0))
+    loss = balanced(TERMS[name])
+    whole, expected = compiled_step(batch, state, loss_function=loss, optimizer=SGD)
+    for count in (2, 4):
+        parts, metrics = compiled_step(batch, state, loss_function=loss, optimizer=SGD, microbatches=count)
+        for own, other in zip(jax.tree.leaves(parts.trained), jax.tree.leaves(whole.trained), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+        for key in ("loss", "term", "per_token", "grad_norm"):
+            np.testing.assert_allclose(metrics[key], expected[key], rtol=1e-5)
+    # the mean of the microbatches' terms is another update
+    apart = lambda model, batch: loss(model, batch)  # noqa: E731
+    mean, _ = compiled_step(batch, state, loss_function=apart, optimizer=SGD, microbatches=2)
+    differences = jax.tree.map(lambda one, other: jnp.abs(one - other).max(), mean.trained, whole.trained)
+    assert max(jax.tree.leaves(differences)) > 1e-3
+
+
+def test_second_derivatives_of_microbatches_are_those_of_the_whole_batch():
+    """A replay differentiates the step."""
+    batch, loss = uneven(BATCHES.batch(0)), balanced(TERMS["a square"])
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def slope(model, count):
+        def after(model):
+            step = TrainStep(loss, SGD, count)
+            return jnp.sum(step(batch, TrainState.init(model, SGD))[0].trained.table ** 3)
+
+        return jax.grad(after)(model)
+
+    model = Balanced(random_model().table, jnp.arange(5.0) - 1)
+    for own, whole in zip(jax.tree.leaves(slope(model, 4)), jax.tree.leaves(slope(model, 1)), strict=True):
+        np.testing.assert_allclose(own, whole, rtol=1e-4, atol=1e-5)
 
 
 def _row(batch, index):

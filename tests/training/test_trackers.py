@@ -1,10 +1,14 @@
 """Tests of stacked_remat/training/trackers.py."""
 
 import json
+import shutil
+import struct
+import subprocess
 import sys
 
 import jax.numpy as jnp
 import pytest
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from stacked_remat.training import (
     ConfigError,
@@ -54,11 +58,10 @@ def test_a_damaged_line_is_named_and_the_file_unchanged(tmp_path, line):
 
 
 class FakePackage:
-    """Stands for wandb and its run, and for tensorboardX and its writer."""
+    """Stands for wandb and its run."""
 
     def __init__(self):
         self.options, self.logged, self.ended = [], [], 0
-        self.SummaryWriter = self.init
 
     def init(self, *arguments, **options):
         self.options.append((*arguments, options))
@@ -67,21 +70,33 @@ class FakePackage:
     def log(self, metrics, step):
         self.logged += [(name, value, step) for name, value in metrics.items()]
 
-    def add_scalar(self, name, value, step):
-        self.logged.append((name, value, step))
-
     def finish(self):
         self.ended += 1
 
-    close = finish
-
 
 @pytest.fixture
-def packages(monkeypatch):
-    fakes = {"wandb": FakePackage(), "tensorboardX": FakePackage()}
-    for name, fake in fakes.items():
-        monkeypatch.setitem(sys.modules, name, fake)
-    return fakes
+def wandb(monkeypatch):
+    fake = FakePackage()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def events(folder):
+    """The events of TensorBoard's files: of each the length, a checksum, the event and another checksum."""
+    found = []
+    for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+        content = file.read_bytes()
+        while content:
+            (size,) = struct.unpack("Q", content[:8])
+            found.append(Event.FromString(content[12 : 12 + size]))
+            content = content[16 + size :]
+    return found
+
+
+def scalars(folder):
+    return [
+        (one.tag, one.simple_value, event.step) for event in events(folder) for one in event.summary.value
+    ]
 
 
 @pytest.mark.parametrize(
@@ -102,32 +117,57 @@ def test_a_missing_package_is_named_and_one_that_is_not_configured_not_imported(
             check()
 
 
-def test_trackers_are_started_as_configured_and_get_a_scalar_for_each_number(tmp_path, packages):
+def test_trackers_are_started_as_configured_and_get_a_scalar_for_each_number(tmp_path, wandb):
     folder = tmp_path / "run7"
     folder.mkdir()
     check_trackers(ALL)
+    expected = [("loss", 1.5, 4), ("per_layer/0", 1.0, 4), ("per_layer/1", 2.0, 4)]
     for resumed_after in (None, 12):
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
         trackers = build_trackers(ALL, folder, {"n": 1}, resumed_after=resumed_after)
         for tracker in trackers:
             tracker.log(4, METRICS)
+            tracker.flush()
+        assert scalars(folder / "tensorboard") == expected
+        for tracker in trackers:
             tracker.close()
-    for fake in packages.values():
-        assert fake.logged == [("loss", 1.5, 4), ("per_layer/0", 1.0, 4), ("per_layer/1", 2.0, 4)] * 2
-        assert fake.ended == 2
-    (first,), second = packages["wandb"].options
+        starts = [event.step for event in events(folder / "tensorboard") if event.session_log.status == 1]
+        assert starts == ([] if resumed_after is None else [13])
+    assert wandb.logged == expected * 2 and wandb.ended == 2
+    (first,), second = wandb.options
     assert (first,) == second and len(first.pop("id")) == 32
     assert first == {
         "project": "words", "entity": "team", "name": "run7", "mode": "offline",
         "dir": str(folder), "config": {"n": 1}, "resume": "allow",
     }  # fmt: skip
-    board = str(folder / "tensorboard")
-    assert packages["tensorboardX"].options == [(board, {"purge_step": after}) for after in (None, 13)]
 
 
-def test_an_error_of_the_package_names_the_setting_and_the_fix(tmp_path, packages):
+KILLED = """
+import os, pathlib, signal, sys
+from stacked_remat.training import JsonLinesTracker, TrackersConfig, build_trackers
+folder = pathlib.Path(sys.argv[1])
+trackers = [JsonLinesTracker(folder / "metrics.jsonl")]
+trackers += build_trackers(TrackersConfig(tensorboard=True), folder, {})
+for step in range(300):
+    for tracker in trackers:
+        tracker.log(step, {"loss": step / 2})
+for tracker in trackers:
+    tracker.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_loses_nothing_that_was_flushed(tmp_path):
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)]).returncode == -9
+    assert scalars(tmp_path / "tensorboard") == [("loss", step / 2, step) for step in range(300)]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(300)]
+
+
+def test_an_error_of_the_package_names_the_setting_and_the_fix(tmp_path, wandb):
     def refuse(**_):
         raise RuntimeError("No API key configured.")
 
-    packages["wandb"].init = refuse
+    wandb.init = refuse
     with pytest.raises(ConfigError, match=r"trackers.wandb: .* No API key configured. .*\(mode: offline\)"):
         build_trackers(ALL, tmp_path, {})

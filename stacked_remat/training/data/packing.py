@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int64, Integer
 
 from ..errors import DataError
+from .checked_array import CheckedArray
 
 PackedSequence: TypeAlias = dict[str, np.ndarray]
 """The fields of a `TokenBatch` for one sequence."""
@@ -37,8 +38,8 @@ class TokenizedDocuments:
         fingerprint: a hash of all tokens and document boundaries.
     """
 
-    all_tokens: Integer[np.ndarray, " tokens"]
-    counted: Bool[np.ndarray, " tokens"] | None
+    all_tokens: Integer[np.ndarray, " tokens"] | CheckedArray
+    counted: Bool[np.ndarray, " tokens"] | CheckedArray | None
     starts: Integer[np.ndarray, " documents"]
     lengths: Integer[np.ndarray, " documents"]
     fingerprint: str
@@ -76,7 +77,7 @@ class TokenizedDocuments:
         """
         if self.counted is None:
             return stops - firsts
-        before = np.concatenate([[0], np.cumsum(self.counted, dtype=np.int64)])
+        before = np.concatenate([[0], np.cumsum(np.asarray(self.counted), dtype=np.int64)])
         starts = self.starts[documents]
         return before[starts + stops] - before[starts + firsts]
 

@@ -1,7 +1,8 @@
 """A cache of tokenized text: a folder for each version of the files and the tokenizer.
 
 Its arrays are appended to files of raw numbers. `state.json` says how much of them is whole: what a killed
-process wrote beyond that is cut off, and its text tokenized again.
+process wrote beyond that is cut off, and its text tokenized again. When everything is written, so are
+checksums of the files' blocks, which are compared when a block is read.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +26,14 @@ from ..data_config import SourceConfig
 from ..errors import DataError
 from ..progress import ConsoleProgress
 from .chat_template import ChatTemplateError, RenderedChat
+from .checked_array import CheckedArray, block_checksums, num_blocks
 from .files import SourceFile
 from .packing import TokenizedDocuments
 from .records import Document, Record, place_of, read_records
 from .tokenizers import Counted, Tokenizer, Tokens
 
 _FORMAT = 6  # of the files of a cache
-_STATE, _LOCK = "state.json", ".lock"
+_STATE, _LOCK, _CHECKSUMS = "state.json", ".lock", "checksums"
 _GROUP_RECORDS, _GROUP_LETTERS = 256, 2**20  # tokenized at once
 _PROBLEMS_KEPT, _UNREAD_KEPT = 5, 20
 _READ_AS = ("format", "text_key", "messages_key", "chat_template_kwargs")
@@ -77,6 +80,7 @@ class CacheState:
     unread: Sequence[str] = ()  # keys of records that nothing reads, in the order in which they came
     num_open: int = 0  # chats whose last answer the template leaves open
     fingerprint: str = ""
+    checksum: int = 0  # of the file of checksums
     complete: bool = False
 
     def layout(self, request: CacheRequest) -> dict[str, tuple[int, Any]]:
@@ -84,6 +88,11 @@ class CacheState:
         counted = {"counted": (self.num_tokens, bool)} if request.answers_only else {}
         numbers = {"lengths": (self.num_documents, np.int64), "keys": (self.num_documents, np.uint64)}
         return {"tokens": (self.num_tokens, request.tokenizer.dtype), **numbers, **counted}
+
+    def num_blocks(self, request: CacheRequest) -> dict[str, int]:
+        """For each of these files, how many checksums it has in the file of checksums."""
+        files = self.layout(request).items()
+        return {name: num_blocks(count * np.dtype(dtype).itemsize) for name, (count, dtype) in files}
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,10 @@ def _read_state(folder: Path, request: CacheRequest) -> CacheState:
         for name, (count, dtype) in state.layout(request).items():
             path = folder / name
             if path.stat().st_size < count * np.dtype(dtype).itemsize:
+                raise ValueError
+        if state.complete:
+            path = folder / _CHECKSUMS
+            if zlib.crc32(path.read_bytes()) != state.checksum:
                 raise ValueError
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise DataError(
@@ -235,16 +248,28 @@ class _Writer:
 
     def save(self, *, complete: bool = False) -> None:
         """Saves the state, once everything before it is on the disk."""
-        digest = hashlib.sha256()
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-            if complete:
-                with open(file.name, "rb") as written:
-                    digest.update(hashlib.file_digest(written, "sha256").digest())
-        self._state = dataclasses.replace(self._state, fingerprint=digest.hexdigest(), complete=complete)
+        if complete:
+            self._complete()
         with replaced_whole(self._folder / _STATE) as path:
             path.write_text(json.dumps(dataclasses.asdict(self._state), indent=2))
+
+    def _complete(self) -> None:
+        """Writes the checksums of all files, and sets what the last state says of them."""
+        digest, checksums = hashlib.sha256(), []
+        for file in self._files.values():
+            with open(file.name, "rb") as written:
+                digest.update(hashlib.file_digest(written, "sha256").digest())
+                written.seek(0)
+                checksums += block_checksums(written)
+        content = np.array(checksums, np.uint32).tobytes()
+        with replaced_whole(self._folder / _CHECKSUMS) as path:
+            path.write_bytes(content)
+        self._state = dataclasses.replace(
+            self._state, fingerprint=digest.hexdigest(), checksum=zlib.crc32(content), complete=True
+        )
 
     def _rendered(
         self, group: Sequence[tuple[int, Record]]
@@ -329,10 +354,12 @@ def _open(request: CacheRequest, folder: Path) -> CachedTokens:
             f"are empty and {state.num_malformed} can't be read."
             + "".join(f" First: {problem}." for problem in state.problems[:1])
         )
-    arrays = {
-        name: np.memmap(folder / name, dtype, "r", shape=(count,))
-        for name, (count, dtype) in state.layout(request).items()
-    }
+    checksums = np.fromfile(folder / _CHECKSUMS, np.uint32)
+    blocks, arrays = state.num_blocks(request), {}
+    for name, (count, dtype) in state.layout(request).items():
+        own, checksums = np.split(checksums, [blocks[name]])
+        limit = request.tokenizer.vocab_size if name == "tokens" else None
+        arrays[name] = CheckedArray(folder / name, dtype, own, count=count, limit=limit)
     lengths = np.array(arrays["lengths"])
     documents = TokenizedDocuments(
         arrays["tokens"], arrays.get("counted"), np.cumsum(lengths) - lengths, lengths, state.fingerprint

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from stacked_remat.training import ByteTokenizer, DataError, SourceConfig
-from stacked_remat.training.data import token_cache
+from stacked_remat.training.data import checked_array, token_cache
+from stacked_remat.training.data.checked_array import CheckedArray
 from stacked_remat.training.data.files import find_files
 from stacked_remat.training.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from stacked_remat.training.data.token_cache import CacheRequest, open_token_cache
@@ -190,6 +191,55 @@ def test_files_of_a_cache_that_are_cut_or_missing_are_named(folder, tmp_path):
                 build(folder, cache, train_on="answers")
         (root / name).write_bytes(whole)
     assert texts(build(folder, cache, train_on="answers")) == expected()
+
+
+@pytest.mark.parametrize("name", ["tokens", "lengths", "counted", "keys", "checksums"])
+def test_a_changed_bit_is_found_when_its_block_is_read(folder, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(checked_array, "_BLOCK", 64)
+    whole = build(folder, tmp_path / "cache", train_on="answers").documents
+    (root,) = (tmp_path / "cache").iterdir()
+    content = bytearray((root / name).read_bytes())
+    content[-3] ^= 4
+    (root / name).write_bytes(content)
+    problem = "is damaged" if name == "checksums" else r"is damaged: bytes [\d,]+ to [\d,]+ are not those"
+    with pytest.raises(DataError, match=rf"{root / name} {problem}.*Delete the token cache {root}, and the"):
+        opened = build(folder, tmp_path / "cache", train_on="answers").documents
+        # What was read before is right: the damage is in the last block.
+        assert opened.tokens(0, 0, 9).tolist() == whole.tokens(0, 0, 9).tolist()
+        assert np.array_equal(opened.weights(0, 0, 9), whole.weights(0, 0, 9))
+        last = len(opened) - 1
+        opened.tokens(last, 0, int(opened.lengths[last]))
+        assert opened.num_counted
+    shutil.rmtree(root)
+    assert texts(build(folder, tmp_path / "cache", train_on="answers")) == expected()
+
+
+def test_a_token_outside_of_the_vocabulary_names_the_file(folder, tmp_path, monkeypatch):
+    """It has the right checksum if what wrote it was wrong."""
+    with monkeypatch.context() as patch:
+        encode = ByteTokenizer.encode
+        patch.setattr(ByteTokenizer, "encode", lambda self, text: encode(self, text) + np.uint16(200))
+        cached = build(folder, tmp_path / "cache").documents
+    (root,) = (tmp_path / "cache").iterdir()
+    with pytest.raises(
+        DataError, match=rf"{root / 'tokens'} has the token 3\d\d, and the vocabulary has 257. Delete"
+    ):
+        cached.tokens(0, 0, 3)
+
+
+def test_a_block_is_checked_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(checked_array, "_BLOCK", 8)
+    numbers = np.arange(13, dtype=np.uint16)
+    (tmp_path / "numbers").write_bytes(numbers.tobytes())
+    with (tmp_path / "numbers").open("rb") as file:
+        checksums = checked_array.block_checksums(file)
+    array = CheckedArray(tmp_path / "numbers", np.uint16, checksums, count=13)
+    checked, check = [], array._check
+    monkeypatch.setattr(array, "_check", lambda block, own: (checked.append(block), check(block, own)))
+    for first, stop, blocks in ((5, 7, [1]), (4, 8, []), (3, 4, [0]), (6, 6, []), (7, 13, [2, 3])):
+        assert array[first:stop].tolist() == list(range(first, stop)) and checked == blocks
+        checked.clear()
+    assert np.asarray(array).tolist() == numbers.tolist() and len(array) == 13 and not checked
 
 
 @pytest.mark.parametrize(("number", "fails"), [(errno.EROFS, "mkdir"), (errno.ENOSPC, "open")])

@@ -1,0 +1,93 @@
+"""Arrays in files, whose blocks are compared with checksums when they are first read.
+
+A disk or a copy may change a file without an error. Text is tokenized once and read for weeks, so the run
+that reads a damaged block finds it, before its tokens are trained on.
+"""
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+import numpy as np
+from jaxtyping import UInt32
+
+from ..errors import DataError
+
+_BLOCK = 2**16  # bytes: small, since a run reads sequences in random order, and checks whole blocks
+
+
+def num_blocks(num_bytes: int) -> int:
+    """The number of checksums of a file."""
+    return -(-num_bytes // _BLOCK)
+
+
+def block_checksums(file: BinaryIO) -> list[int]:
+    """The checksum of each block of a file."""
+    return [zlib.crc32(block) for block in iter(lambda: file.read(_BLOCK), b"")]
+
+
+@final
+class CheckedArray:
+    """A one-dimensional array in a file, memory-mapped.
+
+    Slices are NumPy arrays; `np.asarray` reads everything. Each block is checked once, the first time that an
+    element of it is read.
+
+    Raises:
+        DataError: when a block that is read has another checksum, or an element that is not below `limit`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: Any,
+        checksums: Sequence[int] | UInt32[np.ndarray, " blocks"],
+        *,
+        count: int,
+        limit: int | None = None,
+    ):
+        """Opens a file of at least `count` elements, whose first `count` the checksums are of.
+
+        Args:
+            path: the file.
+            dtype: of its elements, whose size divides that of a block.
+            checksums: as `block_checksums` returns them.
+            count: elements of the array.
+            limit: all elements are below it; any if not given.
+        """
+        self._array = np.memmap(path, dtype, "r", shape=(count,))
+        self._path, self._limit, self._checksums = path, limit, checksums
+        self._is_checked = np.zeros(len(checksums), bool)
+
+    def __len__(self) -> int:
+        """The number of elements."""
+        return len(self._array)
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """The elements of a slice; cost: a pass over their blocks, the first time."""
+        first, stop, step = where.indices(len(self))
+        assert step == 1
+        a_block = _BLOCK // self._array.itemsize
+        for block in range(first // a_block, num_blocks(stop * self._array.itemsize)):
+            if not self._is_checked[block]:
+                self._check(block, self._array[block * a_block : (block + 1) * a_block])
+        return self._array[first:stop]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All elements."""
+        return np.array(self[:], dtype, copy=copy)
+
+    def _check(self, block: int, elements: np.ndarray) -> None:
+        fix = f"Delete the token cache {self._path.parent}, and the next run tokenizes its text again."
+        if zlib.crc32(elements.data) != int(self._checksums[block]):
+            first = block * _BLOCK
+            raise DataError(
+                f"{self._path} is damaged: bytes {first:,} to {first + elements.nbytes:,} are not those that "
+                f"were written. {fix}"
+            )
+        if self._limit is not None and elements.max() >= self._limit:
+            raise DataError(
+                f"{self._path} has the token {elements.max()}, and the vocabulary has {self._limit:,}. {fix}"
+            )
+        self._is_checked[block] = True

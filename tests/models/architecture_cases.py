@@ -1,6 +1,7 @@
 """Small configs of every architecture, as transformers writes them, for the tests that compare with it."""
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -120,7 +121,7 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-def drawn(seed: int) -> tuple[str, dict]:
+def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
     """An architecture and fields of a small config, each drawn at random from what its decoder serves."""
     rng = np.random.default_rng(seed)
 
@@ -128,7 +129,7 @@ def drawn(seed: int) -> tuple[str, dict]:
         return values[rng.integers(len(values))]
 
     family = one_of(*dict.fromkeys(name for name, _ in CASES.values()))
-    kv_heads, layers = one_of(1, 2, 3), one_of(2, 3)
+    kv_heads, layers = one_of(1, 2, 3), one_of(*layer_counts)
     heads = kv_heads * one_of(1, 2, 3)
     theta = dict(rope_theta=one_of(100.0, 10_000.0, 1e6))
     fields = dict(
@@ -150,14 +151,16 @@ def drawn(seed: int) -> tuple[str, dict]:
         fields["rope_parameters"]["sliding_attention"] = {"rope_type": "default", **theta}
     else:
         fields |= theta if family == "Phi3" else one_of(theta, scaled)
-    kinds = [one_of("full_attention", "sliding_attention") for _ in range(layers)]
+    first_kinds = [one_of("full_attention", "sliding_attention") for _ in range(one_of(layers, 2, 3, 4))]
+    kinds = [first_kinds[number % len(first_kinds)] for number in range(layers)]
     if family in ("Gemma3Text", "Olmo3", "GptOss"):
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
     elif family in ("Mistral", "Mixtral", "Phi3"):
         fields |= dict(sliding_window=one_of(None, 2, 5))
     elif family.startswith("Qwen") and one_of(False, True):
         fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
-        fields |= {} if family == "Qwen3Moe" else dict(layer_types=kinds)
+        if family != "Qwen3Moe":
+            fields |= one_of(dict(layer_types=kinds), dict(max_window_layers=int(rng.integers(layers + 1))))
     experts = one_of(3, 4, 5)
     # A single gate that is normalised is 1, and its router has no gradient to compare.
     chosen = dict(num_experts_per_tok=int(rng.integers(2, experts + 1)))
@@ -165,10 +168,13 @@ def drawn(seed: int) -> tuple[str, dict]:
         fields |= chosen | dict(num_local_experts=experts) | _BALANCE
     elif family == "Qwen3Moe":
         fields |= chosen | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10)) | _BALANCE
-        fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=one_of([], [0]))
+        dense = sorted({int(number) for number in rng.integers(layers, size=one_of(0, 1, layers // 2))})
+        fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
+        fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
     elif family == "DeepseekV3":
         groups, members, rotated = one_of(1, 2, 3), one_of(2, 3), one_of(2, 4)
-        fields |= _DEEPSEEK | fields | dict(num_key_value_heads=heads, first_k_dense_replace=one_of(0, 1))
+        fields |= _DEEPSEEK | fields | dict(num_key_value_heads=heads)
+        fields |= dict(first_k_dense_replace=int(rng.integers(layers)))
         fields |= dict(n_routed_experts=groups * members, n_group=groups, moe_intermediate_size=one_of(6, 10))
         fields["topk_group"] = int(rng.integers(1, groups + 1))
         fields["num_experts_per_tok"] = int(rng.integers(2, fields["topk_group"] * members + 1))
@@ -180,3 +186,5 @@ def drawn(seed: int) -> tuple[str, dict]:
 
 SEED = int(os.environ.get("PARITY_SEED", "0"))  # another number tries other configs
 CASES |= {f"drawn from {SEED + number}": drawn(SEED + number) for number in range(4)}
+DEEP = int(os.environ.get("PARITY_CONFIGS", "2"))  # how many configs of more layers
+CASES |= {f"deep, drawn from {SEED + number}": drawn(SEED + number, range(5, 13)) for number in range(DEEP)}

@@ -187,4 +187,4 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
 SEED = int(os.environ.get("PARITY_SEED", "0"))  # another number tries other configs
 CASES |= {f"drawn from {SEED + number}": drawn(SEED + number) for number in range(4)}
 DEEP = int(os.environ.get("PARITY_CONFIGS", "2"))  # how many configs of more layers
-CASES |= {f"deep, drawn from {SEED + number}": drawn(SEED + number, range(5, 13)) for number in range(DEEP)}
+CASES |= {f"deep config {SEED + number}": drawn(SEED + number, range(5, 13)) for number in range(DEEP)}

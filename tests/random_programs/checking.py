@@ -125,7 +125,9 @@ def on_a_mesh(ours: Function, right: Function, leaves: list[jax.Array]) -> Itera
 
     def placed(leaf: jax.Array) -> jax.Array:
         is_divided = leaf.ndim == 2 and leaf.shape[0] == 4
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("device") if is_divided else PartitionSpec()))
+        return jax.device_put(
+            leaf, NamedSharding(mesh, PartitionSpec("device") if is_divided else PartitionSpec())
+        )
 
     with jax.set_mesh(mesh):
         yield jax.jit(lambda leaves: (ours(leaves), right(leaves)))([placed(leaf) for leaf in leaves])
@@ -207,7 +209,13 @@ def _other_type(spec: Spec, found: Any, expected: Any) -> str:
     # Derivatives may have other weak types, and so may results of a Python loop.
     has_weak_types = spec.reference == "scan" and not {*spec.transforms} & {*DIFFERENTIATING}
     is_scan = spec.entry in ("bare", "lax_scan", "stacked_layers")
-    if has_weak_types and is_scan and not spec.named and spec.run != "eager" and found.weak_type != expected.weak_type:
+    if (
+        has_weak_types
+        and is_scan
+        and not spec.named
+        and spec.run != "eager"
+        and found.weak_type != expected.weak_type
+    ):
         return f"weak_type {found.weak_type}, not {expected.weak_type}"
     return ""
 
@@ -230,7 +238,10 @@ def _bound(spec: Spec, expected: list[np.ndarray], largest: float) -> float:
     else:
         least = 30 * float(jnp.finfo(spec.dtype).eps)
         _, right, wide = functions(dataclasses.replace(spec, dtype="float64"))
-        moved = [narrow.astype(own.dtype) if is_float(own) else own for narrow, own in zip(leaves, wide, strict=True)]
+        moved = [
+            narrow.astype(own.dtype) if is_float(own) else own
+            for narrow, own in zip(leaves, wide, strict=True)
+        ]
     again = map(_numbers, jax.tree.leaves(jax.jit(right)(moved)))
     differences = [np.abs(a - b).max(initial=0) for a, b in zip(expected, again, strict=True)]
     return max(least * max(1.0, largest), 100 * max(differences))

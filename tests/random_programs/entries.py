@@ -120,15 +120,14 @@ def stacked_layers(program: Program, inputs: dict[str, Any]) -> Any:
     return as_pair(spec, applied(carry, rest))
 
 
-def step_of(program: Program, shared: Any = None) -> Callable[..., Any]:
-    """A layer as a function of the carry, its weights, and what is shared, unless it closes over that."""
-    spec = program.spec
+@functools.lru_cache(maxsize=16)
+def step_of(layer: Callable[..., Any], outputs: str) -> Callable[..., Any]:
+    """A layer as a function of the carry, its weights, and what is shared; the same for the same layer."""
 
-    def step(carry: Any, weights: Any, *given: Any) -> Any:
-        (own,) = given or (shared,)
-        new, output = program.layer(without_names(carry), without_names(weights), own)
+    def step(carry: Any, weights: Any, shared: Any) -> Any:
+        new, output = layer(without_names(carry), without_names(weights), shared)
         new = with_names_of(carry, new)
-        return new if spec.outputs == "none" else (new, output)
+        return new if outputs == "none" else (new, output)
 
     return step
 
@@ -144,10 +143,12 @@ def _bare(program: Program, inputs: dict[str, Any], **options: Any) -> Any:
     run = sr.fold if spec.outputs == "none" else sr.scan
     weights = with_names(inputs["weights"], spec.layers) if spec.named else inputs["weights"]
     axis = hax.Axis("layers", spec.layers) if spec.named else spec.layers
-    given = () if spec.closure else (sr.shared(inputs["shared"]),)
-    step = step_of(program, inputs["shared"])
-    applied = run(step, axis, remat=policy_of(spec), reverse=spec.reverse, unroll=spec.unroll, **options)
-    return as_pair(spec, applied(first_carry(program, inputs), weights, *given))
+    options |= {"remat": policy_of(spec), "reverse": spec.reverse, "unroll": spec.unroll}
+    step, carry = step_of(program.layer, spec.outputs), first_carry(program, inputs)
+    if spec.closure:
+        applied = run(lambda carry, weights: step(carry, weights, inputs["shared"]), axis, **options)
+        return as_pair(spec, applied(carry, weights))
+    return as_pair(spec, run(step, axis, **options)(carry, weights, sr.shared(inputs["shared"])))
 
 
 @entry()
@@ -240,7 +241,11 @@ def streamed(program: Program, inputs: dict[str, Any]) -> Any:
 def checkpoint(program: Program, inputs: dict[str, Any]) -> Any:
     """A Python loop with `checkpoint` around each layer."""
     spec = program.spec
-    save = spec.policy["save_block_internals"] if isinstance(spec.policy, dict) and "save_block_internals" in spec.policy else False
+    save = (
+        spec.policy["save_block_internals"]
+        if isinstance(spec.policy, dict) and "save_block_internals" in spec.policy
+        else False
+    )
     layer = sr.checkpoint(program.layer, save=save)
     return reference(program._replace(layer=layer), inputs)
 
@@ -284,7 +289,9 @@ def map_over_layers(program: Program, inputs: dict[str, Any]) -> Any:
 @entry(by_layer)
 def all_at_once(program: Program, inputs: dict[str, Any]) -> Any:
     """`vmap` of a stack."""
-    blocks, rest = layers_of(program._replace(spec=Spec(**{**vars(program.spec), "named": False})), inputs["weights"])
+    blocks, rest = layers_of(
+        program._replace(spec=Spec(**{**vars(program.spec), "named": False})), inputs["weights"]
+    )
     return blocks.vmap_via(Block.scanned)(sr.shared(program.carry(inputs)), rest, sr.shared(inputs["shared"]))
 
 
@@ -318,7 +325,11 @@ def loop_with_states(program: Program, inputs: dict[str, Any]) -> Any:
     for index in range(spec.layers)[:: -1 if spec.reverse else 1]:
         carry, outputs[index] = program.layer(carry, layer_of(inputs["weights"], index), inputs["shared"])
         carry, new[index] = with_state(carry, states[index])
-    return carry, stacked([outputs[i] for i in range(spec.layers)]), stacked([new[i] for i in range(spec.layers)])
+    return (
+        carry,
+        stacked([outputs[i] for i in range(spec.layers)]),
+        stacked([new[i] for i in range(spec.layers)]),
+    )
 
 
 @entry(loop_with_states)
@@ -368,13 +379,13 @@ def visitor(program: Program, inputs: dict[str, Any]) -> Any:
 
     kept = eqx.filter((blocks.stacked.weights, blocks.stacked.table), eqx.is_inexact_array)
     zeros = jax.tree.map(jnp.zeros_like, kept)
-    order = jnp.zeros(spec.layers, jnp.int32), jnp.int32(0)
+    order = jnp.zeros(max(1, spec.layers), jnp.int32), jnp.int32(0)
     found = sweep_back(cotangent, visit, order, zeros)
     of_rest, of_shared = found.args
     by_number = {**found.layer_state[0], **found.layer_state[1], **of_rest}
     gradients = {**found.carry, "weights": [by_number[n] for n in sorted(by_number)], "shared": of_shared}
     gradients = eqx.filter(gradients, eqx.is_inexact_array)
-    return *floats(as_pair(spec, result)), gradients, found.state[0]
+    return *floats(as_pair(spec, result)), gradients, found.state[0][: spec.layers]
 
 
 def trained(program: Program, inputs: dict[str, Any]) -> Any:
@@ -398,7 +409,9 @@ def fused(program: Program, inputs: dict[str, Any]) -> Any:
 
     def loss(blocks: sr.Stacked) -> Any:
         run = blocks.scan if spec.outputs != "none" else blocks.fold
-        return along(as_pair(spec, run(program.carry(inputs), {}, sr.shared(inputs["shared"]), reverse=spec.reverse)))
+        return along(
+            as_pair(spec, run(program.carry(inputs), {}, sr.shared(inputs["shared"]), reverse=spec.reverse))
+        )
 
     with jax.numpy_dtype_promotion("standard"):
         step = sr.fused_update(loss, optax.sgd(0.1))

@@ -279,7 +279,9 @@ def booleans(make: Make) -> Part:
     def step(x, weights, own, shared):
         return jnp.where(own & weights, x * 0.5, jnp.cos(x)), own ^ weights
 
-    return Part(step, jnp.asarray(make.rng.integers(0, 2, (make.layers, COLUMNS)), bool), jnp.array([True, False]))
+    return Part(
+        step, jnp.asarray(make.rng.integers(0, 2, (make.layers, COLUMNS)), bool), jnp.array([True, False])
+    )
 
 
 @part
@@ -444,7 +446,10 @@ def linear_algebra(make: Make) -> Part:
         found = jnp.linalg.solve(matrix, x.astype(weights.dtype).T).T
         return found.astype(x.dtype), own
 
-    return Part(step, make.per_layer(COLUMNS, COLUMNS, dtype=jnp.float64 if make.dtype == jnp.float64 else jnp.float32))
+    return Part(
+        step,
+        make.per_layer(COLUMNS, COLUMNS, dtype=jnp.float64 if make.dtype == jnp.float64 else jnp.float32),
+    )
 
 
 @part

@@ -187,7 +187,11 @@ def jit(f: Function, choice: Choice) -> Function:
 
 @transform
 def checkpoint(f: Function, choice: Choice) -> Function:
-    policies = (None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names("a"))
+    policies = (
+        None,
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.save_only_these_names("a"),
+    )
     policy = policies[choice.rng.integers(len(policies))]
     return lambda leaves: jax.checkpoint(f, policy=policy)(list(leaves))
 

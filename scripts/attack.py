@@ -3,9 +3,9 @@
     python -m scripts.attack --seeds 0:10000 --jobs 2 --log runs/attack.jsonl
     python -m scripts.attack --seeds 17:18 --smallest
 
-Each seed is a program of `tests/random_programs`. The log has a line of JSON for each, and a run goes on where
-the log ends. Programs run in processes of their own: one that crashes or hangs is logged, and the next seed
-follows in a new process. Ends with the counts of what was found, and status 1 where the library failed.
+Each seed is a program of `tests/random_programs`. The log has a line of JSON for each, and a run goes on
+where the log ends. Programs run in processes of their own: one that crashes or hangs is logged, and the next
+seed follows in a new process. The status is 1 where the library failed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Without xla_cpu_use_fusion_emitters=false, with which XLA (jaxlib 0.10.2) makes NaN of some of the references.
+# Not xla_cpu_use_fusion_emitters=false, with which XLA (jaxlib 0.10.2) makes NaN of some references.
 FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -34,7 +34,7 @@ PROGRAMS_OF_A_PROCESS = 100  # JAX keeps what it traced and compiled
 
 def arguments() -> argparse.Namespace:
     """What the command was given."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", default="0:100", help="from the first to before the last, A:B")
     parser.add_argument("--seconds", type=float, help="start no program after this time")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")

@@ -36,9 +36,9 @@ class Outcome:
     """What came of a program.
 
     Attributes:
-        kind: `"equal"`; `"refused"`, by a documented error; `"invalid"`, where the reference raises an error or
-            has no finite numbers; `"wrong"`, another number; `"types"`, another structure, shape, dtype or weak
-            type; `"crash"`, any other error.
+        kind: `"equal"`; `"refused"`, by a documented error; `"invalid"`, where the reference raises an error
+            or has no finite numbers; `"wrong"`, another number; `"types"`, another structure, shape, dtype or
+            weak type; `"crash"`, any other error.
         detail: where, or the error.
     """
 
@@ -86,7 +86,7 @@ def _on_leaves(program: Program, run: Callable[..., Any]) -> tuple[list[jax.Arra
     return [entries[number] for number in numbers], of_leaves, choice
 
 
-# How both are called: functions of the two, of the arrays and of the place of the rows, that give pairs of results.
+# How both are called: each of these yields pairs of results.
 
 
 def in_one_jit(ours: Function, right: Function, leaves: list[jax.Array]) -> Iterator[tuple[Any, Any]]:

@@ -1,8 +1,7 @@
 """Parts of random layers: each draws its arrays and says what it does to the carry.
 
-A layer applies its parts one after the other to rows `x` [row, column]. The function under `PARTS` that draws a
-part is called twice with equal random numbers, for the layer that this library runs and for the reference,
-which uses nothing of the library.
+A layer applies its parts one after the other to rows `x` [row, column]. The function that draws a part is
+called twice with equal random numbers: for the layer that this library runs and for the reference.
 """
 
 import functools
@@ -15,6 +14,7 @@ import numpy as np
 from jax import lax
 
 import stacked_remat as sr
+from stacked_remat import checkpoint_name as named
 
 ROWS, COLUMNS = 4, 2
 FLAG = {"sign": 1.0}  # what the part `flag` reads while it is traced
@@ -79,11 +79,6 @@ def special(draw: Callable[[Make], Part]) -> Callable[[Make], Part]:
     """Register a part that is drawn for some programs alone."""
     SPECIAL.add(draw.__name__)
     return part(draw)
-
-
-def named(value: Any, name: str) -> Any:
-    """A saved name."""
-    return sr.checkpoint_name(value, name)
 
 
 @part

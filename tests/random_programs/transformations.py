@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr as eval_jaxpr_of
 from jax.sharding import AxisType, PartitionSpec
 
 Function = Callable[[Sequence[Any]], Any]
@@ -239,7 +240,7 @@ def cond(f: Function, choice: Choice) -> Function:
 def eval_jaxpr(f: Function, choice: Choice) -> Function:
     def evaluated(leaves):
         closed, shape = jax.make_jaxpr(f, return_shape=True)(list(leaves))
-        found = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
+        found = eval_jaxpr_of(closed.jaxpr, closed.consts, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), found)
 
     return evaluated

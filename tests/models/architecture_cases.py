@@ -121,6 +121,33 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
+def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> dict:
+    """Fields of DeepSeek V3's attention and experts."""
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    groups, members = one_of(1, 2, 3), one_of(2, 3)
+    chosen_groups = int(rng.integers(1, groups + 1))
+    return dict(
+        num_key_value_heads=heads,
+        first_k_dense_replace=int(rng.integers(layers)),
+        n_routed_experts=groups * members,
+        n_group=groups,
+        topk_group=chosen_groups,
+        num_experts_per_tok=int(rng.integers(2, chosen_groups * members + 1)),
+        moe_intermediate_size=one_of(6, 10),
+        q_lora_rank=one_of(None, 5, 12),
+        kv_lora_rank=one_of(4, 7),
+        v_head_dim=one_of(3, 4),
+        qk_nope_head_dim=one_of(2, 5),
+        qk_rope_head_dim=one_of(2, 4),
+        n_shared_experts=one_of(1, 2),
+        rope_interleave=one_of(False, True),
+        norm_topk_prob=one_of(False, True),
+    )
+
+
 def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
     """An architecture and fields of a small config, each drawn at random from what its decoder serves."""
     rng = np.random.default_rng(seed)
@@ -172,15 +199,7 @@ def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
         fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
         fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
     elif family == "DeepseekV3":
-        groups, members, rotated = one_of(1, 2, 3), one_of(2, 3), one_of(2, 4)
-        fields |= _DEEPSEEK | fields | dict(num_key_value_heads=heads)
-        fields |= dict(first_k_dense_replace=int(rng.integers(layers)))
-        fields |= dict(n_routed_experts=groups * members, n_group=groups, moe_intermediate_size=one_of(6, 10))
-        fields["topk_group"] = int(rng.integers(1, groups + 1))
-        fields["num_experts_per_tok"] = int(rng.integers(2, fields["topk_group"] * members + 1))
-        fields |= dict(q_lora_rank=one_of(None, 5, 12), kv_lora_rank=one_of(4, 7), v_head_dim=one_of(3, 4))
-        fields |= dict(qk_nope_head_dim=one_of(2, 5), qk_rope_head_dim=rotated, n_shared_experts=one_of(1, 2))
-        fields |= dict(rope_interleave=one_of(False, True), norm_topk_prob=one_of(False, True))
+        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
     return family, fields
 
 

@@ -46,17 +46,17 @@ demo:  ## train a small Qwen3 MoE on real text, let it write, and show what rema
 # What is compiled is kept for the other worker, the next run and other checkouts, as long as it is used: under keys with the versions, the
 # programs that took XLA more than a tenth of a second, and what compiling for a GPU or a TPU found.
 KEPT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/stacked_remat_tests
-test deep docs parity: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
+test deep docs parity parity-deep: export JAX_COMPILATION_CACHE_DIR := $(KEPT)/compiled
 memory compiles: export KEPT_REPORTS := $(KEPT)/reports
-test deep docs parity: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
-test deep docs parity: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
+test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0.1
+test deep docs parity parity-deep: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES := 0
 # Each worker would compile all tests again.
-test deep parity: export PYTHONDONTWRITEBYTECODE :=
+test deep parity parity-deep: export PYTHONDONTWRITEBYTECODE :=
 
 # Most of the time of the tests is compilation, so LLVM optimizes less, and XLA with it (tests/conftest.py), and programs are not cut into
 # parts for cores, which are busy. OPTIMIZE=1 compiles as users do, which takes twice as long.
 ifndef OPTIMIZE
-test deep parity: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
+test deep parity parity-deep: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1
 endif
 TESTS := $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
@@ -95,6 +95,20 @@ compiles: venv-memory  ## compile a step of each kind of model for GPUs and TPUs
 parity: venv-parity  ## install PyTorch, transformers and PEFT, and compare models, adapters and tokenizers with theirs
 	@mkdir -p "$(REPORTS)"
 	$(VENV)-parity/bin/python -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/parity.xml" -m "torch and not slow"
+
+# Options of scripts/attack.py: make attack ATTACK_ARGS="--seeds 0:100 --only vmap"
+ATTACK_ARGS ?= --seeds 0:10000 --jobs $(WORKERS) --log runs/attack.jsonl
+.PHONY: attack
+attack: venv  ## compare 10,000 random programs with loops without the library, which takes hours; goes on where it ended
+	$(RUN) -m scripts.attack $(ATTACK_ARGS)
+
+# CONFIGS random configs of 5 to 12 layers from PARITY_SEED on.
+CONFIGS ?= 100
+.PHONY: parity-deep
+parity-deep: export PARITY_CONFIGS := $(CONFIGS)
+parity-deep: venv-parity  ## compare logits, weights and gradients of 100 random configs of 5 to 12 layers with transformers
+	@mkdir -p "$(REPORTS)"
+	$(VENV)-parity/bin/python -m pytest -n $(WORKERS) --junitxml="$(REPORTS)/parity_deep.xml" tests/models/test_parity.py -k "deep and config"
 
 .PHONY: haliax
 haliax: venv  ## run Haliax's own tests of scan with this library in its place

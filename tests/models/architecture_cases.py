@@ -1,6 +1,7 @@
 """Small configs of every architecture, as transformers writes them, for the tests that compare with it."""
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -120,7 +121,34 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-def drawn(seed: int) -> tuple[str, dict]:
+def _latents_and_groups(rng: np.random.Generator, heads: int, layers: int) -> dict:
+    """Fields of DeepSeek V3's attention and experts."""
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    groups, members = one_of(1, 2, 3), one_of(2, 3)
+    chosen_groups = int(rng.integers(1, groups + 1))
+    return dict(
+        num_key_value_heads=heads,
+        first_k_dense_replace=int(rng.integers(layers)),
+        n_routed_experts=groups * members,
+        n_group=groups,
+        topk_group=chosen_groups,
+        num_experts_per_tok=int(rng.integers(2, chosen_groups * members + 1)),
+        moe_intermediate_size=one_of(6, 10),
+        q_lora_rank=one_of(None, 5, 12),
+        kv_lora_rank=one_of(4, 7),
+        v_head_dim=one_of(3, 4),
+        qk_nope_head_dim=one_of(2, 5),
+        qk_rope_head_dim=one_of(2, 4),
+        n_shared_experts=one_of(1, 2),
+        rope_interleave=one_of(False, True),
+        norm_topk_prob=one_of(False, True),
+    )
+
+
+def drawn(seed: int, layer_counts: Sequence[int] = (2, 3)) -> tuple[str, dict]:
     """An architecture and fields of a small config, each drawn at random from what its decoder serves."""
     rng = np.random.default_rng(seed)
 
@@ -128,7 +156,7 @@ def drawn(seed: int) -> tuple[str, dict]:
         return values[rng.integers(len(values))]
 
     family = one_of(*dict.fromkeys(name for name, _ in CASES.values()))
-    kv_heads, layers = one_of(1, 2, 3), int(rng.integers(5, 13))
+    kv_heads, layers = one_of(1, 2, 3), one_of(*layer_counts)
     heads = kv_heads * one_of(1, 2, 3)
     theta = dict(rope_theta=one_of(100.0, 10_000.0, 1e6))
     fields = dict(
@@ -150,14 +178,16 @@ def drawn(seed: int) -> tuple[str, dict]:
         fields["rope_parameters"]["sliding_attention"] = {"rope_type": "default", **theta}
     else:
         fields |= theta if family == "Phi3" else one_of(theta, scaled)
-    kinds = [one_of("full_attention", "sliding_attention") for _ in range(layers)]
+    first_kinds = [one_of("full_attention", "sliding_attention") for _ in range(one_of(layers, 2, 3, 4))]
+    kinds = [first_kinds[number % len(first_kinds)] for number in range(layers)]
     if family in ("Gemma3Text", "Olmo3", "GptOss"):
         fields |= dict(sliding_window=one_of(2, 5), layer_types=kinds)
     elif family in ("Mistral", "Mixtral", "Phi3"):
         fields |= dict(sliding_window=one_of(None, 2, 5))
     elif family.startswith("Qwen") and one_of(False, True):
         fields |= dict(use_sliding_window=True, sliding_window=one_of(2, 5))
-        fields |= {} if family == "Qwen3Moe" else dict(layer_types=kinds)
+        if family != "Qwen3Moe":
+            fields |= one_of(dict(layer_types=kinds), dict(max_window_layers=int(rng.integers(layers + 1))))
     experts = one_of(3, 4, 5)
     # A single gate that is normalised is 1, and its router has no gradient to compare.
     chosen = dict(num_experts_per_tok=int(rng.integers(2, experts + 1)))
@@ -165,18 +195,15 @@ def drawn(seed: int) -> tuple[str, dict]:
         fields |= chosen | dict(num_local_experts=experts) | _BALANCE
     elif family == "Qwen3Moe":
         fields |= chosen | dict(num_experts=experts, moe_intermediate_size=one_of(6, 10)) | _BALANCE
-        fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=one_of([], [0]))
+        dense = sorted({int(number) for number in rng.integers(layers, size=one_of(0, 1, layers // 2))})
+        fields |= dict(norm_topk_prob=one_of(False, True), mlp_only_layers=dense)
+        fields |= dict(decoder_sparse_step=one_of(1, 1, 2))
     elif family == "DeepseekV3":
-        groups, members, rotated = one_of(1, 2, 3), one_of(2, 3), one_of(2, 4)
-        fields |= _DEEPSEEK | fields | dict(num_key_value_heads=heads, first_k_dense_replace=one_of(0, 1))
-        fields |= dict(n_routed_experts=groups * members, n_group=groups, moe_intermediate_size=one_of(6, 10))
-        fields["topk_group"] = int(rng.integers(1, groups + 1))
-        fields["num_experts_per_tok"] = int(rng.integers(2, fields["topk_group"] * members + 1))
-        fields |= dict(q_lora_rank=one_of(None, 5, 12), kv_lora_rank=one_of(4, 7), v_head_dim=one_of(3, 4))
-        fields |= dict(qk_nope_head_dim=one_of(2, 5), qk_rope_head_dim=rotated, n_shared_experts=one_of(1, 2))
-        fields |= dict(rope_interleave=one_of(False, True), norm_topk_prob=one_of(False, True))
+        fields = _DEEPSEEK | fields | _latents_and_groups(rng, heads, layers)
     return family, fields
 
 
 SEED = int(os.environ.get("PARITY_SEED", "0"))  # another number tries other configs
 CASES |= {f"drawn from {SEED + number}": drawn(SEED + number) for number in range(4)}
+DEEP = int(os.environ.get("PARITY_CONFIGS", "2"))  # how many configs of more layers
+CASES |= {f"deep config {SEED + number}": drawn(SEED + number, range(5, 13)) for number in range(DEEP)}

@@ -1,0 +1,75 @@
+"""A sample of the random programs of `make attack`, and those that once failed."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from .random_programs.checking import RUNS, check
+from .random_programs.entries import ENTRIES
+from .random_programs.parts import PARTS
+from .random_programs.programs import ENTRY_NAMES, Spec, draw
+from .random_programs.transformations import TRANSFORMS
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # JAX warns of what some programs do on purpose
+SMALL = range(64)
+LARGE = range(1000, 1040)
+FOUND = [
+    Spec(
+        seed=6,
+        entry="streamed",
+        layers=3,
+        parts=("mlp", "flag"),
+        policy="nested",
+        transforms=("jacfwd",),
+        run="twice",
+        reference="scan",
+        closure=True,
+    ),
+    Spec(
+        seed=34,
+        entry="visitor",
+        layers=3,
+        parts=("gate", "flag"),
+        policy="dots_saveable",
+        run="twice",
+        reference="scan",
+        outputs="none",
+    ),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_float64() -> Iterator[None]:
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def failures(specs: list[Spec]) -> list[str]:
+    outcomes = [(spec, check(spec)) for spec in specs]
+    return [f"{spec}: {outcome}" for spec, outcome in outcomes if outcome.is_failure]
+
+
+@pytest.mark.parametrize("start", range(0, len(SMALL), 8))
+def test_small_programs(start):
+    assert not failures([draw(seed, is_small=True) for seed in SMALL[start : start + 8]])
+
+
+@pytest.mark.parametrize("spec", FOUND, ids=str)
+def test_programs_that_once_failed(spec):
+    assert not failures([spec])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", LARGE)
+def test_programs(seed):
+    assert not failures([draw(seed)])
+
+
+def test_the_seeds_of_a_day_have_every_feature():
+    specs = [draw(seed) for seed in range(3000)]
+    assert {name for spec in specs for name in spec.parts} == {*PARTS}
+    assert {name for spec in specs for name in spec.transforms} == {*TRANSFORMS}
+    assert {spec.entry for spec in specs} == {*ENTRIES} == {*ENTRY_NAMES}
+    assert {spec.run for spec in specs} == {*RUNS}

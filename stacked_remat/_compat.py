@@ -177,6 +177,11 @@ def is_eager() -> bool:
     return isinstance(trace, jax._src.core.EvalTrace) and not jax._src.config.disable_jit.value
 
 
+def numbers_are_checked() -> bool:
+    """Whether JAX looks for NaN or infinity in results; for an executable its error is an internal one."""
+    return jax._src.config.debug_nans.value or jax._src.config.debug_infs.value
+
+
 def cleared_with_jax(cache: Any) -> Any:
     """A `functools.lru_cache` that `jax.clear_caches` clears."""
     jax._src.util.register_cache(cache, cache.__name__)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from stacked_remat import (
     BlockSeq,
@@ -196,6 +197,31 @@ class TestOutsideOfJit:
             assert_equal([call() for call in calls], expected)
         assert "Compiling" not in caplog.text
         assert_equal(expected[0], jax.grad(lambda x: stack.fold(x).sum())(x))
+
+    def test_equal_programs_on_other_devices(self):
+        def noisy(x, weight, key):
+            return x * weight + jax.random.normal(key, x.shape)
+
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        keys = jax.random.split(jax.random.key(0), 4)
+        x, run = jnp.ones(4), fold(noisy, Layers, remat="nested")
+        expected = x
+        for key in keys:
+            expected = noisy(expected, 0.5, key)
+        for place in (*jax.devices()[:2], NamedSharding(mesh, P("data")), NamedSharding(mesh, P())):
+            everywhere = NamedSharding(mesh, P()) if isinstance(place, NamedSharding) else place
+            inputs = jax.device_put((jnp.full(4, 0.5), keys), everywhere)
+            found = run(jax.device_put(x, place), *inputs)
+            assert_close(found, expected)
+            assert found.sharding.device_set == jax.device_put(x, place).sharding.device_set
+        with jax.default_device(jax.devices()[1]):
+            assert run(np.ones(4, np.float32), np.full(4, 0.5, np.float32), keys).devices() == {
+                jax.devices()[1]
+            }
+
+    def test_not_a_number_is_found(self):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+            fold(lambda x, weight: jnp.log(x - weight - 9), Layers, remat="nested")(ONES, weights())
 
     def test_jax_forgets_what_was_compiled(self, caplog):
         def value():

@@ -20,7 +20,15 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend import core
 
 from .._activity import expansion
-from .._compat import VALUE_TYPES, DebugInfo, cleared_with_jax, is_eager, trace_context, without_constants
+from .._compat import (
+    VALUE_TYPES,
+    DebugInfo,
+    cleared_with_jax,
+    is_eager,
+    numbers_are_checked,
+    trace_context,
+    without_constants,
+)
 from .._static import PyTree
 
 T = TypeVar("T")
@@ -149,10 +157,10 @@ class _Description:
             return type(value), repr(value)  # 0.0 equals -0.0, and nan not itself
         if isinstance(value, VALUE_TYPES) and _has_hash(value):
             return value
-        if isinstance(value, core.Jaxpr):
-            return self._of_inner(value)
-        if isinstance(value, core.ClosedJaxpr):
-            return self._of_inner(value.jaxpr), self._of_sequence(value.consts)
+        if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+            # From JAX 0.12 on these are one class, and any may hold constants.
+            constants = getattr(value, "consts", ())
+            return self._of_inner(getattr(value, "jaxpr", value)), self._of_sequence(constants)
         if isinstance(value, jax.Array) and not isinstance(value, Tracer):
             found = _Identity(value)
             self.arrays.append(found)
@@ -234,7 +242,7 @@ def are_known(arrays: PyTree) -> bool:
 
 def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     """Call a jitted function of arrays; outside of any trace by an executable that an equal one left."""
-    if not are_known(args):
+    if not are_known(args) or numbers_are_checked():
         return jitted_fn(*args)
     traced = jitted_fn.trace(*args)
     # What it closes over are arguments of the executable, which so holds none of it.
@@ -244,13 +252,18 @@ def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     if not found.is_closed or not all(map(_is_value, inputs)):
         return jitted_fn(*args)
     arrays: list[Any] = [*map(jnp.asarray, inputs)]
-    places = tuple((array.committed, array.format) for array in arrays)
+    places = tuple(map(_place, arrays))
     place = _kept((traced.fun_name, found.key, places, trace_context()))
     if not place:
         place.append(_compiled(traced.fun_name, jaxpr, arrays))
         for array in found.arrays:
             weakref.finalize(array.value(), place.clear).atexit = False
     return jax.tree.unflatten(traced.out_tree, place[0](*arrays))
+
+
+def _place(array: Any) -> Hashable:
+    """Where an array is and how it is laid out, which an executable is compiled for."""
+    return array.committed, array.sharding, getattr(array, "format", None)  # keys have no format
 
 
 def _is_value(leaf: Any) -> bool:

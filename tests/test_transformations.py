@@ -2,7 +2,8 @@
 
 A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged, an
 integer and a leaf that derivatives do not read; outputs of the carry, of the weights alone, and of nothing
-but a shared argument; and, where no derivative is in forward mode alone, a rule that is not the derivative.
+but a shared argument; and, where no derivative is in forward mode alone, a rule that gives another value and
+is not the derivative.
 Cases go through kinds of stacks and of derivatives; what up to two `jax.vmap`s map of each input, and what is
 differentiated, are drawn.
 """
@@ -46,7 +47,7 @@ def ruled(x):
     return jnp.sin(x)
 
 
-ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.3) * jnp.cos(x) ** 2,))
+ruled.defvjp(lambda x: (jnp.sin(1.2 * x), x), lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.3) * jnp.cos(x) ** 2,))
 
 
 def layer(carry, w, scale, given, rule, wave=jnp.sin):

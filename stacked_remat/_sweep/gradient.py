@@ -179,7 +179,10 @@ class LayerPullback:
         return of_shared, of_carry, of_x
 
     def with_residuals(self, types: LayerTypes, kept: Kept, flags: int = 0) -> "LayerPullback":
-        """Save what is kept, but for inputs and what depends on `x`, `shared` and first leaves of the carry."""
+        """Save what is kept, but for inputs and what depends on `x`, `shared` and `flags` alone.
+
+        These are the first leaves of the carry, so many.
+        """
         # With barriers on tangents other residuals would be found than without them.
         plain = replace(self, kind=replace(self.kind, in_forward_mode=False))
         # JAX sets the mesh, which may have no axes, in the reverse sweep alone.

@@ -40,7 +40,9 @@ def pull_back(
     ys_ct: OfKinds,
 ) -> Arrays:
     """Sweep back to the cotangents of the perturbed leaves of init, xs and shared."""
-    visitor = functools.partial(write_tangents if spec.kinds[0].in_forward_mode else write_gradients, perturbed)
+    visitor = functools.partial(
+        write_tangents if spec.kinds[0].in_forward_mode else write_gradients, perturbed
+    )
     state = zero_gradients(perturbed, shared, xs)
     swept = functools.partial(sweep_back, spec, perturbed, checkpoints, shared, carry_ct, ys_ct)
     carry_ct, gradients = swept(visitor, state, xs_in=lambda state: xs)

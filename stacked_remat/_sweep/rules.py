@@ -128,7 +128,7 @@ class Differentiable(HiPrim):
 
 
 class Ruled(NamedTuple):
-    """A jaxpr as custom rules compute it, as those of `jax.custom_vjp`, where some inputs are differentiated."""
+    """A jaxpr where some inputs are differentiated, with what the rules of `jax.custom_vjp`s compute then."""
 
     values: ClosedJaxpr
     active: Mask  # which outputs have a tangent, as JAX finds it
@@ -162,8 +162,24 @@ def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
     without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    closures = any(isinstance(constant, Tracer) for constant in closed.consts)
-    return Ruled(ClosedJaxpr(without_tangents, closed.consts), tuple(active), closures)
+    return Ruled(
+        ClosedJaxpr(without_tangents, closed.consts),
+        tuple(active),
+        _holds_tracers(closed.jaxpr, closed.consts),
+    )
+
+
+def _holds_tracers(jaxpr: Jaxpr, constants: Sequence[Any]) -> bool:
+    """Whether a jaxpr, or one within it, has traced values as constants."""
+    if any(isinstance(constant, Tracer) for constant in constants):
+        return True
+    params = [list(equation.params.values()) for equation in jaxpr.eqns]
+    for value in jax.tree.leaves(params, is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)):
+        if isinstance(value, Jaxpr) and _holds_tracers(value, ()):
+            return True
+        if isinstance(value, ClosedJaxpr) and _holds_tracers(value.jaxpr, value.consts):
+            return True
+    return False
 
 
 def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
@@ -171,8 +187,8 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
     return ruled(jaxpr, nonzero).values
 
 
-def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> ClosedJaxpr:
-    """A jaxpr whose custom rules close over nothing that is traced: that becomes constants.
+def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """A jaxpr whose custom rules close over nothing that is traced, which becomes constants; and its values.
 
     `nonzero` and `active` are the inputs and outputs that are differentiated.
     """
@@ -190,7 +206,9 @@ def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> Clo
     pullback = jax.tree.structure(found[1])
     cotangents = [type_.to_ct_aval() for type_ in pick(traced.out_avals[:count], active)]
     residuals = traced.out_avals[count:]
-    traced_back = jax.make_jaxpr(lambda leaves, cts: pullback.unflatten(leaves)(cts)[0])(residuals, cotangents)
+    traced_back = jax.make_jaxpr(lambda leaves, cts: pullback.unflatten(leaves)(cts)[0])(
+        residuals, cotangents
+    )
 
     @jax.custom_vjp
     def run(constants: PyTree, inputs: PyTree) -> Sequence[PyTree]:
@@ -208,7 +226,10 @@ def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> Clo
 
     run.defvjp(with_residuals, back)
     constants = traced.consts, traced_back.consts
-    return jax.make_jaxpr(lambda *inputs: run(constants, inputs))(*types)
+    layer = jax.make_jaxpr(lambda *inputs: run(constants, inputs))(*types)
+    is_result = [True] * count + [False] * len(residuals)
+    values, _ = dce_jaxpr(traced.jaxpr, is_result, instantiate=True)
+    return layer, ClosedJaxpr(values, traced.consts)
 
 
 def tangent_of(fn: Callable, nonzero: Mask, active: Mask, primals: PyTree, tangents: Arrays) -> Arrays:

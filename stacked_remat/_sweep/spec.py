@@ -269,11 +269,7 @@ def differentiated(
     for kind, mask, own in zip(spec.kinds, perturbed.shared, shared, strict=True):
         nonzero = sum(perturbed.of_layer(kind), ())
         active = (*perturbed.carry, *perturbed.ys[kind.number])
-        layer, values, constants = cached(
-            (kind.jaxpr, "differentiated", nonzero, active),
-            (),
-            functools.partial(_differentiated, kind.jaxpr, nonzero, active),
-        )
+        layer, values, constants = _differentiated(kind.jaxpr, nonzero, active)
         kinds.append(replace(kind, jaxpr=layer, values_jaxpr=values))
         masks.append((*[False] * len(constants), *mask))
         inputs.append([*constants, *own])
@@ -285,14 +281,17 @@ def _differentiated(jaxpr: Jaxpr, nonzero: Mask, active: Mask) -> tuple[Jaxpr, J
     values, _, closures = ruled(jaxpr, nonzero)
     if values.jaxpr is jaxpr:
         return jaxpr, None, []
-    layer = without_closures(jaxpr, nonzero, active) if closures else ClosedJaxpr(jaxpr, ())
-    variables = [*layer.jaxpr.constvars, *values.jaxpr.constvars]
-    constants = [*layer.consts, *values.consts]
-    layer, values = (
-        without_constants(ClosedJaxpr(closed.jaxpr.replace(constvars=variables), constants))[0]
-        for closed in (layer, values)
-    )
-    return layer, values, constants
+
+    def with_constants() -> tuple[Jaxpr, Jaxpr, Arrays]:
+        either = ClosedJaxpr(jaxpr, ()), values
+        layer, of_rules = without_closures(jaxpr, nonzero, active) if closures else either
+        variables = [*layer.jaxpr.constvars, *of_rules.jaxpr.constvars]
+        constants = [*layer.consts, *of_rules.consts]
+        both = (closed.jaxpr.replace(constvars=variables) for closed in (layer, of_rules))
+        of_layer, of_values = (without_constants(ClosedJaxpr(own, constants))[0] for own in both)
+        return of_layer, of_values, constants
+
+    return cached((jaxpr, "differentiated", nonzero, active), (), with_constants)
 
 
 def for_forward_mode(spec: SweepSpec) -> SweepSpec:

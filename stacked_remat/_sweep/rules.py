@@ -132,13 +132,13 @@ class Ruled(NamedTuple):
 
     values: ClosedJaxpr
     active: Mask  # which outputs have a tangent, as JAX finds it
-    closures: bool  # whether a forward rule closes over traced values, which may be gone when it runs again
+    closures: list[Tracer]  # what forward rules close over, which may be gone when they run again
 
 
 def ruled(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
     """A jaxpr where the inputs in the mask are differentiated."""
     if not any(nonzero) or not has_rules(jaxpr):
-        return Ruled(ClosedJaxpr(jaxpr, ()), tuple(active_outputs(jaxpr, nonzero)), False)
+        return Ruled(ClosedJaxpr(jaxpr, ()), tuple(active_outputs(jaxpr, nonzero)), [])
     return cached((jaxpr, "ruled", tuple(nonzero)), (), lambda: _traced_rules(jaxpr, nonzero))
 
 
@@ -165,21 +165,20 @@ def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
     return Ruled(
         ClosedJaxpr(without_tangents, closed.consts),
         tuple(active),
-        _holds_tracers(closed.jaxpr, closed.consts),
+        _traced_constants(closed.jaxpr, closed.consts),
     )
 
 
-def _holds_tracers(jaxpr: Jaxpr, constants: Sequence[Any]) -> bool:
-    """Whether a jaxpr, or one within it, has traced values as constants."""
-    if any(isinstance(constant, Tracer) for constant in constants):
-        return True
+def _traced_constants(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[Tracer]:
+    """The constants of a jaxpr, and of those within it, that are traced values."""
+    found = [constant for constant in constants if isinstance(constant, Tracer)]
     params = [list(equation.params.values()) for equation in jaxpr.eqns]
     for value in jax.tree.leaves(params, is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)):
-        if isinstance(value, Jaxpr) and _holds_tracers(value, ()):
-            return True
-        if isinstance(value, ClosedJaxpr) and _holds_tracers(value.jaxpr, value.consts):
-            return True
-    return False
+        if isinstance(value, Jaxpr):
+            found += _traced_constants(value, ())
+        elif isinstance(value, ClosedJaxpr):
+            found += _traced_constants(value.jaxpr, value.consts)
+    return found
 
 
 def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:

@@ -276,7 +276,7 @@ def _round_real_numbers(jaxpr: Any, count: int) -> Any:
 jax._src.ad_checkpoint._insert_reduce_precision = _round_real_numbers
 if jax.__version_info__ < (0, 12):  # it can't lower what its scans make of hijax in `jax.checkpoint`
     _closed_call: Any = jax._src.core.closed_call_p
-    _closed_call.to_lojax = lambda *args, call_jaxpr: jax.extend.core.jaxpr_as_fun(call_jaxpr)(*args)
+    _closed_call.to_lojax = lambda *args, call_jaxpr, **_: jax.extend.core.jaxpr_as_fun(call_jaxpr)(*args)
 # `checkpoint_name` is the identity, and JAX cannot transpose it.
 ad.primitive_transposes[jax._src.ad_checkpoint.name_p] = lambda cotangent, _, **__: [cotangent]
 # Haliax's products call it, and JAX 0.11 has none. A symbolic dimension of `jax.export` is no int.

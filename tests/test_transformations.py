@@ -1,9 +1,10 @@
 """Folds under every policy within random orders of JAX's transformations, beside `jax.lax.scan`.
 
 A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged, an
+A layer has a carry of which a part does not depend on the weights, a leaf that is passed on unchanged, an
 integer, a leaf that derivatives do not read and a buffer that it writes to; outputs of the carry, of the
 weights alone, and of nothing but a shared argument; and, where no derivative is in forward mode alone, a rule
-that is not the derivative.
+that gives another value and is not the derivative.
 Cases go through kinds of stacks and of derivatives; what up to two `jax.vmap`s map of each input, and what is
 differentiated, are drawn.
 """
@@ -47,7 +48,7 @@ def ruled(x):
     return jnp.sin(x)
 
 
-ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.3) * jnp.cos(x) ** 2,))
+ruled.defvjp(lambda x: (jnp.sin(1.2 * x), x), lambda x, ct: (3 * jnp.clip(ct, -0.3, 0.3) * jnp.cos(x) ** 2,))
 
 
 def layer(carry, w, scale, given, rule, wave=jnp.sin):

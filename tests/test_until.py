@@ -119,6 +119,60 @@ def test_a_step_that_has_no_derivative_where_the_loop_is_over():
         assert_close(each, want)
 
 
+def test_a_batch_whose_later_inputs_have_no_derivative_at_a_state_that_is_over():
+    """The inputs after a step that is over give NaN where they are taken."""
+    levels, rate = jnp.array([8.0, 6.0, 4.0, -jnp.inf]), jnp.float32(0.5)
+    starts = jnp.array([3.5, 2.0, 1.0, 0.5])  # which take no step, one, two and three
+
+    def is_over(x):
+        return x > 3
+
+    def looped(x, levels, rate):
+        path = []
+        for level in levels:
+            if is_over(x):
+                break
+            x = x + rate * jnp.sqrt(level - x)
+            path.append(jnp.sin(x))
+        return x, sum(path, jnp.zeros(()))
+
+    def own(remat, reverse=False):
+        def step(x, level, rate):
+            x = x + rate * jnp.sqrt(level - x)
+            return x, jnp.sin(x)
+
+        def run(x, levels, rate):
+            levels = levels[::-1] if reverse else levels
+            x, path = sr.scan(step, 4, remat=remat, until=is_over, reverse=reverse)(x, levels, shared(rate))
+            return x, jnp.sum(path)
+
+        return run
+
+    def derivatives_of(run):
+        def value(*args):
+            return sum(map(jnp.cos, run(*args)))
+
+        def slopes(*args):
+            return sum(jnp.sum(leaf) for leaf in jax.grad(value, (0, 1, 2))(*args))
+
+        def of(x, levels, rate):
+            first = jax.value_and_grad(value, (0, 1, 2))(x, levels, rate)
+            return first, jax.grad(slopes, (0, 2))(x, levels, rate)
+
+        return of
+
+    @quick_jit
+    def found():
+        runs = [*map(own, POLICIES.values()), own("nested", reverse=True)]
+        in_batch = (jax.vmap(derivatives_of(run), (0, None, None)) for run in runs)
+        return [of(starts, levels, rate) for of in in_batch]
+
+    expected = [derivatives_of(looped)(x, levels, rate) for x in starts]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
+    for each in found():
+        assert_close(each, stacked)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_that_stop_at_different_steps(check_vma):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

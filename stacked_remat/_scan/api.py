@@ -61,7 +61,8 @@ def scan(
         until: takes a carry and returns one bool; the scan stops at the first carry for which it is True.
             Outputs of layers that did not run are zeros. Memory is that of all layers. Time is that of those
             that ran, backward too; within `jax.vmap`, until all examples are done: steps of finished ones are
-            given the first carry, to no effect. Reverse mode of reverse mode goes through all layers.
+            given the first carry and the first step's inputs, to no effect, so each example has a copy of a
+            step's inputs. Reverse mode of reverse mode goes through all layers.
 
     Returns:
         A function of the initial carry and the arguments, which returns the final carry, with the shapes of

@@ -195,9 +195,9 @@ class LayerPullback:
         return of_shared, of_carry, of_x
 
     def with_residuals(self, types: LayerTypes, kept: Kept, flags: int = 0) -> "LayerPullback":
-        """Save what is kept, but for inputs and what depends on `x`, `shared` and first carry leaves.
+        """Save what is kept, but for inputs and what depends on `x`, `shared` and `flags` alone.
 
-        `flags` is the number of these leaves.
+        These are the first leaves of the carry, so many.
         """
         residuals = self.residuals_of(types, kept, flags)
         return replace(self, residuals=residuals if residuals.types else None)

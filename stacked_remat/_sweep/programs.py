@@ -73,11 +73,17 @@ _found: weakref.WeakKeyDictionary[core.Jaxpr, dict[Hashable, Any]] = weakref.Wea
 
 
 def found_in(jaxpr: core.Jaxpr, key: Hashable, find: Callable[[], T]) -> T:
-    """What `find` finds of a jaxpr, found once while the jaxpr lives. It must not hold the jaxpr itself."""
+    """What `find` finds of a jaxpr, found once while the jaxpr lives. It must not hold the jaxpr itself.
+
+    What has traced values is found anew.
+    """
     known = _found.setdefault(jaxpr, {})
-    if key not in known:
-        known[key] = find()
-    return known[key]
+    if key in known:
+        return known[key]
+    found = find()
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
+        known[key] = found
+    return found
 
 
 def structure(jaxpr: core.Jaxpr) -> Structure:

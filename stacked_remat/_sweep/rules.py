@@ -122,17 +122,17 @@ class Differentiable(HiPrim):
 
 
 class Ruled(NamedTuple):
-    """A jaxpr as custom rules, as those of `jax.custom_vjp`, compute it where inputs are differentiated."""
+    """A jaxpr where some inputs are differentiated, with what the rules of `jax.custom_vjp`s compute then."""
 
     values: ClosedJaxpr
     active: Mask  # which outputs have a tangent, as JAX finds it
-    closures: bool  # whether a forward rule closes over traced values, which may be gone when it runs again
+    closures: list[Tracer]  # what forward rules close over, which may be gone when they run again
 
 
 def ruled(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
     """A jaxpr where the inputs in the mask are differentiated."""
     if not any(nonzero) or not has_rules(jaxpr):
-        return Ruled(ClosedJaxpr(jaxpr, ()), tuple(active_outputs(jaxpr, nonzero)), False)
+        return Ruled(ClosedJaxpr(jaxpr, ()), tuple(active_outputs(jaxpr, nonzero)), [])
     return found_in(jaxpr, ("ruled", tuple(nonzero)), lambda: _traced_rules(jaxpr, nonzero))
 
 
@@ -156,8 +156,23 @@ def _traced_rules(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> Ruled:
 
     closed = jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
     without_tangents, _ = dce_jaxpr(closed.jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    closures = any(isinstance(constant, Tracer) for constant in closed.consts)
-    return Ruled(ClosedJaxpr(without_tangents, closed.consts), tuple(active), closures)
+    return Ruled(
+        ClosedJaxpr(without_tangents, closed.consts),
+        tuple(active),
+        _traced_constants(closed.jaxpr, closed.consts),
+    )
+
+
+def _traced_constants(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[Tracer]:
+    """The constants of a jaxpr, and of those within it, that are traced values."""
+    found = [constant for constant in constants if isinstance(constant, Tracer)]
+    params = [list(equation.params.values()) for equation in jaxpr.eqns]
+    for value in jax.tree.leaves(params, is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)):
+        if isinstance(value, Jaxpr):
+            found += _traced_constants(value, ())
+        elif isinstance(value, ClosedJaxpr):
+            found += _traced_constants(value.jaxpr, value.consts)
+    return found
 
 
 def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
@@ -165,8 +180,8 @@ def primal_of(jaxpr: Jaxpr, nonzero: Sequence[bool]) -> ClosedJaxpr:
     return ruled(jaxpr, nonzero).values
 
 
-def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> ClosedJaxpr:
-    """A jaxpr whose custom rules close over nothing that is traced: that becomes constants.
+def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """A jaxpr whose custom rules close over nothing that is traced, which becomes constants; and its values.
 
     `nonzero` and `active` are the inputs and outputs that are differentiated.
     """
@@ -204,7 +219,10 @@ def without_closures(jaxpr: Jaxpr, nonzero: Sequence[bool], active: Mask) -> Clo
 
     run.defvjp(with_residuals, back)
     constants = traced.consts, traced_back.consts
-    return jax.make_jaxpr(lambda *inputs: run(constants, inputs))(*types)
+    layer = jax.make_jaxpr(lambda *inputs: run(constants, inputs))(*types)
+    is_result = [True] * count + [False] * len(residuals)
+    values, _ = dce_jaxpr(traced.jaxpr, is_result, instantiate=True)
+    return layer, ClosedJaxpr(values, traced.consts)
 
 
 def primal_by_rules(fn: Callable, nonzero: Mask, *args: PyTree) -> PyTree:

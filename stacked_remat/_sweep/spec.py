@@ -359,14 +359,13 @@ def differentiated(
 def _differentiated(jaxpr: Jaxpr, nonzero: Mask, active: Mask) -> tuple[Jaxpr, Jaxpr, Arrays]:
     """A layer's jaxpr for derivatives and that for values, and the constants that both take first."""
     values, _, closures = ruled(jaxpr, nonzero)
-    layer = without_closures(jaxpr, nonzero, active) if closures else ClosedJaxpr(jaxpr, ())
-    variables = [*layer.jaxpr.constvars, *values.jaxpr.constvars]
-    constants = [*layer.consts, *values.consts]
-    layer, values = (
-        without_constants(ClosedJaxpr(closed.jaxpr.replace(constvars=variables), constants))[0]
-        for closed in (layer, values)
-    )
-    return layer, values, constants
+    either = ClosedJaxpr(jaxpr, ()), values
+    layer, of_rules = without_closures(jaxpr, nonzero, active) if closures else either
+    variables = [*layer.jaxpr.constvars, *of_rules.jaxpr.constvars]
+    constants = [*layer.consts, *of_rules.consts]
+    both = (closed.jaxpr.replace(constvars=variables) for closed in (layer, of_rules))
+    of_layer, of_values = (without_constants(ClosedJaxpr(own, constants))[0] for own in both)
+    return of_layer, of_values, constants
 
 
 def for_forward_mode(spec: SweepSpec) -> SweepSpec:

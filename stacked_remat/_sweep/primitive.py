@@ -39,7 +39,7 @@ from .rules import (
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
 from .spec import SweepSpec, for_forward_mode
-from .trace import TracedLayer, kinds_of, without_passed_on
+from .trace import TracedLayer, kinds_of, weak_as, without_passed_on
 
 
 def run_layers(
@@ -78,7 +78,12 @@ class Sweep(Differentiable):
         super().__init__()
 
     def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
-        return compiled(Bound("sweep", primal, (self.spec,)))(init, xs, shared)
+        carry, ys = compiled(Bound("sweep", primal, (self.spec,)))(init, xs, shared)
+        return carry, self._weak(ys)
+
+    def _weak(self, ys: OfKinds) -> OfKinds:
+        """Outputs of the weak types of a layer's, which the stacks that are written do not have."""
+        return jax.tree.map(weak_as, ys, self.out_aval[1])
 
     def _perturbed(self, nonzero: Mask, outputs: Mask | None = None) -> Perturbed:
         _, ys = self.out_tree.unflatten(floats(self.out_aval) if outputs is None else outputs)
@@ -98,7 +103,7 @@ class Sweep(Differentiable):
     def vjp_fwd(self, nonzero: PyTree, init: Carry, xs: PyTree, shared: PyTree) -> PyTree:
         flags = self._nonzero(self.in_tree.flatten_up_to(nonzero))
         carry, ys, checkpoints = sweep_forward(self.spec, self._perturbed(flags), init, xs, shared)
-        return (carry, ys), (checkpoints, xs, shared, Static(flags))
+        return (carry, self._weak(ys)), (checkpoints, xs, shared, Static(flags))
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         *kept, nonzero = residuals

@@ -66,7 +66,7 @@ def test_a_stack_is_the_list():
         (Layer(1, factor=None), r"Layers 0 and 2 differ in options.factor: 2.0 and None\. "),
         (Layer(1, factor=2), r"Layers 0 and 2 differ in options.factor: 2.0 and 2\. "),
         (Layer(1, activation=jnp.sin), "Layers 0 and 2 differ in activation: .*tanh.*sin"),
-        (Layer(1, width=8), r"parts.0.*(4 and 8|float32\[4,4\].*float32\[4,8\])"),
+        (Layer(1, width=8), "differ in parts.0"),
         (Other(1), "differ in their class: Layer and Other. .* Use stacked_remat.nnx.pattern"),
     ],
 )
@@ -84,16 +84,9 @@ def test_what_is_no_list_of_modules_is_refused():
 
 
 def test_a_pattern_of_kinds_is_the_list():
-    changes = [
-        {},
-        {"factor": None},
-        {},
-        {"activation": jnp.sin},
-        {"factor": None},
-        {},
-        {"activation": jnp.sin},
-    ]
-    layers = [Layer(seed, **change) for seed, change in enumerate(changes)]
+    kinds = (0, 1, 0, 2, 1, 0, 2)
+    changes = [{"factor": 0.2}, {"factor": None}, {"factor": 0.2, "activation": jnp.sin}]
+    layers = [Layer(seed, **changes[kind]) for seed, kind in enumerate(kinds)]
     graphdef, states = nnx.split(nnx.List(layers))
 
     def of_list(states):
@@ -102,10 +95,9 @@ def test_a_pattern_of_kinds_is_the_list():
     expected = jax.grad(of_list)(states)
     for remat in policies("True", "nested", "offload").values():
         blocks = pattern(layers, remat=remat)
-        assert blocks.pattern == tuple(f"Layer_{kind}" for kind in (0, 1, 0, 2, 1, 0, 2))
-        value, gradient = eqx.filter_value_and_grad(lambda own: jnp.sum(own.fold(X, shared(SCALE)) ** 2))(
-            blocks
-        )
+        assert blocks.pattern == tuple(f"Layer_{kind}" for kind in kinds)
+        of_blocks = eqx.filter_value_and_grad(lambda own: jnp.sum(own.fold(X, shared(SCALE)) ** 2))
+        value, gradient = of_blocks(blocks)
         assert_close(value, of_list(states))
         for number in range(len(layers)):
             assert_close(jax.tree.leaves(gradient[number].state), jax.tree.leaves(expected[number]))
@@ -123,7 +115,9 @@ def test_names_of_mesh_axes_begin_with_that_of_the_layers():
     with nnx.use_eager_sharding(False):
         layers = [nnx.Linear(4, 4, kernel_init=init, rngs=nnx.Rngs(seed)) for seed in range(3)]
         stacked = stack(layers, "depth")
-        assert nnx.get_partition_spec(nnx.state(stacked))["kernel"][...] == jax.P("depth", "embed", "mlp")
+        assert nnx.get_partition_spec(nnx.state(stacked))["kernel"].get_value() == jax.P(
+            "depth", "embed", "mlp"
+        )
         run = remat_scan(
             lambda x, layer: layer(x),
             in_axes=(nnx.Carry, 0),

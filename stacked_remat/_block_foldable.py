@@ -284,7 +284,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """Refused, since it doesn't say how the layers are applied."""
         raise TypeError(
             f"A {type(self).__name__} is not called. Write blocks.fold(x) to apply its layers one after the "
-            "other, blocks.scan(x) if each returns (carry, output), blocks.vmap(x) to give all the same x."
+            "other, blocks.scan(x) if each returns (carry, output), blocks.vmap(shared(x)) to give all the "
+            "same."
         )
 
     def with_remat(self, remat: ScanCheckpointSpec) -> Self:

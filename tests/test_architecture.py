@@ -25,7 +25,7 @@ LAYERS = {
     "compat": ("_compat", ""),
     "base": ("_activity _files _messages _noted _static _trips", "compat"),
     "schedule": ("_schedule", "base"),
-    "placement": ("_placement", "compat base"),
+    "placement": ("_barriers _placement", "compat base"),
     "remat": ("_remat", "compat base schedule"),
     "policy": ("_policy", "compat base schedule remat"),
     "sweep": ("_sweep", "compat base schedule placement remat"),

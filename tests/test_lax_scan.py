@@ -57,22 +57,21 @@ def test_it_takes_the_arguments_of_jax():
         (("text", XS), {}, "The carry is 'text', which is no array"),
         ((1.0, XS), {"length": 4}, "given inputs of different lengths"),
         ((1.0, XS), {"length": "four"}, "length is the number of steps"),
-        ((1.0, None), {"length": -1}, "length is the number of steps and at least 0"),
         ((1.0,), {}, "xs has no array to split. Pass length="),
         ((1.0, XS), {"unroll": -1}, "unroll is a bool or a number of steps, 0 for all of them"),
         ((1.0, XS), {"unroll": "all"}, "unroll is a bool or a number of steps, 0 for all of them"),
     ],
 )
 def test_it_refuses_what_jax_refuses(args, options, message):
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(Exception):  # noqa: B017 (JAX has several)
         lax.scan(step, *args, **options)
     with pytest.raises((TypeError, ValueError), match=message):
         sr.lax_scan(step, *args, **options, remat="nested")
 
 
 def test_it_refuses_outputs_that_are_no_arrays():
-    for scan in (lax.scan, sr.lax_scan):
-        with pytest.raises(TypeError, match="text"):
+    for scan, message in ((lax.scan, "str"), (sr.lax_scan, r"The output\['a'\] is 'text'")):
+        with pytest.raises(TypeError, match=message):
             scan(lambda carry, x: (carry, {"a": "text"}), 1.0, XS)
     with pytest.raises(TypeError, match="takes a function first"):
         sr.lax_scan(XS, 1.0, XS)

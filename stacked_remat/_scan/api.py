@@ -130,10 +130,11 @@ def lax_scan(
         TypeError: `length` or `unroll` is no number, or a leaf of the carry or of the outputs is no array.
     """
     check_steps(xs, length)
-    check_arrays(init, "The carry")
     axis = "steps" if length is None else Axis("steps", number_of_steps(length))
     options: Any = {"reverse": bool(reverse), "unroll": unroll_of_jax(unroll)}
-    carry, ys = scan(f, axis, remat=remat, **options)(init, per_layer(xs))
+    run = scan(f, axis, remat=remat, **options)
+    check_arrays(init, "The carry")
+    carry, ys = run(init, per_layer(xs))
     check_arrays(ys, "The output")
     return carry, ys
 

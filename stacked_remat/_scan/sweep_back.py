@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from haliax import Axis
 from jax import lax
 
 from .._activity import is_differentiable, not_differentiable
@@ -24,10 +23,10 @@ from .._sweep.spec import SweepSpec, differentiated
 from .._sweep.store import Index, at_least_one, on_mesh, read, write, zeros_like
 from .._sweep.trace import kinds_of, trace_layers
 from .arguments import Caller, signature_error
-from .checks import check_carry, describe, text
+from .checks import check_carry, describe
 from .layer_axis import Leaf, TreeLayout, split_kinds
 from .layers import Loop
-from .marks import NUMBER, Marked, PerKind, is_array, is_named, raw_array
+from .marks import Marked, PerKind, is_array, is_named, raw_array
 from .visitor import (
     KindTypes,
     LayerResult,
@@ -151,7 +150,6 @@ def _visited(
     sweep: SweepBack, cotangents: _Cotangents, visitor: Visitor, state: PyTree, layer_state: PyTree
 ) -> SweepResult:
     types = sweep._types
-    _check_layer_state(layer_state, types.axis)
     if isinstance(layer_state, PerKind):
         marked = PerKind({name: Marked(tree, "per_layer") for name, tree in layer_state.values.items()})
     else:
@@ -192,17 +190,6 @@ def _visited(
     (layers, *args), kwargs = types.join(trees)
     carry, state = types.carry_cotangent(carry_ct), eqx.combine(loop[1], static)
     return SweepResult(carry, layers, tuple(args), kwargs, state, join(new_states))
-
-
-def _check_layer_state(layer_state: PyTree, axis: Axis) -> None:
-    """Refuse numbers and text, which have no entry for each layer."""
-    for path, leaf in jtu.tree_leaves_with_path(layer_state, is_leaf=is_named):
-        if isinstance(leaf, NUMBER | str):
-            raise TypeError(
-                f"layer_state{jtu.keystr(path)} is {text(leaf)}, and each layer of `{axis.name}` has its "
-                f"own. Write jnp.full({axis.size}, value), an entry for each. What all layers share is the "
-                "visitor's state."
-            )
 
 
 def _called(visitor: Visitor, visit: LayerVisit, state: PyTree) -> PyTree:

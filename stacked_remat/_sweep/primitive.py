@@ -42,7 +42,7 @@ from .rules import (
 )
 from .slots import Arrays, Carry, Checkpoints, Mask, OfKinds
 from .spec import SweepSpec, differentiated, for_forward_mode
-from .trace import TracedLayer, has_refs, kinds_of, without_passed_on
+from .trace import TracedLayer, has_refs, kinds_of, weak_as, without_passed_on
 
 
 def run_layers(
@@ -81,11 +81,16 @@ class Sweep(Differentiable):
         super().__init__()
 
     def expand(self, init: Carry, xs: Arrays, shared: Arrays) -> PyTree:
-        return run(self._program, init, xs, shared)
+        carry, ys = run(self._program, init, xs, shared)
+        return carry, self._weak(ys)
 
     @functools.cached_property
     def _program(self) -> Any:
         return jitted(Bound("sweep", primal, (self.spec,)))
+
+    def _weak(self, ys: OfKinds) -> OfKinds:
+        """Outputs of the weak types of a layer's, which the stacks that are written do not have."""
+        return jax.tree.map(weak_as, ys, self.out_aval[1])
 
     def _perturbed(self, nonzero: Mask, outputs: Mask | None = None) -> Perturbed:
         _, ys = self.out_tree.unflatten(floats(self.out_aval) if outputs is None else outputs)
@@ -107,7 +112,7 @@ class Sweep(Differentiable):
         spec, perturbed, shared = differentiated(self.spec, self._perturbed(flags), shared)
         spec = spec.for_reverse(perturbed, xs, shared)
         carry, ys, checkpoints = sweep_forward(spec, perturbed, init, xs, shared)
-        return (carry, ys), (checkpoints, xs, shared, Static((flags, spec, perturbed)))
+        return (carry, self._weak(ys)), (checkpoints, xs, shared, Static((flags, spec, perturbed)))
 
     def vjp_bwd(self, residuals: PyTree, cotangents: PyTree, *sums: PyTree) -> None:
         *kept, static = residuals

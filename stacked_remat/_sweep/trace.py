@@ -34,7 +34,7 @@ class TracedLayer(NamedTuple):
     def output(self, leaves: Any) -> PyTree:
         """The output with these arrays, and with what is no array in it."""
         types = (var.aval for var in self.jaxpr.outvars[len(self.init) :])
-        arrays, rest = jax.tree.unflatten(self.y_tree, map(_weak_as, leaves, types))
+        arrays, rest = jax.tree.unflatten(self.y_tree, map(weak_as, leaves, types))
         return eqx.combine(arrays, rest.value)
 
     @property
@@ -139,7 +139,7 @@ def without_passed_on(traced: Sequence[TracedLayer]) -> tuple[list[TracedLayer],
     return found, passed
 
 
-def _weak_as(leaf: Array, like: Any) -> Array:
+def weak_as(leaf: Array, like: Any) -> Array:
     """The array, of a weak type where that of a layer is: the stacks that a sweep writes to have none."""
     if not like.weak_type:
         return leaf

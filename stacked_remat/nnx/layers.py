@@ -40,8 +40,8 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
     for number, layer in enumerate(layers):
         if found := _difference(layers[0], layer):
             raise ValueError(
-                f"Layers 0 and {number} differ in {found}. A stack runs all layers with the attributes of one. "
-                "Use stacked_remat.nnx.pattern(layers) for layers of several kinds."
+                f"Layers 0 and {number} differ in {found}. A stack runs all layers with the attributes of "
+                "one. Use stacked_remat.nnx.pattern(layers) for layers of several kinds."
             )
     states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, layers))
     states = nnx.spmd.add_axis(states, 0, {nnx.PARTITION_NAME: axis_name})

@@ -1,0 +1,129 @@
+"""Tests of lists of NNX layers: stacks that refuse unlike layers, and patterns of several kinds."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("flax")
+from flax import nnx
+
+from stacked_remat import shared
+from stacked_remat.nnx import pattern, remat_scan, stack
+
+from ..blocks import assert_close, policies
+
+
+class Layer(nnx.Module):
+    def __init__(self, seed, factor=2.0, activation=jnp.tanh, width=4):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(seed))
+        self.parts = nnx.List([nnx.Linear(4, width, rngs=nnx.Rngs(seed + 9))])
+        self.options, self.activation = {"factor": factor}, activation
+
+    def __call__(self, x, scale=1.0):
+        factor = self.options["factor"]
+        x = x + scale * self.activation(self.linear(x))
+        return x if factor is None else x + factor * self.parts[0](x)
+
+
+class Other(Layer):
+    pass
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+X, SCALE = jnp.linspace(-1, 1, 8).reshape(2, 4), jnp.float32(0.3)
+
+
+def loop(layers, x):
+    for layer in layers:
+        x = layer(x, SCALE)
+    return x
+
+
+def folded(x, stacked):
+    run = remat_scan(
+        lambda x, layer, scale: layer(x, scale), in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry
+    )
+    return run(x, stacked, SCALE)
+
+
+def test_a_stack_is_the_list():
+    layers = [Layer(seed) for seed in range(5)]
+    assert_close(folded(X, stack(layers)), loop(layers, X))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Layer(1, factor=3.0), r"Layers 0 and 2 differ in options.factor: 2.0 and 3.0\. "),
+        (Layer(1, factor=None), r"Layers 0 and 2 differ in options.factor: 2.0 and None\. "),
+        (Layer(1, factor=2), r"Layers 0 and 2 differ in options.factor: 2.0 and 2\. "),
+        (Layer(1, activation=jnp.sin), "Layers 0 and 2 differ in activation: .*tanh.*sin"),
+        (Layer(1, width=8), "differ in parts.0"),
+        (Other(1), "differ in their class: Layer and Other. .* Use stacked_remat.nnx.pattern"),
+    ],
+)
+def test_a_stack_refuses_unlike_layers(other, message):
+    with pytest.raises(ValueError, match=message):
+        stack([Layer(0), Layer(1), other])
+
+
+def test_what_is_no_list_of_modules_is_refused():
+    for make in (stack, pattern):
+        with pytest.raises(ValueError, match="There are no layers"):
+            make([])
+        with pytest.raises(TypeError, match="Layer 1 is a function"):
+            make([Layer(0), lambda x: x])
+
+
+def test_a_pattern_of_kinds_is_the_list():
+    kinds = (0, 1, 0, 2, 1, 0, 2)
+    changes = [{"factor": 0.2}, {"factor": None}, {"factor": 0.2, "activation": jnp.sin}]
+    layers = [Layer(seed, **changes[kind]) for seed, kind in enumerate(kinds)]
+    graphdef, states = nnx.split(nnx.List(layers))
+
+    def of_list(states):
+        return jnp.sum(loop(nnx.merge(graphdef, states), X) ** 2)
+
+    expected = jax.grad(of_list)(states)
+    for remat in policies("True", "nested", "offload").values():
+        blocks = pattern(layers, remat=remat)
+        assert blocks.pattern == tuple(f"Layer_{kind}" for kind in kinds)
+        of_blocks = eqx.filter_value_and_grad(lambda own: jnp.sum(own.fold(X, shared(SCALE)) ** 2))
+        value, gradient = of_blocks(blocks)
+        assert_close(value, of_list(states))
+        for number in range(len(layers)):
+            assert_close(jax.tree.leaves(gradient[number].state), jax.tree.leaves(expected[number]))
+        assert_close(blocks[3].module(X), layers[3](X))
+
+
+def test_a_pattern_refuses_layers_that_write():
+    blocks = pattern([Normed(), Normed()])
+    with pytest.raises(ValueError, match="The layer writes to .*mean.*, and a pattern keeps no state"):
+        blocks.fold(X)
+
+
+def test_names_of_mesh_axes_begin_with_that_of_the_layers():
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+    with nnx.use_eager_sharding(False):
+        layers = [nnx.Linear(4, 4, kernel_init=init, rngs=nnx.Rngs(seed)) for seed in range(3)]
+        stacked = stack(layers, "depth")
+        assert nnx.get_partition_spec(nnx.state(stacked))["kernel"].get_value() == jax.P(
+            "depth", "embed", "mlp"
+        )
+        run = remat_scan(
+            lambda x, layer: layer(x),
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: "depth"},
+        )
+        assert_close(run(X, stacked), layers[2](layers[1](layers[0](X))))

@@ -49,7 +49,7 @@ class Checkpoints(NamedTuple):
         return eqx.tree_at(Checkpoints.source, zeros, [*map(jnp.asarray, first)])
 
 
-def slots_for(carry: Sequence[Any], size: int, is_read: Mask, sources: int) -> Carry:
+def slots_for(carry: Sequence[Any], size: int, is_read: Sequence[bool], sources: int) -> Carry:
     """Slots for `size` carries; only `sources` of them for leaves that are not read within a segment."""
     return [empty_stack(leaf, size if is_ else sources) for leaf, is_ in zip(carry, is_read, strict=True)]
 

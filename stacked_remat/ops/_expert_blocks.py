@@ -119,7 +119,7 @@ class BlockLoop(ExpertLoop):
             if at.expert.shape[0] > 1:
                 return jax.vmap(of_block)(weights, *rows)
             # A single block has no batch axis: XLA for CPUs transposes its weights there.
-            found = of_block(*jax.tree.map(lambda leaf: leaf[0], (weights, *rows)))
+            found = of_block(*jax.tree.map(lambda leaf: leaf.squeeze(0), (weights, *rows)))
             return jax.tree.map(lambda leaf: leaf[None], found)
 
     def forward(self, inputs: Inputs, plan: BlockPlan) -> tuple[Array, Any]:

@@ -21,6 +21,7 @@ from .._placement import has_host_arrays
 from .._sweep.store import zeros_after
 from ._grouped_linear import GroupedLinear, Groups, Kernels
 from ._perturbed_vjp import perturbed_vjp, vjp_of_part
+from ._unrounded import unrounded
 from .per_device import free_axis_mapping
 
 _CHUNK_BYTES = 2**27  # of its widest rows, which it has several times
@@ -86,15 +87,29 @@ class ExpertLoop(ABC):
         return found
 
     def gradients(self, perturbed: Inputs, own: Inputs, kept: Any, at: Any, ct: Array) -> Inputs:
-        """The cotangents of the perturbed inputs of one iteration, from that of its rows."""
+        """The cotangents of the perturbed inputs of one iteration, from that of its rows.
+
+        Those of weights, which are added to those of other iterations, are in float32.
+        """
         all_kept = jax.tree.map(lambda _: True, kept)
         result, pullback = vjp_of_part(lambda both: self.apply(*both, at), (own, kept), (perturbed, all_kept))
-        ((found, of_kept),) = pullback(ct.astype(result.dtype))
+        ((found, of_kept),) = unrounded(pullback, ct.astype(result.dtype), _are_of_weights)
         if self.saved is not None:
             # The pullback of a linear map does not read its result, so this recomputes nothing.
             _, pullback = vjp_of_part(lambda own: self.keep(own, at), own, perturbed)
-            found = jax.tree.map(jnp.add, found, *pullback(of_kept))
+            found = jax.tree.map(jnp.add, found, *unrounded(pullback, of_kept, _are_of_weights))
         return found
+
+
+def _are_of_weights(found: Any) -> Any:
+    """What a pullback of inputs finds, with True for the cotangents of weights."""
+    nothing = jax.tree.map(lambda _: False, found)
+
+    def mark(node: Any) -> Any:
+        is_inputs = isinstance(node, Inputs)
+        return node._replace(weights=jax.tree.map(lambda _: True, node.weights)) if is_inputs else node
+
+    return jax.tree.map(mark, nothing, is_leaf=lambda node: isinstance(node, Inputs))
 
 
 def sorted_pairs(choices: Int[Array, "token choice"], experts: int) -> tuple[Array, Array, Array]:

@@ -131,7 +131,7 @@ def test_prefill_and_decode_give_the_logits_of_the_whole_sequence(name):
         np.testing.assert_allclose(logits.array[row, :length], expected[row, :length], atol=1e-5)
     for step in range(Pos.size - 2):
         # The row that is done reads its last token again.
-        at = hax.minimum(lengths + step, Pos.size - 1)
+        at = hax.named(jnp.minimum(lengths.array + step, Pos.size - 1), Batch)
         tokens = tokens_of()[{Batch: hax.arange(Batch), "position": at}]
         logits, cache = decode(model, tokens, at, cache)
         wanted = expected[np.arange(Batch.size), at.array]

@@ -258,6 +258,53 @@ def test_half_precision_has_wide_sums():
         np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02 * float(jnp.max(jnp.abs(want))))
 
 
+def affine(weights, rows, gates, kept=None):
+    mapped = rows @ weights["matrix"] if kept is None else kept
+    return (mapped + weights["bias"][None]) * gates[:, None]
+
+
+@pytest.mark.parametrize(("at_once", "saved"), [(1, False), (3, False), (3, True)])
+def test_half_precision_gradients_that_cancel_over_blocks_are_as_exact_as_those_of_one_product(
+    at_once, saved, blocks
+):
+    blocks(8, at_once)
+    rng, tokens, experts = np.random.default_rng(0), 240, 3
+    choices = np.array([rng.permutation(experts)[:2] for _ in range(tokens)])
+    choices[tokens // 2 :] = choices[: tokens // 2]
+    cotangent = rng.normal(size=(tokens, EMBED))
+    cotangent[tokens // 2 :] = 0.02 * cotangent[tokens // 2 :] - cotangent[: tokens // 2]
+    half = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree)  # noqa: E731
+    wide = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half(tree))  # noqa: E731
+    weights = {"matrix": normal(0, experts, EMBED, EMBED), "bias": normal(1, experts, EMBED)}
+    x, gates = 1 + 0.01 * normal(2, tokens, EMBED), jnp.ones((tokens, 2))
+    run = functools.partial(
+        grouped_experts,
+        Experts=Axis("experts", experts),
+        backend="block",
+        saved=(lambda weights, rows: rows @ weights["matrix"]) if saved else None,
+    )
+
+    def of_one_product(expert, weights, x, choices, gates):
+        def of_expert(e):
+            own = jax.tree.map(lambda leaf: leaf[e], weights)
+            return expert(own, x, jnp.sum(jnp.where(choices == e, gates, 0), axis=-1))
+
+        return functools.reduce(jnp.add, map(of_expert, range(experts)))
+
+    def gradient(cast, of):
+        def loss(weights):
+            out = of(affine, weights, x=cast(x), choices=jnp.asarray(choices), gates=cast(gates))
+            return jnp.sum(out.astype(jnp.float32) * wide(cotangent))
+
+        return quick_jit(jax.grad(loss))(cast(weights))
+
+    exact = gradient(wide, of_one_product)
+    found, plain = gradient(half, run), gradient(half, of_one_product)
+    for name, expected in exact.items():
+        own, other = (jnp.linalg.norm(one[name].astype(jnp.float32) - expected) for one in (found, plain))
+        assert found[name].dtype == jnp.bfloat16 and own <= 1.1 * other
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -121,7 +121,8 @@ def test_chat_prompts_and_ends_follow_the_template(tmp_path):
 
 
 def test_where_nothing_ends_an_answer_the_next_turn_does(tmp_path):
-    source = "{% for m in messages %}{{ {'user': '<s>u ', 'tool': '<turn>'}.get(m.role, '</turn>') }}\n{{ m.content }}"
+    source = "{% for m in messages %}"
+    source += "{{ {'user': '<s>u ', 'tool': '<turn>'}.get(m.role, '</turn>') }}\n{{ m.content }}"
     saved = word_tokenizer.save(tmp_path, template=source + "{% if not loop.last %}\n{% endif %}{% endfor %}")
     words = load_tokenizer(str(saved))
     assert begins_of_next_turn(words) == [tuple(words.encode(text)) for text in ("<s>u", "<turn>")]

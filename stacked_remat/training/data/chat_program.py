@@ -171,7 +171,7 @@ class Template:
         return [self._with_ends(text, spans) for text, spans in found.items()]
 
     def _answers(
-        self, messages: _List, variables: Mapping[str, Any], text: str
+        self, messages: Sequence[Any], variables: Mapping[str, Any], text: str
     ) -> dict[str, list[tuple[int, int]]]:
         """Texts that together have every answer, and the places of the answers in each."""
         found: dict[str, list[tuple[int, int]]] = {text: []}

@@ -60,8 +60,8 @@ class ChatTemplate:
     """A chat template.
 
     Templates have no access to files and Python's internals. One may write 2**24 characters, and take 2
-    seconds of CPU time and, on Linux, 512 MiB of memory. The same messages always give the same text: the date
-    is given.
+    seconds of CPU time and, on Linux, 512 MiB of memory. The same messages always give the same text: the
+    date is given.
 
     Messages are plain values of JSON. A template that writes a null, a list or an object of one as Python
     would (`None`, `[...]`, `{...}`) is refused for that chat.

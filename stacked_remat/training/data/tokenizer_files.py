@@ -16,12 +16,12 @@ _FILES = [_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE]
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 
-def load_tokenizer(name: str, chat_date: str | None = None, *, rows: int | None = None) -> Tokenizer:
+def load_tokenizer(name: str | None, chat_date: str | None = None, *, rows: int | None = None) -> Tokenizer:
     """The tokenizer that a config's `data.tokenizer` names.
 
     Args:
         name: `byte`; a folder with a `tokenizer.json`; such a file; or a name on the Hugging Face Hub, with
-            `@revision` for one that is not the newest.
+            `@revision` for one that is not the newest. None stands for `byte`.
         chat_date: the day that its chat template takes for today, as `ChatTemplate` takes it.
         rows: of the embedding of its model. Added tokens beyond them are refused where a text has one.
 
@@ -29,7 +29,7 @@ def load_tokenizer(name: str, chat_date: str | None = None, *, rows: int | None 
         DataError: there is no such tokenizer, it can't be read, it has no end-of-text token, its vocabulary
             has more tokens than the model, or a package is missing.
     """
-    found = ByteTokenizer() if name == "byte" else _pretrained(name, chat_date, rows)
+    found = ByteTokenizer() if name in (None, "byte") else _pretrained(name, chat_date, rows)
     if rows is not None and found.vocab_size > rows:
         raise DataError(
             f"data.tokenizer = {name!r} has {found.vocab_size} tokens, and the embedding of the model "

@@ -1,5 +1,7 @@
 """Tests of stacked_remat/training/data/chat_template.py."""
 
+from typing import Any, cast
+
 import pytest
 
 from stacked_remat.training import ByteTokenizer, ChatTemplate, ChatTemplateError, DataError
@@ -109,9 +111,10 @@ def test_a_template_has_limits_of_memory_and_time_and_the_next_chat_is_rendered(
     for limit, source in {
         "MiB of memory": "{{ (messages[0].content * 99) | center(messages | length * 900000000) }}",
         "MiB of memory for": "{{ '%0*d' % (999999999, 1) }}",
-        "512 MiB of memory|seconds": "{% set n = namespace(x='ab') %}{% for _ in range(60) %}{% set n.x = n.x ~ n.x %}"
+        "512 MiB of memory|seconds": "{% set n = namespace(x='ab') %}{% for _ in range(60) %}"
+        "{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "0.3 seconds of CPU time": "{% for _ in range(9999) %}{% for _ in range(99999) %}{% endfor %}"
         "{% endfor %}",
-        "0.3 seconds of CPU time": "{% for _ in range(9999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}",
         "0.3 seconds": "{{ 7 ** 99999999 }}",  # while it compiles
         "seconds of CPU time": "{{ range(9) | slice(99999999) | list | length }}",
     }.items():
@@ -124,10 +127,10 @@ def test_of_many_chats_the_one_that_takes_too_much_is_found(monkeypatch):
     monkeypatch.setattr(chat_template, "_SECONDS", 0.3)
     source = "{% if messages[0].content == 'x' %}{{ 'x' * 2000000000 }}{% endif %}{{ messages[0].content }}"
     chats = [([{"role": "user", "content": letter}], {}) for letter in "abxc"]
-    first, second, third = ChatTemplate(source, {}).render_all(chats, answers=False)
+    first, second, third = cast(list[Any], ChatTemplate(source, {}).render_all(chats, answers=False))
     assert [first[0].text, second[0].text] == ["a", "b"] and "memory" in str(third)
     refused = [([{"role": "user", "content": b"bytes"}], {}), (CHAT, {})]
-    first, second = ByteTokenizer().chat_template.render_all(refused, answers=True)
+    first, second = cast(list[Any], ByteTokenizer().chat_template.render_all(refused, answers=True))
     assert isinstance(first, ChatTemplateError) and "bytes is no text" in str(first)
     assert answers(second[0]) == ["two.<|im_end|>\n", "four.<|im_end|>\n"]
 

@@ -228,4 +228,4 @@ def test_what_a_row_of_parquet_lacks_is_no_null_of_the_chat(tmp_path):
 )
 def test_a_chat_that_is_no_text_is_malformed(tmp_path, changes, problem):
     (record,) = read(lines(tmp_path / "a.jsonl", {"messages": CHAT} | changes))
-    assert record.document is None and re.search(rf"a.jsonl:1 .*{problem}", record.problem)
+    assert record.document is None and re.search(rf"a.jsonl:1 .*{problem}", str(record.problem))

@@ -112,3 +112,12 @@ def test_damaged_files_are_named(tmp_path, file, written, message):
     (save(tmp_path) / file).write_bytes(written)
     with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("template", [["a"], [{"name": "default"}], [{"template": "x"}], 5, {"default": 3}])
+def test_chat_templates_of_another_form_are_refused(tmp_path, template):
+    save(tmp_path, template=template)
+    with pytest.raises(
+        DataError, match="`chat_template` in its tokenizer_config.json is neither a text nor a"
+    ):
+        load_tokenizer(str(tmp_path))

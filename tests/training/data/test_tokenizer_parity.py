@@ -51,8 +51,10 @@ WITH_VARIABLES = """{%- if tools %}{{ '<turn>tools' }}
     {%- if m.content is none or m.content is undefined %}{{ m.content }}
     {%- elif m.content is string %}{{ m.content }}
     {%- else %}{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}
-    {%- for call in m.tool_calls or [] %}{{ call.function.name }}{{ call | tojson(sort_keys=true) }}{% endfor %}
-    {%- if m.role == 'assistant' and enable_thinking is defined and not enable_thinking %}{{ ' quiet' }}{% endif %}
+    {%- for call in m.tool_calls or [] %}
+    {{- call.function.name }}{{ call | tojson(sort_keys=true) }}{% endfor %}
+    {%- if m.role == 'assistant' and enable_thinking is defined and not enable_thinking %}
+    {{- ' quiet' }}{% endif %}
     {{- '</turn>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<turn>assistant ' }}{% endif %}"""
@@ -92,7 +94,7 @@ def test_variables_of_a_record_give_the_same_text(tmp_path, tools, given):
     (read,) = read_records(file, SourceConfig(("-",)))
     chats = ours.chat_template.render_with_answers(read.content, read.document.variables)
     assert [chat.text for chat in chats] == [expected]
-    answers = [expected[first:stop] for first, stop in chats[0].answers]
+    answers = [expected[first:stop] for first, stop in chats[0].answers or ()]
     assert len(answers) == 2 and answers[0].startswith("größe{") and answers[1].startswith("even")
 
     several = [

@@ -4,12 +4,13 @@
 
 Two tasks: the classifier of `benchmarks.planted_examples`, a tenth of whose labels are wrong, and a small
 Qwen3 on the source files of the Python standard library. Each is trained once, and its examples are scored by
-`ghost.replay`, by gradient dot products summed over the steps, and at random. Then it is trained again, many
-times, on random halves and nine tenths of the examples: the linear datamodeling score (Park et al. 2023) is
-Spearman's correlation of the held-out losses of these runs with the sums of their examples' scores, the mean
-over held-out texts. The language model is also trained with larger steps, of which derivatives say less.
-Writes it to `results/influence.json`, with the area under the ROC curve (AUC) of wrong
-labels.
+`ghost.replay`, by gradient dot products summed over the steps, by their losses in the steps, which any
+training run can log, and at random. Then it is trained again, many times, on random halves and nine tenths
+of the examples: the linear datamodeling score (Park et al. 2023) is Spearman's correlation of the held-out
+losses of these runs with the sums of their examples' scores, the mean over held-out texts. The language model
+is also trained with larger steps, of which derivatives say less. Writes it to `results/influence.json`, with
+the area under the ROC curve (AUC) of wrong labels. Intervals are of 95%, by bootstrap: over the runs of a
+score, and over the examples of an AUC.
 """
 
 import functools
@@ -154,6 +155,20 @@ class Training:
 
         return self._of_examples(of_target)
 
+    def logged(self) -> np.ndarray:
+        """The sums over the steps of the examples' losses, the same for every target, `[target, example]`."""
+
+        @eqx.filter_jit
+        def of_steps(start: Any, batches: Any) -> Any:
+            def logged(state: Any, batch: Any) -> tuple[Any, Any]:
+                losses = self._task.losses(state[0], batch)
+                return self._step(state, batch, hax.ones(Examples)), losses
+
+            return scan(logged, self.Steps)(start, batches)[1].rearrange((self.Steps, Examples)).array
+
+        losses = of_steps(self._start, self._batches)
+        return self._of_examples(lambda *_: losses)
+
     def _loss(self, state: Any, target: Any) -> Any:
         return hax.mean(self._task.losses(state[0], target)).scalar()
 
@@ -167,15 +182,18 @@ class Training:
 
 
 @benchmark("influence")
-def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8) -> Rows:
-    """A row for each task and method: its scores. `runs` are on each share of the examples."""
+def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8, only: str = "") -> Rows:
+    """A row for each method and task with `only` in its name. `runs` are on each share of the examples."""
     held_out = 8 * targets
     tasks = (classifier, language_model, functools.partial(language_model, rate=5e-3))
     for task in (make(examples, held_out) for make in tasks):
+        if only not in task.name:
+            continue
         training, generator = Training(task, epochs, held_out, targets), np.random.default_rng(2)
         scores = {
             "replay": training.replayed(),
             "gradient dot products": training.dotted(),
+            "logged loss": training.logged(),
             "random": generator.standard_normal((targets, examples)),
         }
         orders = np.stack([generator.permutation(examples) for _ in range(len(SHARES) * runs)])
@@ -185,13 +203,33 @@ def main(examples: int = 256, epochs: int = 8, runs: int = 64, targets: int = 8)
         for name, of_target in scores.items():
             row: dict[str, Any] = {"task": task.name, "rate": task.rate, "method": name}
             wrong = task.wrong
-            row["auc"] = None if wrong is None else planted_examples.auc(of_target.mean(0), wrong)
+            row["auc"] = row["auc_interval"] = None
+            if wrong is not None:
+                row["auc"], row["auc_interval"] = planted_examples.auc_and_interval(of_target.mean(0), wrong)
             parts = zip(SHARES, np.split(kept, len(SHARES)), np.split(found, len(SHARES)), strict=True)
             for share, own, losses in parts:
-                pairs = zip((own @ of_target.T).T, losses.T, strict=True)
-                ranks: list[Any] = [scipy.stats.spearmanr(*pair) for pair in pairs]
-                row[f"score_{share}"] = round(float(np.mean([one[0] for one in ranks])), 4)
+                predicted = own @ of_target.T  # [run, target]
+                row[f"score_{share}"] = round(_score(predicted, losses), 4)
+                row[f"score_{share}_interval"] = _interval_of_score(predicted, losses)
             yield row
+
+
+def _score(predicted: np.ndarray, losses: np.ndarray) -> float:
+    """Spearman's correlation over the runs, the mean over the targets; both are `[run, target]`."""
+    ranks = [scipy.stats.rankdata(array, axis=0) for array in (predicted, losses)]
+    from_mean = [array - array.mean(0) for array in ranks]
+    norms = [np.linalg.norm(array, axis=0) for array in from_mean]
+    products = (from_mean[0] * from_mean[1]).sum(0)
+    return float(np.mean(products / np.maximum(norms[0] * norms[1], 1e-12)))  # 0 where all runs are equal
+
+
+def _interval_of_score(predicted: np.ndarray, losses: np.ndarray, draws: int = 1000) -> str:
+    generator = np.random.default_rng(3)
+    scores = []
+    for _ in range(draws):
+        runs = generator.integers(len(losses), size=len(losses))
+        scores.append(_score(predicted[runs], losses[runs]))
+    return planted_examples.interval(scores)
 
 
 def _stacked(batches: Sequence[Any], axis: Axis) -> Any:

@@ -1,17 +1,20 @@
-"""Plants wrong labels in a task on real text, trains on it, and finds them again by their scores.
+"""Plants harmful examples in a task on real text, and finds them again by their scores and by their loss.
 
     python -m benchmarks.planted_examples
 
-The task is to say whether a piece of the Python standard library is code or documentation. Every tenth
-training example has the other label. A small model is trained on all of them by a loop with a `GhostManager`,
-which scores the examples against held-out ones whose labels are right. Writes the area under the ROC curve
-(AUC) of the scores to `results/planted_examples.json`; the log of scores is in `runs/planted`, for
-`python -m stacked_remat.ghost`.
+The task is to say whether a piece of the Python standard library is code or documentation. A small model is
+trained by a loop with a `GhostManager`, which scores the examples against held-out ones with right labels.
+`PLANTED` says which harmful examples there are in each of the runs. Each example is ranked by its scores
+(gradient dot products) and, as the baseline, by the mean of its loss in the same steps, which any run can
+log. Writes the areas under the ROC curves (AUC) to `results/planted_examples.json`, with intervals of 95%
+by bootstrap over the examples, and the held-out loss of runs with and without what is planted; the logs of
+scores are in `runs/planted`, for `python -m stacked_remat.ghost`.
 """
 
 import ast
+import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from jaxtyping import PRNGKeyArray
 
 from stacked_remat import Stacked
 from stacked_remat.ghost import LOG_FOLDER, GhostManager, ScoreLog
+from stacked_remat.ghost.log import read_scores
 from stacked_remat.ghost.ranking import rank_examples
 from stacked_remat.training.data.files import standard_library_files
 
@@ -37,7 +41,15 @@ LABELS = ("code", "documentation")
 Letters, Position = Axis("letters", 128), Axis("position", 80)
 Label, Embed, Inner, Layers = Axis("label", 2), Axis("embed", 32), Axis("inner", 64), Axis("layers", 2)
 BATCH = 64
-PLANTED = 0.1
+SHARE = 0.1  # of the examples that are planted, where a number is chosen
+COPIES = 20
+PLANTED = {
+    "wrong labels": "every tenth label is wrong",
+    "copies": "every tenth example is one of twenty copies of a piece, all with the wrong label",
+    "a wrong rule": "all documentation with a parenthesis has the label of code, and none has the right one",
+    "another domain": "every tenth example is in upper case, as no held-out one is, and has the wrong label",
+}
+"""The kinds of harmful examples."""
 
 
 class Block(eqx.Module):
@@ -78,7 +90,7 @@ class Classifier(eqx.Module):
 
 @dataclass(frozen=True)
 class Examples:
-    """Texts with labels, some of which are wrong."""
+    """Texts with labels, of which those that are planted are wrong."""
 
     texts: list[str]
     labels: np.ndarray
@@ -102,48 +114,58 @@ def example_losses(model: Classifier, batch: dict[str, NamedArray]) -> NamedArra
 
 @benchmark("planted_examples")
 def main(examples: int = 4000, steps: int = 400, every: int = 2, run: Path = Path("runs/planted")) -> Rows:
-    """How well the scores of all steps, of the first 50 and of the others find wrong labels.
+    """For each kind, how well what is planted is found by all steps, by the first 50, and by the others.
 
     Args:
         examples: to train on.
         steps: of training.
         every: steps between scored ones.
-        run: folder of the log.
+        run: folder of the logs, one for each kind.
     """
-    shutil.rmtree(run / LOG_FOLDER, ignore_errors=True)
-    wrong = train(run, examples=examples, steps=steps, every=every)
-    harm, is_wrong = ranked(run, wrong)
+    for planted in PLANTED:
+        folder = run / planted.replace(" ", "_")
+        shutil.rmtree(folder / LOG_FOLDER, ignore_errors=True)
+        wrong = train(folder, examples=examples, steps=steps, every=every, planted=planted)
+        data = labelled(examples, 4 * BATCH, planted)
+        kept = np.flatnonzero(~data.wrong[:examples])
+        losses = [held_out_loss(data, examples, rows, steps) for rows in (np.arange(examples), kept)]
+        for part in ((1, steps), (1, 50), (51, steps)):
+            yield {
+                "planted": planted,
+                "steps": f"{part[0]} to {part[1]}",
+                **_found(ranked(folder, wrong, part), "scores"),
+                **_found(ranked_by_loss(folder, wrong, part), "loss"),
+                "held_out_loss": round(losses[0], 4),
+                "held_out_loss_without": round(losses[1], 4),
+            }
+
+
+def _found(ranking: tuple[np.ndarray, np.ndarray], by: str) -> dict[str, Any]:
+    """How well an order finds what is planted: the AUC, and the share of as many that come last in it."""
+    harm, is_wrong = ranking
     count = int(is_wrong.sum())
-    parts = {"auc": None, "auc_of_50_steps": (1, 50), "auc_of_later_steps": (51, steps)}
-    yield {
-        "scored": len(harm),
-        "wrong": count,
-        "wrong_among_as_many_lowest": int(is_wrong[-count:].sum()),
-        **{name: auc(*ranked(run, wrong, part)) for name, part in parts.items()},
+    of_all, bounds = auc_and_interval(harm, is_wrong)
+    return {
+        f"auc_of_{by}": of_all,
+        f"auc_of_{by}_interval": bounds,
+        f"found_by_{by}": round(int(is_wrong[-count:].sum()) / count, 4),
     }
 
 
-def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
-    """Trains on examples, scores them, and returns which of them have wrong labels."""
-    data = labelled(examples, 4 * BATCH)
+def train(
+    folder: Path, *, examples: int, steps: int, every: int, planted: str = "wrong labels"
+) -> np.ndarray:
+    """Trains on examples, scores them, and returns which of them are planted."""
+    data = labelled(examples, 4 * BATCH, planted)
     held_out = data.batch(np.arange(examples, examples + 4 * BATCH))
     manager = GhostManager(example_losses, held_out, ScoreLog(folder / LOG_FOLDER), every=every)
-    model, optimizer = Classifier(key=jax.random.key(0)), optax.adam(2e-2)
-    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-
-    @eqx.filter_jit
-    def updated(
-        model: Classifier, state: optax.OptState, gradients: Any
-    ) -> tuple[Classifier, optax.OptState]:
-        updates, state = optimizer.update(gradients, state)
-        return eqx.apply_updates(model, updates), state
-
-    for step, rows in zip(range(1, steps + 1), _endless(examples), strict=False):
+    model, state = _start()
+    for step, rows in zip(range(1, steps + 1), _endless(np.arange(examples)), strict=False):
         texts = [f"{LABELS[data.labels[row]]}: {data.texts[row]}" for row in rows]
         manager.attach_train_batch(data.batch(rows), step=step, examples=rows.tolist(), texts=texts)
         gradients = manager.prepare_gradients(model, manager.prepare_forward_input())
         manager.aggregate_and_log()
-        model, state = updated(model, state, gradients)
+        model, state = _updated(model, state, gradients)
         manager.clear_gradients()
         if manager.should_save_metrics(step):
             manager.save_metrics()
@@ -151,12 +173,54 @@ def train(folder: Path, *, examples: int, steps: int, every: int) -> np.ndarray:
     return data.wrong
 
 
+def held_out_loss(data: Examples, examples: int, rows: np.ndarray, steps: int) -> float:
+    """The loss of the held-out examples after as many steps on some rows alone, without scores."""
+    model, state = _start()
+    for _, chosen in zip(range(steps), _endless(rows), strict=False):
+        model, state = _updated(model, state, _gradients(model, data.batch(chosen)))
+    return float(_loss(model, data.batch(np.arange(examples, len(data.texts)))))
+
+
+_OPTIMIZER = optax.adam(2e-2)
+
+
+def _start() -> tuple[Classifier, optax.OptState]:
+    model = Classifier(key=jax.random.key(0))
+    return model, _OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+@eqx.filter_jit
+def _loss(model: Classifier, batch: dict[str, NamedArray]) -> Any:
+    return hax.mean(example_losses(model, batch)).scalar()
+
+
+_gradients = eqx.filter_jit(eqx.filter_grad(_loss))
+
+
+@eqx.filter_jit
+def _updated(model: Classifier, state: optax.OptState, gradients: Any) -> tuple[Classifier, optax.OptState]:
+    updates, state = _OPTIMIZER.update(gradients, state)
+    return eqx.apply_updates(model, updates), state
+
+
 def ranked(
     folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The negative mean scores in some steps or all, in rising order, and whose labels are wrong."""
+    """The negative mean scores in some steps or all, in rising order, and which are planted."""
     found = rank_examples(folder / LOG_FOLDER, steps=steps)
     return -np.asarray(found.scores), wrong[found.ids.astype(int)]
+
+
+def ranked_by_loss(
+    folder: Path, wrong: np.ndarray, steps: tuple[int, int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean losses of the examples that `ranked` has, in rising order, and which are planted."""
+    columns = ["step", "example", "loss"]
+    rows = read_scores(folder / LOG_FOLDER, columns, steps=steps).group_by(["step", "example"])
+    means = rows.aggregate([("loss", "min")]).group_by("example").aggregate([("loss_min", "mean")])
+    losses, ids = means["loss_min_mean"].to_numpy(), means["example"].cast("string").to_numpy()
+    order = np.argsort(losses, kind="stable")
+    return losses[order], wrong[ids[order].astype(int)]
 
 
 def auc(harm: np.ndarray, wrong: np.ndarray) -> float:
@@ -165,23 +229,63 @@ def auc(harm: np.ndarray, wrong: np.ndarray) -> float:
     return round(float(scipy.stats.mannwhitneyu(harm[wrong], harm[~wrong]).statistic / pairs), 4)
 
 
-def labelled(count: int, held_out: int) -> Examples:
-    """Pieces of the standard library in random order, half of them documentation, some with wrong labels.
+def auc_and_interval(harm: np.ndarray, wrong: np.ndarray, draws: int = 500) -> tuple[float, str]:
+    """The AUC, and its interval of 95% by bootstrap over the examples of both kinds."""
+    generator, own, others = np.random.default_rng(3), harm[wrong], harm[~wrong]
+    found = []
+    for _ in range(draws):
+        of_own = own[generator.integers(len(own), size=len(own))]
+        of_others = others[generator.integers(len(others), size=len(others))]
+        pairs = len(own) * len(others)
+        found.append(scipy.stats.mannwhitneyu(of_own, of_others).statistic / pairs)
+    return auc(harm, wrong), interval(found)
 
-    These are among the first `count`; others that are held out follow.
+
+def interval(draws: Sequence[float]) -> str:
+    """The middle 95% of draws."""
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return f"{low:.3f} to {high:.3f}"
+
+
+def labelled(count: int, held_out: int, planted: str = "wrong labels") -> Examples:
+    """Pieces of the standard library in random order, half of them documentation, and what is planted.
+
+    That is among the first `count`; others that are held out follow, with right labels.
     """
+    every = _pieces(count + held_out)
+    to_train, to_hold = (np.random.default_rng(1).permutation(size) for size in (count, held_out))
+    own = [every[at] for at in (*to_train, *(count + to_hold))]
+    texts, labels = [text for text, _ in own], np.array([label for _, label in own])
+    is_wrong = np.arange(len(own)) < SHARE * count
+    match planted:
+        case "wrong labels":
+            pass
+        case "copies":
+            for row in np.flatnonzero(is_wrong):
+                first = row - row % COPIES
+                texts[row], labels[row] = texts[first], labels[first]
+        case "a wrong rule":
+            has_parenthesis = np.array(["(" in text for text in texts])
+            is_wrong = (labels == 1) & has_parenthesis & (np.arange(len(own)) < count)
+        case "another domain":
+            for row in np.flatnonzero(is_wrong):
+                texts[row] = texts[row].upper()
+        case other:
+            raise ValueError(f"{other!r} is no kind of harmful examples; write one of {list(PLANTED)}.")
+    return Examples(texts, np.where(is_wrong, 1 - labels, labels), is_wrong)
+
+
+@functools.cache
+def _pieces(count: int) -> list[tuple[str, int]]:
+    """At least so many texts, and whether each is documentation."""
     pieces: dict[str, int] = {}
     files = standard_library_files()
     for at in np.random.default_rng(0).permutation(len(files)):
-        if len(pieces) >= count + held_out:
+        if len(pieces) >= count:
             break
         for code, documentation in _functions(Path(files[at].url.removeprefix("file://"))):
             pieces |= {code: 0, documentation: 1}
-    to_train, to_hold = (np.random.default_rng(1).permutation(size) for size in (count, held_out))
-    every = list(pieces.items())
-    own = [every[at] for at in (*to_train, *(count + to_hold))]
-    labels, is_wrong = np.array([label for _, label in own]), np.arange(len(own)) < PLANTED * count
-    return Examples([text for text, _ in own], np.where(is_wrong, 1 - labels, labels), is_wrong)
+    return list(pieces.items())
 
 
 def _functions(file: Path) -> Iterator[tuple[str, str]]:
@@ -194,12 +298,12 @@ def _functions(file: Path) -> Iterator[tuple[str, str]]:
                 yield code, words
 
 
-def _endless(count: int) -> Iterator[np.ndarray]:
+def _endless(rows: np.ndarray) -> Iterator[np.ndarray]:
     """Rows of batches, in a new order in each epoch."""
     generator = np.random.default_rng(2)
     while True:
-        order = generator.permutation(count)
-        yield from (order[at : at + BATCH] for at in range(0, count - BATCH + 1, BATCH))
+        order = rows[generator.permutation(len(rows))]
+        yield from (order[at : at + BATCH] for at in range(0, len(order) - BATCH + 1, BATCH))
 
 
 if __name__ == "__main__":

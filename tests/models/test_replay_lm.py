@@ -42,7 +42,7 @@ model:
 vocab_size: 260
 remat: false
 data: {seq_len: 6, batch_size: 4}
-trainer: {num_steps: 9, mesh: {axes: {data: 1}}, update: {microbatches: 2}}
+trainer: {num_steps: 9, mesh: {axes: {data: 1}}}
 """
 
 
@@ -61,10 +61,11 @@ def tiny_batch(seed):
 
 
 def test_a_replay_is_the_derivative_of_a_loop_of_steps(tmp_path):
-    config, Steps = tiny_config(tmp_path, *SGD, "--optimizer.learning_rate", "0.5"), Axis("steps", 2)
+    config = _checked(tiny_config(tmp_path, *SGD, "--optimizer.learning_rate", "0.5"))
+    Steps = Axis("steps", 2)
     state, batches, text = initial_state(config), [tiny_batch(1), tiny_batch(2)], tiny_batch(3)
     stacked = hax.tree_util.tree_map(lambda *each: hax.stack(Steps, each), *batches)
-    loss, found = _replayed(_checked(config), Steps)(state, stacked, [text], jnp.ones(1))
+    loss, found = _replayed(config, Steps)(state, stacked, [text], jnp.ones(1))
 
     @eqx.filter_jit
     def expected(model):

@@ -36,6 +36,30 @@ FOUND = [
         reference="scan",
         outputs="none",
     ),
+    Spec(
+        seed=229,
+        entry="visitor",
+        layers=2,
+        parts=("custom_vjp_with_another_value",),
+        policy={"nested": True, "first_layers": 1},
+        reference="scan",
+        outputs="none",
+    ),
+    Spec(1, "bare", 3, ("custom_vjp_with_another_value",), "nested", ("value_and_grad",), reference="scan"),
+    Spec(2, "until", 6, ("edge",), "nested", ("grad", "vmap"), reference="scan", outputs="none"),
+    Spec(3, "until", 6, ("edge",), "nested", ("grad", "grad"), reference="scan", outputs="none"),
+    Spec(1, "stacked_layers", 3, ("rule_with_closure",), "nested", ("grad",), reference="scan", closure=True),
+    Spec(
+        seed=1,
+        entry="bare",
+        layers=4,
+        parts=("tiled_inside", "mlp"),
+        policy={"save_carries": False, "save_block_internals": ("a",)},
+        transforms=("grad", "jvp", "vmap"),
+        reference="scan",
+        unroll=2,
+        closure=True,
+    ),
 ]
 
 

@@ -76,7 +76,7 @@ def without_forward_mode(draw: Callable[[Make], Part]) -> Callable[[Make], Part]
 
 
 def special(draw: Callable[[Make], Part]) -> Callable[[Make], Part]:
-    """Register a part that is drawn for some programs alone."""
+    """Register a part of some programs."""
     SPECIAL.add(draw.__name__)
     return part(draw)
 
@@ -176,7 +176,7 @@ def _scaled(factor, x):
     return jnp.sin(x) * factor
 
 
-_scaled.defvjp(lambda factor, x: (_scaled(factor, x), x), lambda factor, x, ct: (ct * jnp.cos(x) * 3,))
+_scaled.defvjp(lambda factor, x: (jnp.sin(x) * factor, x), lambda factor, x, ct: (ct * jnp.cos(x) * 3,))
 
 
 @without_forward_mode
@@ -326,7 +326,8 @@ def weak_types(make: Make) -> Part:
     def step(x, weights, own, shared):
         return x * own, jnp.sin(own)
 
-    return Part(step, make.per_layer(), jnp.asarray(0.5 + make.rng.random()))
+    number = 0.5 + make.rng.random()
+    return Part(step, make.per_layer(), make.one_of(number, jnp.asarray(number)))
 
 
 @part
@@ -369,8 +370,6 @@ def unused(make: Make) -> Part:
 
 @part
 def replaced_carry(make: Make) -> Part:
-    """The carry that comes out doesn't depend on the one that goes in."""
-
     def step(x, weights, own, shared):
         return jnp.broadcast_to(jnp.sin(weights), x.shape) + lax.stop_gradient(x) * 0.1, own
 

@@ -279,6 +279,7 @@ def restricted(spec: Spec) -> Spec:
         changes["reference"] = "scan"
     if spec.entry in OF_LOOPS:
         changes["reference"] = "loop"
+        changes["layers"] = max(1, spec.layers)  # a loop over none has no outputs to stack
     if "shard_map" in spec.transforms and spec.run in ("mesh", "eager"):
         changes["run"] = "jit"
     if "rule_with_closure" in spec.parts:

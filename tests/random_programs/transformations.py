@@ -157,7 +157,7 @@ def jacrev(f: Function, choice: Choice) -> Function:
 
 @transform
 def vmap(f: Function, choice: Choice) -> Function:
-    is_mapped = choice.rng.random(100) < 0.5
+    is_mapped = choice.rng.random(100) < 0.7
     is_last = choice.rng.random(100) < 0.5
 
     def batched(leaves):

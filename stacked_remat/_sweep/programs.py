@@ -165,8 +165,9 @@ class _Description:
             return value
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
             # From JAX 0.12 on these are one class, and any may hold constants.
-            constants = getattr(value, "consts", ())
-            return self._of_inner(getattr(value, "jaxpr", value)), self._of_sequence(constants)
+            constants: Sequence[Any] = getattr(value, "consts", ())
+            program: Any = getattr(value, "jaxpr", value)
+            return self._of_inner(program), self._of_sequence(constants)
         if isinstance(value, jax.Array) and not isinstance(value, Tracer):
             found = _Identity(value)
             self.arrays.append(found)

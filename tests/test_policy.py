@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import haliax as hax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,3 +95,26 @@ def test_a_single_layer_has_nothing_to_cut(cut):
     plain = ScanCheckpointPolicy(save_block_internals=["a"])
     assert policy.for_layers(1) == plain.for_layers(1)
     assert policy.for_layers(2) != plain.for_layers(2)
+
+
+def test_haliax_policies_are_taken_as_the_same_here():
+    of_haliax = hax.nn.ScanCheckpointPolicy
+    for alias in (True, False, "offload", "recompute", "save_all", "nested"):
+        assert resolve_policy(of_haliax.from_bool_or_str(alias)) == resolve_policy(alias)
+    written = of_haliax(nested=3, save_block_internals=["b", "a"])
+    assert resolve_policy(written) == ScanCheckpointPolicy(nested=3, save_block_internals=["a", "b"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    remat: bool | ScanCheckpointPolicy | str = True
+
+
+@pytest.mark.parametrize(
+    "entry", [{"nested": 4}, {"save_block_internals": ["a"]}, {"save_carries": "offload"}]
+)
+def test_draccus_decodes_and_encodes_a_policy(entry):
+    draccus = pytest.importorskip("draccus")
+    config = draccus.decode(_Config, {"remat": entry})
+    assert config.remat == ScanCheckpointPolicy(**entry)
+    assert draccus.decode(_Config, draccus.encode(config)) == config

@@ -1,7 +1,5 @@
 """Tests of lists of NNX layers: stacks that refuse unlike layers, and patterns of several kinds."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp

@@ -488,11 +488,3 @@ def edge(make: Make) -> Part:
     own = {"last": jnp.int32(make.rng.integers(make.layers + 1)), "count": jnp.int32(0)}
     steps = jnp.arange(make.layers, dtype=make.dtype)
     return Part(step, steps[::-1] if make.reverse else steps, own)
-
-
-@special
-def mean_of_batch(make: Make) -> Part:
-    def step(x, weights, own, shared):
-        return x - 0.5 * lax.pmean(x * weights, "batch"), own
-
-    return Part(step, make.per_layer())

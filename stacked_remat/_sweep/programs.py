@@ -102,6 +102,15 @@ def description(value: Any) -> Hashable:
     return _Description().of(value)
 
 
+# Their functions and objects don't change once they are in a program.
+_LIBRARIES = ("jax", "jaxlib", "equinox", "haliax", "stacked_remat")
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether a function or a class is one of JAX, of the libraries on it, or of this one."""
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+
+
 def _has_hash(value: Any) -> bool:
     try:
         hash(value)
@@ -190,29 +199,43 @@ class _Description:
         if isinstance(value, types.FunctionType):
             return self._of_function(value)
         if isinstance(value, functools.partial):
-            return type(value), *map(self.of, (value.func, value.args, value.keywords))
-        if dataclasses.is_dataclass(value):
+            return self._of_partial(value)
+        if dataclasses.is_dataclass(value) and (_is_of_library(type(value)) or not callable(value)):
             names = [field.name for field in dataclasses.fields(value) if field.compare]
             return type(value), tuple(self.of(getattr(value, name)) for name in names)
-        is_of_jax = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-        if is_of_jax and hasattr(value, "__dict__") and not callable(value):
+        if _is_of_library(type(value)) and hasattr(value, "__dict__") and not callable(value):
             return type(value), self._of_items(vars(value))
+        return self._unknown(value)
+
+    def _unknown(self, value: Any) -> Hashable:
         self.is_closed = False
         return _Identity(value)
 
+    def _of_partial(self, value: functools.partial) -> Hashable:
+        if not _is_of_library(value.func):
+            return self._unknown(value)
+        return type(value), *map(self.of, (value.func, value.args, value.keywords))
+
     def _of_function(self, function: types.FunctionType) -> Hashable:
-        """A function by its code and what it closes over, since each trace may make another."""
+        """A function by its code and what it closes over, since each trace may make another.
+
+        What a user's callback closes over may change between calls, also where it is a number or an empty
+        list now: such a callback is like no other.
+        """
+        has_state = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        if has_state and not _is_of_library(function):
+            return self._unknown(function)
         if function in self._functions:
             return len(self._functions) - self._functions.index(function)
         self._functions.append(function)
         try:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:  # one that is still empty
-            self.is_closed = False
-            return _Identity(function)
+            return self._unknown(function)
         else:
             held = cells, function.__defaults__, function.__kwdefaults__
-            return function.__code__, function.__module__, *map(self.of, held)
+            # Executables keep their callbacks alive, and these their globals.
+            return function.__code__, id(function.__globals__), *map(self.of, held)
         finally:
             self._functions.pop()
 
@@ -256,7 +279,9 @@ def run(jitted_fn: Any, *args: PyTree) -> PyTree:
     jaxpr, constants = without_constants(traced.jaxpr)
     inputs = [*constants, *jax.tree.leaves(args)]
     found = structure(jaxpr)
-    if not found.is_closed or not all(map(_is_value, inputs)):
+    # Of traced values that it closes over JAX 0.12 makes further inputs.
+    is_whole = len(inputs) == len(jaxpr.invars)
+    if not is_whole or not found.is_closed or not all(map(_is_value, inputs)):
         return jitted_fn(*args)
     arrays: list[Any] = [*map(jnp.asarray, inputs)]
     places = tuple(map(_place, arrays))

@@ -168,10 +168,10 @@ def _traced_constants(jaxpr: Jaxpr, constants: Sequence[Any]) -> list[Tracer]:
     found = [constant for constant in constants if isinstance(constant, Tracer)]
     params = [list(equation.params.values()) for equation in jaxpr.eqns]
     for value in jax.tree.leaves(params, is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)):
-        if isinstance(value, Jaxpr):
-            found += _traced_constants(value, ())
-        elif isinstance(value, ClosedJaxpr):
-            found += _traced_constants(value.jaxpr, value.consts)
+        if isinstance(value, Jaxpr | ClosedJaxpr):
+            # From JAX 0.12 on these are one class, and any may hold constants.
+            inner: Any = getattr(value, "jaxpr", value)
+            found += _traced_constants(inner, getattr(value, "consts", ()))
     return found
 
 

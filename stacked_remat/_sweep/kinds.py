@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._compat import without_constants
 from .slots import Arrays, Carry, Mask, OfKinds
@@ -40,6 +41,13 @@ class Kind:
     @property
     def output_types(self) -> list[Any]:
         return [out.aval for out in self.jaxpr.outvars[self.carries :]]
+
+    @functools.cached_property
+    def read_entries(self) -> Mask:
+        """Of which stacks in `x` it reads the layer's entry: they are sliced, and it uses that."""
+        _, is_read = dce_jaxpr(self.jaxpr, [True] * len(self.jaxpr.outvars))
+        of_x = is_read[len(is_read) - len(self.unsliced) :]
+        return tuple(read and not whole for read, whole in zip(of_x, self.unsliced, strict=True))
 
     def carry_of(self, inputs: Sequence[T]) -> Sequence[T]:
         """Those of a layer's inputs, or of what is known of each, that are its carry."""

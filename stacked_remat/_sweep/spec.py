@@ -150,13 +150,14 @@ class SweepSpec:
 
     def inputs(self, kind: Kind, xs: OfKinds, row: Index, fetched: Sequence[Array] = ()) -> Arrays:
         """The own inputs of the layer at a row, with those that have been fetched from the host."""
-        return read_layer(xs[kind.number], row, kind.unsliced, fetched)
+        is_ahead = kind.read_entries if fetched else ()
+        return read_layer(xs[kind.number], row, kind.unsliced, fetched, is_ahead)
 
     def fetch(self, xs: OfKinds, number: Index) -> Arrays:
         """The inputs of a layer that are read ahead from the host, if it is known that it runs."""
         if self.pattern or self.stops:
             return []
-        return read_ahead(xs[0], self.layer_index(number))
+        return read_ahead(xs[0], self.layer_index(number), self.kinds[0].read_entries)
 
     def plain(
         self, checkpoint: Checkpoint | None, init: Carry, xs: OfKinds, shared: OfKinds

@@ -139,25 +139,33 @@ def _entry_of(axis: int) -> Callable[[Array, Array], Array]:
 
 
 def read_layer(
-    stacks: list[Array], index: Index, unsliced: Sequence[bool], ahead: Sequence[Array] = ()
+    stacks: list[Array],
+    index: Index,
+    unsliced: Sequence[bool],
+    ahead: Sequence[Array] = (),
+    is_ahead: Sequence[bool] = (),
 ) -> list[Array]:
-    """A layer's part of each stack, the whole where unsliced; `ahead` is what `read_ahead` has read."""
+    """A layer's part of each stack, the whole where unsliced.
+
+    `ahead` is what `read_ahead` has read of the stacks in the mask `is_ahead`.
+    """
     entries = iter(ahead)
 
-    def part(stack: Array, whole: bool) -> Array:
-        if whole:
+    def part(place: int, stack: Array) -> Array:
+        if unsliced[place]:
             return stack
-        return next(entries) if ahead and is_on_host(stack) else read(stack, index)
+        return next(entries) if ahead and is_ahead[place] and is_on_host(stack) else read(stack, index)
 
-    return [part(stack, whole) for stack, whole in zip(stacks, unsliced, strict=True)]
+    return [part(place, stack) for place, stack in enumerate(stacks)]
 
 
-def read_ahead(stacks: list[Array], index: Index) -> list[Array]:
-    """The entries at `index` of the stacks on the host, for `read_layer` an iteration later.
+def read_ahead(stacks: list[Array], index: Index, is_read: Sequence[bool]) -> list[Array]:
+    """The entries at `index` of the stacks on the host that are read, for `read_layer` an iteration later.
 
     In the carry of a loop they are transferred while the iteration before computes.
     """
-    return [read(stack, index) for stack in stacks if is_on_host(stack)]
+    pairs = zip(stacks, is_read, strict=True)
+    return [read(stack, index) for stack, reads in pairs if reads and is_on_host(stack)]
 
 
 def settle(fetched: list[Array], index: Index) -> tuple[list[Array], Any]:

@@ -6,7 +6,10 @@ on an active input; one that is said to be active may still have a zero derivati
 
 import functools
 import itertools
+import operator
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -94,11 +97,69 @@ def is_in(atom: object, variables: set[core.Var]) -> bool:
 
 
 def has_rules(jaxpr: core.Jaxpr) -> bool:
+    """Whether custom rules may compute other values where a jaxpr is differentiated."""
     return any(
-        equation.primitive.name in ("custom_jvp_call", "custom_vjp_call", "call_hi_primitive")
-        or any(map(has_rules, core.jaxprs_in_params(equation.params)))
+        _has_rule(equation) or any(map(has_rules, core.jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns
     )
+
+
+def _has_rule(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name != "custom_jvp_call":
+        return equation.primitive.name in ("custom_vjp_call", "call_hi_primitive")
+    # The rules of JAX's own functions (softmax, relu) return what the functions return.
+    return _JAX_FOLDER not in str(equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
+
+
+_JAX_FOLDER = str(Path(jax.__file__).parent) + os.sep
+
+
+_NONLINEAR = frozenset(
+    "dot_general conv_general_dilated exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan "
+    "sinh cosh integer_pow pow square sqrt rsqrt cbrt erf erf_inv".split()
+)
+
+
+def surely_read(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[list[bool], int]:
+    """Which of some inputs derivatives surely read, or values that depend on them; bytes of what they read.
+
+    Found without tracing, from a few primitives whose derivatives read their operands. All inputs are taken
+    to be differentiated; others may be said to be read, and are not.
+    """
+    sources = [1 << number if chosen else 0 for number, chosen in enumerate(inputs)]
+    _, read, size = _sources_read(jaxpr, sources)
+    return [bool(read >> number & 1) for number in range(len(inputs))], size
+
+
+def _sources_read(jaxpr: core.Jaxpr, sources: Sequence[int]) -> tuple[list[int], int, int]:
+    """For each output, and for what is read, a bit for each input that it depends on; bytes that are read."""
+    known = dict(zip(jaxpr.invars, sources, strict=True))
+    read, size = 0, 0
+    seen: set[core.Var] = set()
+
+    def of(atom: Any) -> int:
+        return known.get(atom, 0) if isinstance(atom, core.Var) else 0
+
+    for equation in jaxpr.eqns:
+        operands = [of(atom) for atom in equation.invars]
+        outputs = [functools.reduce(operator.or_, operands, 0)] * len(equation.outvars)
+        inner = _called(equation)
+        is_square = equation.primitive.name == "mul" and equation.invars[0] is equation.invars[1]
+        if inner is not None and not inner.constvars:
+            outputs, inner_read, inner_size = _sources_read(inner, operands)
+            read, size = read | inner_read, size + inner_size
+        elif is_square or equation.primitive.name in _NONLINEAR:
+            for var, source in zip(equation.invars, operands, strict=True):
+                read |= source
+                if source and var not in seen:
+                    seen.add(var)
+                    size += bytes_of(var.aval)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return [of(atom) for atom in jaxpr.outvars], read, size
+
+
+def bytes_of(type_: Any) -> int:
+    return type_.size * type_.dtype.itemsize
 
 
 def forwarded_inputs(jaxpr: core.Jaxpr) -> list[int | None]:

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
-from .._activity import active_carry, has_rules
+from .._activity import active_carry, bytes_of, has_rules, surely_read
 from .._compat import without_constants
 from .._placement import on_device, platform
 from .._remat import EVERYTHING, NOTHING, Kept, Remat
@@ -253,6 +253,8 @@ class SweepSpec:
         A leaf that they do not read is an output buffer that steps write to, or a sum that they add to:
         nothing but the final carry depends on its value.
         """
+        if self._surely_holds_all():
+            return replace(self, held=(True,) * len(self.carry_types))
         pairs = zip(self.kinds, self._input_types(xs, shared), strict=True)
         flags = int(self.stops)
         residuals = [
@@ -270,6 +272,26 @@ class SweepSpec:
         spec = replace(self, held=tuple(held))
         return replace(spec, remat=spec._remat_for(residuals))
 
+    def _surely_holds_all(self) -> bool:
+        """Whether pullbacks read all leaves and so much that `_remat_for` changes nothing; costs no trace."""
+        has_size = self.carry_has_known_size()
+        size = self.carry_bytes() if has_size else 0
+        for kind in self.kinds:
+            inputs = [False] * len(kind.jaxpr.invars)
+            last = len(inputs) - len(kind.unsliced)
+            inputs[last - kind.carries : last] = [True] * kind.carries
+            is_read, read = surely_read(kind.jaxpr, inputs)
+            if all(kind.carry_of(is_read)) and (not has_size or 2 * read > size):
+                return True
+        return False
+
+    def carry_bytes(self) -> int:
+        return sum(map(bytes_of, self.carry_types))
+
+    def carry_has_known_size(self) -> bool:
+        """Whether no dimension of the carry is symbolic, as `jax.export` has them."""
+        return all(isinstance(size, int) for type_ in self.carry_types for size in type_.shape)
+
     def _remat_for(self, residuals: Sequence[Residuals]) -> Remat:
         """The policy, or for `"nested"` one that takes as much memory and evaluates each layer once less.
 
@@ -279,18 +301,18 @@ class SweepSpec:
         """
         remat, length = self.remat, self.length
         is_nested = length > 1 and remat == Remat(length, schedule=shrinking(length))
-        if not is_nested or len(residuals) > 1:
+        if not is_nested or len(residuals) > 1 or not self.carry_has_known_size():
             return remat
         (found,) = residuals
         is_kept = map(operator.and_, found.reads, self.held or ())
         internals = [*found.types, *pick(self.carry_types, [*is_kept])]
-        size = sum(map(_bytes_of, internals))
-        carry = sum(map(_bytes_of, self.of_held(self.carry_types)))
+        size = sum(map(bytes_of, internals))
+        carry = sum(map(bytes_of, self.of_held(self.carry_types)))
         on_host = any(type_.memory_space == jax.memory.Space.Host for type_ in found.types)
         if on_host or not found.types or 2 * size > carry:
             return remat
         longest = math.ceil(math.sqrt(length * carry / size))
-        in_order = _IN_ORDER // max(map(_bytes_of, internals))
+        in_order = _IN_ORDER // max(map(bytes_of, internals))
         if platform() == "cpu" and longest // 2 <= in_order < longest:  # up to a quarter more memory
             longest = in_order
         return replace(remat, kept=EVERYTHING, schedule=equal(length, math.ceil(length / longest)))
@@ -330,10 +352,6 @@ class SweepSpec:
 _IN_ORDER = 512
 """In bytes: XLA for CPUs (jaxlib 0.10.2) runs a loop's operations one after the other if none reads or writes
 a larger array. Otherwise it gives them to threads, and loops over 200 scalars took four times as long."""
-
-
-def _bytes_of(type_: Any) -> int:
-    return type_.size * type_.dtype.itemsize
 
 
 def differentiated(

@@ -80,11 +80,35 @@ def _unwritable(value: Any) -> Any:
     return value
 
 
-def _without_nulls(message: Any) -> Any:
-    """A message without fields that are null, as transformers gives them to templates."""
+class _Message(_Object):
+    """A message without its fields that are null, as transformers gives them to templates.
+
+    But a template that asks `message['content'] is none`, as DeepSeek V3's does before it writes tool calls,
+    is told so.
+    """
+
+    nulls: frozenset[str] = frozenset()
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.nulls:
+            return _null_field()(obj=self, name=name)
+        raise KeyError(name)
+
+
+@functools.cache
+def _null_field() -> Any:
+    from jinja2 import Undefined
+
+    return type("NullField", (Undefined,), {})
+
+
+def _message(message: Any) -> Any:
+    """The message, as a template may read it."""
     if not isinstance(message, dict):
-        return message
-    return {name: value for name, value in message.items() if value is not None}
+        return _unwritable(message)
+    found = _Message((name, _unwritable(value)) for name, value in message.items() if value is not None)
+    found.nulls = frozenset(name for name, value in message.items() if value is None)
+    return found
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -137,7 +161,7 @@ def _environment() -> Any:
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.filters["tojson"] = _to_json
-    environment.tests["none"] = lambda value: value is None or value is _NULL
+    environment.tests["none"] = lambda value: value is None or isinstance(value, _Null | _null_field())
     return environment
 
 
@@ -158,7 +182,7 @@ class Template:
         """The texts of a chat, the places of the answers in each, and whether its last turn is left open."""
         if answers and _MARKS.search(json.dumps(messages, ensure_ascii=False)):
             raise _Refused("a message has U+FDD0 or U+FDD1, which are no characters of a text")
-        messages = _unwritable([_without_nulls(message) for message in messages])
+        messages = _List(map(_message, messages))
         marked = self._run(messages, variables, prompt)
         text = _MARKS.sub("", marked)
         if not answers:

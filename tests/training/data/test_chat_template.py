@@ -158,7 +158,9 @@ NULL = "{% set n = messages[0].tool_calls[0].a %}"
     ("source", "expected"),
     [
         ("[{{ messages[0].content }}{{ messages[0].content | trim }}]", "[]"),
-        ("{{ messages[0].content is defined }}", "False"),
+        ("{{ messages[0].content is defined }} {{ 'content' in messages[0] }}", "False False"),
+        ("{{ messages[0]['content'] is none }} {{ messages[0].content is not none }}", "True False"),
+        ("{{ messages[0].name is none }} {{ messages[1].content is none }}", "False False"),
         ("{{ messages[0] | tojson }}", '{"role": "assistant", "tool_calls": [{"a": null}]}'),
         (NULL + "{{ n is none }} {{ n == none }} {{ n in [none] }} {{ n or 'no' }}", "True True True no"),
         (NULL + "{{ n is string or n is mapping or n is iterable or n is undefined }}", "False"),

@@ -166,7 +166,16 @@ def expected():
     return quick_jit(lambda: derivatives_of(by_scan))()
 
 
-@pytest.mark.parametrize("remat", POLICIES.values(), ids=POLICIES)
+_PLAIN = ("False", "True", "recompute")  # whose values `lax.scan` computes
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        pytest.param(remat, id=name, marks=[pytest.mark.deep] * (name in _PLAIN))
+        for name, remat in POLICIES.items()
+    ],
+)
 def test_rules_compute_what_is_differentiated(remat):
     found = quick_jit(lambda: derivatives_of(by_sweep(remat)))()
     for name, result in expected().items():

@@ -107,8 +107,9 @@ def has_rules(jaxpr: core.Jaxpr) -> bool:
 def _has_rule(equation: core.JaxprEqn) -> bool:
     if equation.primitive.name != "custom_jvp_call":
         return equation.primitive.name in ("custom_vjp_call", "call_hi_primitive")
-    # The rules of JAX's own functions (softmax, relu) return what the functions return.
-    return _JAX_FOLDER not in str(equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
+    # JAX's own rules (of softmax, and those that `defjvps` makes) return what the functions return.
+    debug_info = getattr(equation.params.get("jvp_jaxpr_fun"), "debug_info", None)
+    return _JAX_FOLDER not in str(getattr(debug_info, "func_src_info", None))
 
 
 _JAX_FOLDER = str(Path(jax.__file__).parent) + os.sep

@@ -247,3 +247,14 @@ def test_a_rule_closes_over_traced_values(remat):
     own = every_way(lambda layer: sr.scan(layer, Layers, remat=remat))
     for found, wanted in zip(own, plain, strict=True):
         assert_close(found, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("remat", [True, "nested"])
+def test_a_rule_of_a_user_for_a_function_of_jax(remat):
+    fn = jax.custom_jvp(jax.nn.silu)
+    fn.defjvp(lambda primals, tangents: (0.5 * primals[0], tangents[0]))
+
+    def of(scan):
+        return jax.value_and_grad(lambda x: scan(lambda x, w: (fn(x) * w, None), x, WEIGHTS)[0].sum())(X)
+
+    assert_close(of(lambda *args: sr.lax_scan(*args, remat=remat)), of(lax.scan))

@@ -1,5 +1,6 @@
 """`lax_scan` takes and refuses what `jax.lax.scan` does, and its results have the same types."""
 
+import functools
 import inspect
 
 import jax
@@ -137,3 +138,16 @@ def test_types_of_a_map_are_those_of_jax():
     of_jax = types(lax.map(f, XS))
     for remat in policies("False", "True", "nested", "offload").values():
         assert types(sr.map(f, "steps", remat=remat)(XS)) == of_jax
+
+
+@pytest.mark.parametrize("remat", [False, True, "nested"])
+def test_a_promoted_leaf_of_the_carry_does_not_make_others_strong(remat):
+    def step(carry, x):
+        return {"a": carry["b"], "b": carry["a"] * x}, None
+
+    args = step, {"a": 1, "b": 2.0}, jnp.arange(4.0)
+    found, wanted = (
+        jax.tree.map(jax.typeof, scan(*args))
+        for scan in (functools.partial(sr.lax_scan, remat=remat), lax.scan)
+    )
+    assert found == wanted and wanted[0]["a"].weak_type

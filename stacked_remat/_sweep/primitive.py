@@ -60,6 +60,7 @@ def run_layers(
     spec, shared = SweepSpec(kinds_of(traced, unsliced), **fields), [layer.shared for layer in traced]
     scanned = sweep_of if plain is None else functools.partial(plain_scan, plain)
     carry, ys = scanned(spec, traced[0].init, stacks, shared)
+    carry = [*map(weak_as, carry, (var.aval for var in traced[0].jaxpr.outvars))]
     outputs = [layer.output(own) for layer, own in zip(traced, ys, strict=True)]
     carry = merge(init, carry, [not is_ for is_ in passed_on])
     return jax.tree.unflatten(carry_tree, carry), outputs

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -248,7 +248,7 @@ def written_out(config: DecoderConfig) -> DecoderConfig:
 def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderConfig:
     """The architecture found, with what a run decides (`OF_RUN`) and a longer context of `config`."""
     written, longest = written_keys(config), found.rotary.max_position_embeddings
-    found = _with_fields_of_run(found, config)
+    found = _with_fields_of_run(found, config, type(config)(), written)
     if config.rotary.scaling is not None:  # a longer context than the folder was made for
         rotary = dataclasses.replace(config.rotary, theta=found.rotary.theta)
         if written is not None and "rotary.max_position_embeddings" not in written:
@@ -257,14 +257,22 @@ def pretrained_config(config: DecoderConfig, found: DecoderConfig) -> DecoderCon
     return found
 
 
-def _with_fields_of_run(found: Any, config: object) -> Any:
+def _with_fields_of_run(
+    found: Any, config: object, default: object, written: Collection[str] | None, section: str = ""
+) -> Any:
+    """The config found, with the fields of the run that `config` gives.
+
+    Which these are `written` says, or, of a config made in Python, that they are not those of `default`.
+    """
     changes = {}
     for one in dataclasses.fields(found):
-        own, other = getattr(config, one.name, None), getattr(found, one.name)
+        key, other = section + one.name, getattr(found, one.name)
+        own, usual = getattr(config, one.name, None), getattr(default, one.name, None)
         if "of_run" in one.metadata:
-            changes[one.name] = other if own is None else own
+            is_given = own != usual if written is None else key in written
+            changes[one.name] = own if is_given and own is not None else other
         elif dataclasses.is_dataclass(own) and dataclasses.is_dataclass(other):
-            changes[one.name] = _with_fields_of_run(other, own)
+            changes[one.name] = _with_fields_of_run(other, own, usual, written, f"{key}.")
     return dataclasses.replace(found, **changes)
 
 

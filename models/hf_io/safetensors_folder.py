@@ -254,7 +254,7 @@ def _is_inside(root: Path, file: str) -> bool:
 
 def is_hub_snapshot(root: Path) -> bool:
     """Whether a folder is one of the Hub's cache."""
-    snapshots = root.absolute().parent
+    snapshots = root.resolve().parent
     return snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
 
 
@@ -263,4 +263,4 @@ def _hub_blobs(root: Path) -> list[Path]:
 
     The layout is `models--OWNER--NAME/snapshots/REVISION` beside `models--OWNER--NAME/blobs`.
     """
-    return [root.absolute().parent.parent / "blobs"] if is_hub_snapshot(root) else []
+    return [root.resolve().parent.parent / "blobs"] if is_hub_snapshot(root) else []

@@ -98,6 +98,26 @@ class _Misfit(Exception):
     """A value that its annotation does not allow; its text says what to write, where that is known."""
 
 
+def _default_of(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _set_in(usual: Any, config_class: Any) -> dict[str, Any]:
+    """The fields of a default section that are not those of its class, such as an architecture's own."""
+    required = [field for field in dataclasses.fields(config_class) if _is_required(field)]
+    if type(usual) is not config_class or required:
+        return {}
+    plain = config_class()
+    pairs = ((field.name, getattr(usual, field.name)) for field in dataclasses.fields(config_class))
+    return {name: value for name, value in pairs if value != getattr(plain, name)}
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
 class _Decoder:
     """From a tree to dataclasses.
 
@@ -108,8 +128,11 @@ class _Decoder:
     def __init__(self, config_class: Any, place: str, given: Sequence[str]):
         self._config_class, self._place, self._given = config_class, place, given
 
-    def section(self, config_class: Any, tree: Any, at: str) -> Any:
-        """The instance of `config_class`, or of the type chosen from it, that a section describes."""
+    def section(self, config_class: Any, tree: Any, at: str, usual: Any = None) -> Any:
+        """The instance of `config_class`, or of the type chosen from it, that a section describes.
+
+        `usual` is what there is without the section: keys that are not written keep what it has.
+        """
         self._check_section(tree, at, "is a section of keys", config_class)
         written = frozenset(".".join(path) for path, value in leaves(tree) if value != {})
         registry, tree = config_class if is_registry(config_class) else None, dict(tree)
@@ -121,10 +144,11 @@ class _Decoder:
         if unknown := [key for key in tree if key not in valid]:
             meant = self._meant(unknown[0], registry, valid)
             raise ConfigError(f"Unknown key {self._named(below + unknown[0])}.{meant}")
-        values = {key: self.value(hints[key], own, below + key) for key, own in tree.items()}
+        usual_of = {field.name: _default_of(field) for field in fields}
+        values = {key: self.value(hints[key], own, below + key, usual_of[key]) for key, own in tree.items()}
+        values = _set_in(usual, config_class) | values
         for field in fields:
-            required = field.default is field.default_factory is dataclasses.MISSING
-            if required and field.name not in values:
+            if _is_required(field) and field.name not in values:
                 raise ConfigError(f"{self._named(at)} lacks the key `{field.name}`.")
         try:
             config = config_class(**values)
@@ -137,7 +161,7 @@ class _Decoder:
         object.__setattr__(config, _WRITTEN, written)
         return config
 
-    def value(self, hint: Any, value: Any, at: str) -> Any:
+    def value(self, hint: Any, value: Any, at: str, usual: Any = None) -> Any:
         """What a field of this annotation gets."""
         parts = union_parts(hint)
         if hint is Any:
@@ -145,7 +169,7 @@ class _Decoder:
         if type(None) in parts and value is None:
             return None
         if (section := section_class(hint)) is not None:
-            return self.section(section, value, at)
+            return self.section(section, value, at, usual)
         if (named := named_section_class(hint)) is not None:
             self._check_section(value, at, "holds sections, each under its name", named)
         fix = ""

@@ -236,7 +236,7 @@ def test_a_mistake_in_one_process_ends_all_with_status_1_before_the_first_step(w
     for output in shown:
         assert "error: the processes of this run have different configs:\n" in output, output
         for line in (
-            "data.tokenizer is byte in process 0 and nowhere in process 1",
+            "data.tokenizer is None in process 0 and nowhere in process 1",
             "trainer.checkpoint.keep_last is 2 in process 0 and 5 in process 1",
             "trainer.mesh.axes.x is not set in process 0 and 2 in process 1",
         ):

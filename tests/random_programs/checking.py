@@ -27,6 +27,7 @@ REFUSALS = {  # what the documentation of an entry point says that it refuses
     "ordered effects where values are offloaded": "ordered effects",
     "an optimizer with nothing to train": "nothing is trained|has no trainable",
     "nothing to move to the host": "has no Stacked with an array for to_host",
+    "a number in the carry becomes a named array": r"comes out as NamedArray",
 }
 TOLERANCE = 1e-9
 

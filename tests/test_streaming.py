@@ -242,3 +242,24 @@ def test_layers_that_are_not_in_front_are_refused():
     weight = blocks.stacked.weight.rearrange(("width", "layers", "out"))
     with pytest.raises(ValueError, match=r"stacked\.weight .*layers not in front"):
         streaming.to_host(eqx.tree_at(lambda blocks: blocks.stacked.weight, blocks, weight))
+
+
+class TwoUnsliced(eqx.Module):
+    matrix: jax.Array = unsliced()  # [3, 3]
+    weight: jax.Array  # [3, 3]
+    other: jax.Array = unsliced()  # [3, 3]
+
+    def __call__(self, x):
+        matrix, other = (LayerStack.of(field).layer for field in (self.matrix, self.other))
+        return jnp.tanh(x @ self.weight + 0.1 * matrix) + other.sum()
+
+
+@pytest.mark.parametrize("hosted", ["matrix", "other"])
+@pytest.mark.parametrize("remat", [True, "nested"])
+def test_one_of_two_unsliced_fields_on_the_host(hosted, remat):
+    keys = jax.random.split(jax.random.key(1), 3)
+    blocks = Stacked(TwoUnsliced(*(0.3 * jax.random.normal(key, (4, 3, 3)) for key in keys)), 4, remat=remat)
+    moved = streaming.to_host(blocks, where=lambda leaf: leaf is getattr(blocks.stacked, hosted))
+    assert streaming.is_on_host(getattr(moved.stacked, hosted))
+    x = jnp.ones((3, 3))
+    np.testing.assert_allclose(moved.fold(x), blocks.fold(x), rtol=1e-5)

@@ -80,7 +80,12 @@ class TreeLayout:
         (first, *args), kwargs = arguments
         Stack = self.axis.resize(max(self.axis.size, 1))  # no layers are traced with a stack of one
 
-        def stack(field: PyTree) -> LayerStack:
+        whole = {id(part) for part, is_whole in zip(parts, self.unsliced, strict=True) if is_whole}
+
+        def stack(field: PyTree) -> PyTree:
+            arrays = [*filter(is_array, jtu.tree_leaves(field))]
+            if arrays and not any(id(array) in whole for array in arrays):
+                return field  # declared as unsliced, but on the host or on several devices: it was sliced
             return LayerStack(name_stacked(field, Stack, "a stack"), parts[-1], Stack.name)
 
         return (map_unsliced(stack, first), *args), kwargs

@@ -30,13 +30,14 @@ def stack(layers: Sequence[nnx.Module], axis_name: str = "layers") -> Any:
         axis_name: of the layers, in sharding metadata.
 
     Raises:
-        ValueError: there are no layers, or two differ in an attribute or in the shape or dtype of a variable;
-            names its path and both values. `pattern` takes such layers.
+        ValueError: there are no layers, two share a variable, or two differ in an attribute or in the shape
+            or dtype of a variable; names its path and both values. `pattern` takes such layers.
         TypeError: a layer is no module.
 
     Cost: a copy of all variables.
     """
     _check_modules(layers)
+    _check_apart(layers)
     for number, layer in enumerate(layers):
         if found := _difference(layers[0], layer):
             raise ValueError(
@@ -73,6 +74,7 @@ def pattern(
     Cost: a copy of all variables.
     """
     _check_modules(layers)
+    _check_apart(layers)
     kinds: list[list[nnx.Module]] = []
     numbers: list[int] = []
     for layer in layers:
@@ -118,6 +120,22 @@ class ModuleBlock(eqx.Module):
 
 def _variables(state: PyTree) -> dict[str, Any]:
     return {jtu.keystr(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
+
+
+def _check_apart(layers: Sequence[nnx.Module]) -> None:
+    """Refuse layers that share a variable, of which each would train its own copy."""
+    owners: dict[int, int] = {}
+    for number, layer in enumerate(layers):
+        for path, variable in nnx.iter_graph(layer):
+            if not isinstance(variable, nnx.Variable):
+                continue
+            owner = owners.setdefault(id(variable), number)
+            if owner != number:
+                name = ".".join(map(str, path))
+                raise ValueError(
+                    f"Layers {owner} and {number} share the variable {name}, of which each would train its "
+                    "own copy. Pass what layers share as an argument of the function."
+                )
 
 
 def _check_modules(layers: Sequence[nnx.Module]) -> None:

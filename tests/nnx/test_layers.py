@@ -125,3 +125,11 @@ def test_names_of_mesh_axes_begin_with_that_of_the_layers():
             transform_metadata={nnx.PARTITION_NAME: "depth"},
         )
         assert_close(run(X, stacked), layers[2](layers[1](layers[0](X))))
+
+
+def test_layers_that_share_a_variable_are_refused():
+    layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
+    layers[2].kernel = layers[0].kernel
+    for function in (stack, pattern):
+        with pytest.raises(ValueError, match="Layers 0 and 2 share the variable kernel"):
+            function(layers)

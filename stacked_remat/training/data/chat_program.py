@@ -83,7 +83,7 @@ def _unwritable(value: Any) -> Any:
 class _Message(_Object):
     """A message without its fields that are null, as transformers gives them to templates.
 
-    But a template that asks `message['content'] is none`, as some do before they write tool calls, is told so.
+    A template that asks `message['content'] is none`, as some do before they write tool calls, is told so.
     """
 
     nulls: frozenset[str] = frozenset()

@@ -152,7 +152,7 @@ def _sources_read(jaxpr: core.Jaxpr, sources: Sequence[int]) -> tuple[list[int],
         elif is_square or equation.primitive.name in _NONLINEAR:
             for var, source in zip(equation.invars, operands, strict=True):
                 read |= source
-                if source and var not in seen:
+                if source and isinstance(var, core.Var) and var not in seen:
                     seen.add(var)
                     size += bytes_of(var.aval)
         known.update(zip(equation.outvars, outputs, strict=True))

@@ -245,8 +245,8 @@ def test_layers_that_are_not_in_front_are_refused():
 
 
 class TwoUnsliced(eqx.Module):
-    matrix: jax.Array = unsliced()  # [3, 3]
     weight: jax.Array  # [3, 3]
+    matrix: jax.Array = unsliced()  # [3, 3]
     other: jax.Array = unsliced()  # [3, 3]
 
     def __call__(self, x):

@@ -282,6 +282,12 @@ def restricted(spec: Spec) -> Spec:
         changes["layers"] = max(1, spec.layers)  # a loop over none has no outputs to stack
     if "shard_map" in spec.transforms and spec.run in ("mesh", "eager"):
         changes["run"] = "jit"
+    if "custom_jvp" in spec.parts:
+        # lax.scan drops rules that are not derivatives of their functions from its second derivatives
+        # (the hoisting of its partial evaluation, JAX 0.10.2 and 0.12).
+        derivatives = [n for n, name in enumerate(spec.transforms) if name in DIFFERENTIATING]
+        if len(derivatives) > 1:
+            changes["transforms"] = spec.transforms[: derivatives[1]]
     if "rule_with_closure" in spec.parts:
         changes["closure"] = True  # JAX lets rules close over what the loop closes over
     if "custom_vjp_with_another_value" in spec.parts:
